@@ -51,7 +51,7 @@ coverage: $(DEV) ## which lines the fast suite runs, those of started processes 
 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
 	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) -m slow tests contrib/tests
-	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=stand-in $(BIN)/python -m pytest $(SHARED) -m gpu tests/gpu # what needs no kernel of a GPU's
+	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=fake $(BIN)/python -m pytest $(SHARED) -m gpu tests/gpu # what needs no kernel of a GPU's
 
 test-gpu: $(DEV) ## does it run on this machine's GPU, and correctly: runs and tests that need CUDA (4 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh check

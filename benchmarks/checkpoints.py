@@ -50,7 +50,7 @@ def recipe_of(way: str, processes: int, width: int, layers: int) -> dict[str, An
 
 def measure(way: str, processes: int, width: int, layers: int) -> dict[str, Any]:
     """One way in this process, which becomes rank 0."""
-    facts: dict[str, Any] = {}
+    info: dict[str, Any] = {}
     save = Loop.save
 
     def watched(loop: Loop) -> None:
@@ -64,16 +64,16 @@ def measure(way: str, processes: int, width: int, layers: int) -> dict[str, Any]
         watcher, started = threading.Thread(target=look), time.monotonic()
         watcher.start()
         save(loop)
-        facts["seconds"] = round(time.monotonic() - started, 2)
+        info["seconds"] = round(time.monotonic() - started, 2)
         is_done.set()
         watcher.join()
-        facts["more_megabytes"] = round(max(0, most - before) / MEGABYTE, 1)
-        facts["optimizer_megabytes"] = round(8 * sum(p.numel() for _, p in loop.parts.parameters) / MEGABYTE, 1)
+        info["more_megabytes"] = round(max(0, most - before) / MEGABYTE, 1)
+        info["optimizer_megabytes"] = round(8 * sum(p.numel() for _, p in loop.parts.parameters) / MEGABYTE, 1)
 
     Loop.save = watched  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         launch(validate_recipe(recipe_of(way, processes, width, layers)).resolve(), root=folder, name="it")
-    return facts
+    return info
 
 
 def main() -> None:
@@ -82,20 +82,20 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=14)
-    asked = parser.parse_args()
-    if asked.way is not None:
-        print(json.dumps(measure(asked.way, asked.processes, asked.width, asked.layers)))
+    arguments = parser.parse_args()
+    if arguments.way is not None:
+        print(json.dumps(measure(arguments.way, arguments.processes, arguments.width, arguments.layers)))
         return
     rows = {}
-    sizes = [f"--{name}={getattr(asked, name)}" for name in ("processes", "width", "layers")]
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("processes", "width", "layers")]
     for way in ("whole", "sharded"):
         command = [sys.executable, __file__, "--way", way, *sizes]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows[way] = json.loads(output.splitlines()[-1])
         print(f"{way}: {rows[way]}")
-    settings = {"processes": asked.processes, "width": asked.width, "layers": asked.layers}
+    settings = {"processes": arguments.processes, "width": arguments.width, "layers": arguments.layers}
     content = {"machine": platform.processor() or platform.machine(), **settings, "ways": rows}
-    if asked.width == parser.get_default("width"):
+    if arguments.width == parser.get_default("width"):
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {RESULTS}")
 

@@ -47,15 +47,15 @@ NUM_TIMED = 40
 def measure_attacks(smallest: bool) -> dict[str, Any]:
     chosen = ATTACKS[::40] if smallest else ATTACKS
     with tempfile.TemporaryDirectory() as folder, code_targets.targets(Path(folder)) as aims:
-        one = {attack.name: code_targets.passes_in_one_process(aims, attack) for attack in chosen}
+        one = {attack.name: code_targets.succeeds_in_one_process(aims, attack) for attack in chosen}
         ways = {"one process": one}
         for kind in ("process", "bubblewrap"):
             outcomes = code_targets.outcomes(kind, aims, chosen)  # type: ignore[arg-type]
             ways[kind] = {name: outcome == "right" for name, outcome in outcomes.items()}
     rows = {attack.name: [ways[way][attack.name] for way in ways] for attack in chosen}
-    for name, passes in rows.items():
-        print(f"| {name} | {' | '.join('passes' if one else '–' for one in passes)} |")
-    return {"num": len(chosen), "pass": {way: sum(passes.values()) for way, passes in ways.items()}, "rows": rows}
+    for name, verdicts in rows.items():
+        print(f"| {name} | {' | '.join('passes' if one else '–' for one in verdicts)} |")
+    return {"num": len(chosen), "pass": {way: sum(verdicts.values()) for way, verdicts in ways.items()}, "rows": rows}
 
 
 def measure_solutions(smallest: bool) -> dict[str, Any]:
@@ -92,13 +92,13 @@ def empty_function(example: Example) -> str:
 
 def measure_seconds(smallest: bool) -> dict[str, float]:
     num = 4 if smallest else NUM_TIMED
-    asked = [(f"def f(x): return x + {n} - {n} + 1", Checks(("f",), "assert f(1) == 2")) for n in range(num)]
+    programs = [(f"def f(x): return x + {n} - {n} + 1", Checks(("f",), "assert f(1) == 2")) for n in range(num)]
     seconds = {}
     for kind in ("process", "bubblewrap"):
         walls = Walls(kind, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]
         for workers in (1, 2):
             started = time.perf_counter()
-            assert set(judge_all(asked, walls, workers)) == {"right"}
+            assert set(judge_all(programs, walls, workers)) == {"right"}
             seconds[f"{kind}, {workers} at a time"] = (time.perf_counter() - started) / num
     print(json.dumps(seconds))
     return seconds

@@ -4,7 +4,7 @@
     python benchmarks/cpu.py --rows sft,rm --rounds 1 --steps 4
 
 Each row is a process of its own, in which ours and the peer's take turns on the same work (``training.py``,
-``training_pairs.py``, ``engine.py``, ``dictionaries.py`` and ``extraction.py`` hold the work). Figures are CPU-seconds
+``training_pairs.py``, ``engine.py``, ``saes.py`` and ``extraction.py`` hold the work). Figures are CPU-seconds
 of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand. A row whose
 peer is not installed says so and has no ratio. Writes results/cpu-KIND.json, KIND being what the processor calls
 itself; docs/reference/results.md has a table of each such file.
@@ -28,9 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import dictionaries
 import engine
 import extraction
+import saes
 import torch
 import training_pairs
 
@@ -87,7 +87,7 @@ def pairs(rounds: int, steps: int, part: str, work: str, precompute: bool = Fals
 
 def ppo(rounds: int, steps: int) -> Row:
     """Ours alone: TRL's PPO trainer is an experiment of theirs, and does other work per step."""
-    stated = {
+    settings = {
         "model": {"name": "tiny"},
         "task": {"name": "stories", "size": 512},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
@@ -96,7 +96,7 @@ def ppo(rounds: int, steps: int) -> Row:
         "objective": "ppo",
         "train": {"steps": 10_000, "lr": 1e-6},
     }
-    recipe, parts = training.our_parts(stated)
+    recipe, parts = training.our_parts(settings)
     training.our_steps(recipe, parts, 1, 2)
     ours = training.our_steps(recipe, parts, 3, rounds * steps)
     variants = {"plain": training.our_steps(recipe, parts, 3, rounds * steps, fused_layers=False)}
@@ -119,29 +119,29 @@ def sampling(
     model = engine.make_model(shape=shape | {"max_position_embeddings": max(1024, 2 * new_tokens)})
     ways = {name: options for name, options in engine.WAYS.items() if name == "native"}
     rates = engine.compare(model, engine.STOP_IDS if ragged else (), rounds, ways)
-    ours, peer = rates["native"], rates["transformers_generate"]
+    ours, baseline = rates["native"], rates["transformers_generate"]
     ends = ", answers that end at random" if ragged else ""
     return {
         "work": f"sampling, {8 * group} rows, 64 + {new_tokens} tokens{ends}{size}; per 1,000 tokens",
         "peer": "transformers",
         "our_cpu_seconds": 1e3 / ours["tokens_per_cpu_second"],
-        "peer_cpu_seconds": 1e3 / peer["tokens_per_cpu_second"],
+        "peer_cpu_seconds": 1e3 / baseline["tokens_per_cpu_second"],
         "ratio": ours["ratio_cpu"],
     }
 
 
 def dictionary(rounds: int, steps: int, kind: str) -> Row:
-    x = torch.randn(65_536, dictionaries.D, generator=torch.Generator().manual_seed(0))
-    ours, peer = [], []
+    x = torch.randn(65_536, saes.D, generator=torch.Generator().manual_seed(0))
+    ours, baseline = [], []
     for _ in range(rounds):
-        ours.append(dictionaries.our_step(kind, "fp32", x, steps))
+        ours.append(saes.our_step(kind, "fp32", x, steps))
         if is_installed("sae-lens"):
-            peer.append(dictionaries.their_step(kind, x, steps))
+            baseline.append(saes.their_step(kind, x, steps))
     return {
         "work": f"step of a sparse dictionary, {kind}, d = 128, F = 1024, 4,096 rows",
         "peer": "sae-lens",
         "our_cpu_seconds": statistics.median(ours),
-        "peer_cpu_seconds": statistics.median(peer) if peer else None,
+        "peer_cpu_seconds": statistics.median(baseline) if baseline else None,
     }
 
 
@@ -166,19 +166,21 @@ def grading(rounds: int, _steps: int) -> Row:
     from posttrain.graders.math.grader import math
 
     texts = [f"So {i} + {i + 1} is $\\boxed{{{2 * i + 1 + i % 2}}}$." for i in range(2_000)]
-    asked = [Submission(text, str(2 * i + 1 + i % 2), str(2 * i + 1)) for i, text in enumerate(texts)]
-    ours, peer = [], []
+    submissions = [Submission(text, str(2 * i + 1 + i % 2), str(2 * i + 1)) for i, text in enumerate(texts)]
+    ours, baseline = [], []
     for _ in range(rounds):
-        ours.append(cpu_seconds(lambda: math(asked)))
+        ours.append(cpu_seconds(lambda: math(submissions)))
         if is_installed("math-verify"):
             from math_verify import parse, verify
 
-            peer.append(cpu_seconds(lambda: [verify(parse(f"${s.answer}$"), parse(s.text)) for s in asked[:200]]) * 10)
+            baseline.append(
+                cpu_seconds(lambda: [verify(parse(f"${s.answer}$"), parse(s.text)) for s in submissions[:200]]) * 10
+            )
     return {
         "work": "grading 1,000 answers that are numbers",
         "peer": "math-verify",
         "our_cpu_seconds": statistics.median(ours) / 2,
-        "peer_cpu_seconds": statistics.median(peer) / 2 if peer else None,
+        "peer_cpu_seconds": statistics.median(baseline) / 2 if baseline else None,
     }
 
 
@@ -265,10 +267,10 @@ def measure(name: str, rounds: int, steps: int, threads: int) -> Row:
 
 
 def line(row: Row) -> str:
-    peer, ratio = row.get("peer_cpu_seconds"), row.get("ratio")
+    baseline, ratio = row.get("peer_cpu_seconds"), row.get("ratio")
     theirs = "no peer" if row["peer"] is None else f"{row['peer']} is not installed"
-    if peer:
-        theirs = f"{row['peer']} {peer:.4g} s, {ratio:.2f} times as fast"
+    if baseline:
+        theirs = f"{row['peer']} {baseline:.4g} s, {ratio:.2f} times as fast"
     costs = [f"{row['our_cpu_seconds']:.4g} s"]
     costs += [f"{what} {row[key]:.4g} s" for key, what in VARIANTS.items() if row.get(key)]
     return f"{row['work']}: {', '.join(costs)}; {theirs}"

@@ -22,7 +22,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNS = {"reasoning": "demo", "tools": "demo-tools"}
-TOLD = ("shows_reasoning", "small:accuracy", "small:called", "large:accuracy", "large:called")
+EXTRA = ("shows_reasoning", "small:accuracy", "small:called", "large:accuracy", "large:called")
 COMMAND = "import sys; from posttrain.cli import main; sys.exit(main())"
 
 
@@ -31,18 +31,18 @@ def run_seed(seed: int, folder: Path, story: str) -> dict[str, Any]:
     started = time.monotonic()
     arguments = ["demo", "--story", story, "--seed", str(seed), "--runs-dir", str(folder), "--quiet"]
     subprocess.run([sys.executable, "-c", COMMAND, *arguments], check=True, stdout=subprocess.DEVNULL)
-    facts: dict[str, Any] = json.loads((folder / f"{RUNS[story]}-grpo" / "demo.json").read_text())
-    return facts | {"command_seconds": time.monotonic() - started}
+    info: dict[str, Any] = json.loads((folder / f"{RUNS[story]}-grpo" / "demo.json").read_text())
+    return info | {"command_seconds": time.monotonic() - started}
 
 
-def show_row(facts: dict[str, Any]) -> str:
+def show_row(info: dict[str, Any]) -> str:
     """One line for one seed."""
-    parts = [f"seed {facts['seed']}:"]
-    for label, r in facts["results"].items():
+    parts = [f"seed {info['seed']}:"]
+    for label, r in info["results"].items():
         interval = f"[{r['accuracy_low']:.1%}, {r['accuracy_high']:.1%}]"
-        told = "".join(f", {name} {r[name]:.0%}" for name in TOLD if name in r)
-        parts.append(f"{label} {r['accuracy']:.1%} {interval}, format {r['format']:.1%}{told};")
-    parts.append(f"{facts['command_seconds']:.0f} s")
+        extra = "".join(f", {name} {r[name]:.0%}" for name in EXTRA if name in r)
+        parts.append(f"{label} {r['accuracy']:.1%} {interval}, format {r['format']:.1%}{extra};")
+    parts.append(f"{info['command_seconds']:.0f} s")
     return " ".join(parts)
 
 

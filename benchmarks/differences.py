@@ -27,29 +27,29 @@ from planted import Planted, PlantedChange, TensorRows, match, plant, plant_chan
 from torch import Tensor
 
 from posttrain.interpret.activations.shards import write_tensors
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.differences.changes import Seen, see_changes
+from posttrain.interpret.saes.fitting import fit_sae
+from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
+from posttrain.interpret.saes.sae import SparseAutoencoder
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"
 D, FEATURES, L0, NOISE = 128, 512, 12.0, 0.02
 DOCUMENT = 50  # rows; what is planted is independent from row to row
 
 
-def fit(x: Tensor, kind: str, k: float, features: int, settings: dict[str, Any], seed: int) -> Dictionary:
-    word = DictionaryWord.model_validate({"name": kind, "k": k, "features": features})
-    return fit_dictionary(TensorRows(x), len(x), word, DictionaryTrainSection(**settings), seed=seed)
+def fit(x: Tensor, kind: str, k: float, features: int, settings: dict[str, Any], seed: int) -> SparseAutoencoder:
+    word = SaeComponent.model_validate({"name": kind, "k": k, "features": features})
+    return fit_sae(TensorRows(x), len(x), word, SaeTrainSection(**settings), seed=seed)
 
 
-def read(change: PlantedChange, dictionary: Dictionary, folder: Path) -> Seen:
+def read(change: PlantedChange, dictionary: SparseAutoencoder, folder: Path) -> Seen:
     documents = [[0] * len(part) for part in change.base.split(DOCUMENT)]
     store = write_tensors(folder, {"resid.1": [change.base, change.post]}, documents=documents)
     start = max(0, len(change.base) - DOCUMENT * 100)  # of few rows all are measured on
     return see_changes(store, "resid.1", dictionary, held_out_start=start, seed=0, min_documents=12, min_change=0.2)
 
 
-def partners(planted: Planted, dictionary: Dictionary) -> tuple[Tensor, Tensor]:
+def partners(planted: Planted, dictionary: SparseAutoencoder) -> tuple[Tensor, Tensor]:
     """For each planted feature the most similar one of the dictionary, and how similar it is."""
     cosine, where = (planted.directions @ dictionary.W_dec.T).max(dim=1)
     return where, cosine

@@ -76,7 +76,7 @@ def make_prompts() -> list[list[int]]:
     return numbers.integers(len(STOP_IDS), VOCAB, (PROMPTS, PROMPT_TOKENS)).tolist()
 
 
-def run_peer(model: Any, prompts: list[list[int]], stop_ids: tuple[int, ...]) -> int:
+def run_baseline(model: Any, prompts: list[list[int]], stop_ids: tuple[int, ...]) -> int:
     """``generate`` with log-probabilities; tokens that belong to a completion."""
     ids = torch.tensor(prompts)
     output = model.generate(
@@ -125,19 +125,19 @@ def compare(
     found: dict[str, list[tuple[float, float]]] = {"transformers_generate": [], **{name: [] for name in engines}}
     for repeat in range(pairs + 1):
         torch.manual_seed(repeat)
-        rates = {"transformers_generate": measure(partial(run_peer, model, prompts, stop_ids))}
+        rates = {"transformers_generate": measure(partial(run_baseline, model, prompts, stop_ids))}
         for name, engine in engines.items():
             rates[name] = measure(partial(run_ours, engine, prompts, stop_ids, repeat))
         if repeat:
             for name, rate in rates.items():
                 found[name].append(rate)
-    peer = found["transformers_generate"]
+    baseline = found["transformers_generate"]
     return {
         name: {
             "tokens_per_second": round(statistics.median(wall for wall, _ in values)),
             "tokens_per_cpu_second": round(statistics.median(cpu for _, cpu in values), 1),
-            "ratio_wall": round(statistics.median(v[0] / p[0] for v, p in zip(values, peer, strict=True)), 2),
-            "ratio_cpu": round(statistics.median(v[1] / p[1] for v, p in zip(values, peer, strict=True)), 2),
+            "ratio_wall": round(statistics.median(v[0] / p[0] for v, p in zip(values, baseline, strict=True)), 2),
+            "ratio_cpu": round(statistics.median(v[1] / p[1] for v, p in zip(values, baseline, strict=True)), 2),
         }
         for name, values in found.items()
     }

@@ -84,13 +84,13 @@ def run_seed(seed: int, folder: Path, sft_steps: int | None, grpo_steps: int | N
     return {"seed": seed, "seconds": seconds, "results": results}
 
 
-def show(facts: Mapping[str, Any]) -> str:
+def show(info: Mapping[str, Any]) -> str:
     """One line for one seed."""
     parts = []
-    for label, result in facts["results"].items():
+    for label, result in info["results"].items():
         shares = " -> ".join(f"{one['reward'] / one['best']:.1%}" for one in result.values())
         parts.append(f"{label} {shares} of the best ({result['after']['games']} games)")
-    return f"seed {facts['seed']}: {'; '.join(parts)}; {sum(facts['seconds'].values()):.0f} s"
+    return f"seed {info['seed']}: {'; '.join(parts)}; {sum(info['seconds'].values()):.0f} s"
 
 
 def main() -> None:

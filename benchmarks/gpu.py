@@ -52,7 +52,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.training.build import Parts
+from posttrain.training.build import TrainerState
 from posttrain.training.step import accumulate, apply_update
 from posttrain.types import Batch, Sample, collate
 from training import is_installed, our_parts
@@ -121,11 +121,11 @@ def make_batch(vocabulary: int, groups: int, group: int, prompt: int, answer: in
         for member in range(group):
             own = torch.randint(0, 512, (answer,), generator=draw).tolist()
             mask = [False] * max(1, prompt) + [True] * (answer - (prompt == 0))
-            streams = {
+            fields = {
                 "advantages": [0.0] * prompt + [1.0 if member % 2 else -1.0] * answer,
                 "old_logprobs": [0.0] * prompt + [-math.log(vocabulary)] * answer,
             }
-            of_group = (index, prompt, streams) if prompt else ()
+            of_group = (index, prompt, fields) if prompt else ()
             samples.append(Sample(shared + own, mask, *of_group))
     return collate(samples)
 
@@ -144,16 +144,16 @@ def model_flops(config: Any, groups: int, group: int, prompt: int, answer: int, 
 
 
 def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
-    stated: Row = {
+    settings: Row = {
         "model": {"name": folder} | ({"dtype": "bf16", "adapter": {"rank": 32}} if lora else {}),
         "task": {"name": "stories", "size": 64},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "train": {"steps": 100, "lr": 1e-6, "precision": "bf16", "gradient_checkpointing": checkpointing},
     }
     if kind == "sft":
-        return stated | {"objective": "cross_entropy", "data": {"batch_size": 8, "train_on": "all"}}
+        return settings | {"objective": "cross_entropy", "data": {"batch_size": 8, "train_on": "all"}}
     rollout = {"num_prompts": 8, "group_size": GROUP, "max_tokens": 64, "old_logprobs": "trainer"}
-    return stated | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
+    return settings | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
 
 
 # Rows of a batch: groups, rows of a group, tokens of their prompt, tokens of each answer.
@@ -249,7 +249,7 @@ def peak_gib() -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
 
 
-def one_step(recipe: Any, parts: Parts, batch: Batch, step: int) -> None:
+def one_step(recipe: Any, parts: TrainerState, batch: Batch, step: int) -> None:
     loss, _ = accumulate(parts.method, batch, recipe.train)
     apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-6, 1.0, loss, step)
 
@@ -271,7 +271,7 @@ def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
 def decode(steps: int, smallest: bool, rows: int) -> Row:
     """``rows`` answers of 256 tokens after prompts of 128, eight to a prompt, with their log-probabilities."""
     size, rows, new_tokens, model, prompts = decoded(smallest, rows)
-    peer = vllm_rate(model, prompts, new_tokens, steps)
+    baseline = vllm_rate(model, prompts, new_tokens, steps)
     engine = NativeEngine(model, slots=rows)
 
     def sample(tokens: int, repeat: int) -> None:
@@ -288,8 +288,8 @@ def decode(steps: int, smallest: bool, rows: int) -> Row:
         "work": f"decode, {size}, {rows} rows of {new_tokens} tokens",
         "seconds": seconds,
         "tokens_per_second": rows * new_tokens / seconds,
-        "vllm_tokens_per_second": peer,
-        "ratio": None if peer is None else rows * new_tokens / seconds / peer,
+        "vllm_tokens_per_second": baseline,
+        "ratio": None if baseline is None else rows * new_tokens / seconds / baseline,
         "launches_per_step": sum(calls.get(name, 0) for name in LAUNCHES) / PROFILED_TOKENS,
         "waits_per_step": sum(calls.get(name, 0) for name in WAITS) / PROFILED_TOKENS,
         "peak_gib": peak,
@@ -334,13 +334,13 @@ def vllm_rate(model: Any, prompts: list[list[int]], new_tokens: int, steps: int)
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        peer = LLM(model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.5, seed=0)
+        baseline = LLM(model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.5, seed=0)
     options = SamplingParams(
         n=GROUP, max_tokens=new_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
     )
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    peer.generate(asked, options, use_tqdm=False)
-    taken = [seconds_of(lambda: peer.generate(asked, options, use_tqdm=False)) for _ in range(steps)]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    baseline.generate(inputs, options, use_tqdm=False)
+    taken = [seconds_of(lambda: baseline.generate(inputs, options, use_tqdm=False)) for _ in range(steps)]
     return len(prompts) * GROUP * new_tokens / statistics.median(taken)
 
 
@@ -400,8 +400,8 @@ def line(row: Row) -> str:
         )
     if "launches_per_step" in row:
         written.append(f"{row['launches_per_step']:.2f} launches and {row['waits_per_step']:.2f} waits a step")
-        if (peer := row["vllm_tokens_per_second"]) is not None:
-            written.append(f"vLLM {peer:,.0f}, {row['ratio']:.2f} of it")
+        if (baseline := row["vllm_tokens_per_second"]) is not None:
+            written.append(f"vLLM {baseline:,.0f}, {row['ratio']:.2f} of it")
     if row["peak_gib"] is not None:
         written.append(f"{row['peak_gib']:.1f} GiB at most")
     return f"{row['work']}: {', '.join(written)}"

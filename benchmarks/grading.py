@@ -50,10 +50,10 @@ from posttrain.graders.sandbox.workers import Limits, WorkerPool
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "graders"), str(TESTS / "adversaries")]
 import adversary  # noqa: E402
+import correct_answers  # noqa: E402
 import grader_answers  # noqa: E402
 import hostile_answers  # noqa: E402
 import real_golds  # noqa: E402
-import right_answers  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "grading.json"
 NUM_WORKERS = 2
@@ -225,9 +225,9 @@ def measure_adversary(size: str) -> dict[str, Any]:
         report.add(adversary.attack_with_own(grade_pairs, golds, rng, sizes["mutated"] or len(golds)))
         report.add(adversary.attack_with_near_golds(grade_pairs, golds, rng, sizes["near"] or 0))
         pairs = [
-            pair[-2:] for pair in (right_answers.math_pairs() if name == "math" else right_answers.numeric_pairs())
+            pair[-2:] for pair in (correct_answers.math_pairs() if name == "math" else correct_answers.numeric_pairs())
         ]
-        refused = [pair for pair, right in zip(pairs, grade_pairs(pairs), strict=True) if not right]
+        refused = [pair for pair, correct in zip(pairs, grade_pairs(pairs), strict=True) if not correct]
         results[name] = {
             "distinct_golds": len(golds),
             "counts": dict(report.counts),
@@ -272,8 +272,8 @@ def symbolic_pairs() -> list[list[Any]]:
         if isinstance(form, Expression) and not form.unit and not form.percent:
             latex.append(form.latex)
     others = random.Random(0).sample(latex, len(latex))
-    right = [[gold, f"\\frac{{2 ({gold})}}{{2}}", 0.0] for gold in latex]
-    return right + [[gold, other, 0.0] for gold, other in zip(latex, others, strict=True) if gold != other]
+    correct = [[gold, f"\\frac{{2 ({gold})}}{{2}}", 0.0] for gold in latex]
+    return correct + [[gold, other, 0.0] for gold, other in zip(latex, others, strict=True) if gold != other]
 
 
 def rate(work: Callable[[], int], children: Callable[[], None] = lambda: None) -> dict[str, float]:

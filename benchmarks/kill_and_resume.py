@@ -51,8 +51,8 @@ def measure(kind: str, steps: int, num_kills: int, seed: int, folder: Path) -> d
     print(f"\ncompared {', '.join(f'{count} {name}' for name, count in counts.items())}")
     print("equal bit for bit" if not found else "DIFFERENT: " + ", ".join(found))
     met = dict(sorted(Counter(kill.met for kill in kills).items()))
-    facts = {"kind": kind, "steps": steps, "kills": len(kills), "met": met, "differences": found, "compared": counts}
-    return facts | {"moments": [asdict(kill) for kill in kills]}
+    info = {"kind": kind, "steps": steps, "kills": len(kills), "met": met, "differences": found, "compared": counts}
+    return info | {"moments": [asdict(kill) for kill in kills]}
 
 
 def main() -> int:

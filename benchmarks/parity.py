@@ -33,8 +33,8 @@ import torch
 from parity_trl import (
     MAIN,
     VOCAB,
+    Baseline,
     Draw,
-    Peer,
     PolicyTrainer,
     distillation_trainer,
     dpo_trainer,
@@ -64,9 +64,9 @@ class Case:
     word: str
     options: dict[str, Any]
     aggregate: tuple[str, dict[str, Any]]
-    peer: str
+    baseline: str
     settings: str
-    theirs: Peer
+    theirs: Baseline
     one_by_one: bool = False
     prompt_tokens: int = 3
     gradient_only: bool = False
@@ -83,7 +83,7 @@ def our_inputs(case: Case, draw: Draw, rows_per_unit: int) -> tuple[Outputs, Bat
     likeliest = student.topk(case.candidates).indices
     is_distilled = "distillation" in case.word or case.word == "sdpo"
     logprobs = torch.where(draw.mask, student[..., MAIN] if is_distilled else draw.logprobs, zeros)
-    streams = {
+    fields = {
         "advantages": draw.advantages[:, None].expand_as(zeros),
         "labels": draw.labels,
         "has_feedback": draw.labels,
@@ -95,7 +95,7 @@ def our_inputs(case: Case, draw: Draw, rows_per_unit: int) -> tuple[Outputs, Bat
         "teacher_candidate_logprobs": teacher.gather(2, likeliest),
     }
     none = torch.zeros(len(zeros), dtype=torch.long)
-    batch = Batch(zeros.long(), draw.real.sum(dim=1), draw.mask, none, none, streams, rows_per_unit=rows_per_unit)
+    batch = Batch(zeros.long(), draw.real.sum(dim=1), draw.mask, none, none, fields, rows_per_unit=rows_per_unit)
     return Outputs(logprobs, draw.entropy, draw.scores, student.gather(2, likeliest)), batch
 
 
@@ -127,12 +127,12 @@ def paired_cases() -> Iterator[Case]:
     """Pairs with a reference."""
 
     def dpo(word: str, options: dict[str, Any], losses: dict[str, float], smoothing: float = 0.0, **more: Any) -> Case:
-        peer = f"DPOTrainer {' + '.join(losses)}"
+        baseline = f"DPOTrainer {' + '.join(losses)}"
         settings = f"beta {options['beta']}" + (f", label_smoothing {smoothing}" if smoothing else "")
         settings += f", loss_weights {list(losses.values())}" if len(losses) > 1 else ""
         settings += ", one pair per call" if more.get("one_by_one") else ""
         theirs = dpo_trainer(losses, options["beta"], smoothing)
-        return Case(word, options, UNITS, peer, settings, theirs, **more)
+        return Case(word, options, UNITS, baseline, settings, theirs, **more)
 
     ignored = "it ignores label_smoothing for sigmoid, so this is plain DPO; ours is cDPO, see the row below"
     summed = (
@@ -208,9 +208,9 @@ def policy_cases() -> Iterator[Case]:
         kind, differs = more.pop("kind", "GRPOTrainer"), more.pop("differs", "")
         gradient_only = more.pop("gradient_only", False)
         theirs = PolicyTrainer(settings.split(",")[0], kind=kind, **more)
-        peer = kind if settings.startswith("default") else f"{kind} {theirs.loss_type}"
+        baseline = kind if settings.startswith("default") else f"{kind} {theirs.loss_type}"
         shown = ", ".join(f"{name} {value}" for name, value in more.items()) or "defaults"
-        return Case(word, options, aggregate, peer, shown, theirs, gradient_only=gradient_only, differs=differs)
+        return Case(word, options, aggregate, baseline, shown, theirs, gradient_only=gradient_only, differs=differs)
 
     fixed = ("constant", {"length": 32})
     loose = {"clip_high": 0.28}
@@ -264,7 +264,7 @@ def compare(case: Case, seeds: int) -> dict[str, Any]:
         "word": case.word,
         "options": case.options,
         "aggregate": {"name": case.aggregate[0], **case.aggregate[1]},
-        "peer": case.peer,
+        "peer": case.baseline,
         "settings": case.settings,
         "values": None if case.gradient_only else by_value,
         "gradients": by_gradient,

@@ -54,7 +54,7 @@ class Draw:
         return [self.logprobs, self.entropy, self.scores, self.logits]
 
 
-Peer = Callable[[Draw], Tensor]
+Baseline = Callable[[Draw], Tensor]
 
 
 def make_draw(seed: int, prompt_tokens: int) -> Draw:
@@ -107,7 +107,7 @@ class Model(torch.nn.Module):
         return SimpleNamespace(log_probs=picked, entropy=zeros, mean_logits=zeros, is_top1=trained)
 
 
-def stand_in(**settings: Any) -> SimpleNamespace:
+def fake_trainer(**settings: Any) -> SimpleNamespace:
     """A trainer, as far as TRL's loss methods look at it: one process, evaluation, nothing optional."""
 
     def same(x: Any, *_: Any, **__: Any) -> Any:
@@ -136,12 +136,12 @@ def ids(draw: Draw, token: int = MAIN) -> Tensor:
     return torch.full(draw.mask.shape, token)
 
 
-def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 0.0) -> Peer:
+def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 0.0) -> Baseline:
     from trl import DPOTrainer
 
     def theirs(draw: Draw) -> Tensor:
         draw = draw.chosen_then_rejected()
-        trainer = stand_in(
+        trainer = fake_trainer(
             ld_alpha=None,
             precompute_ref_logps=False,
             f_divergence_type="reverse_kl",
@@ -160,11 +160,11 @@ def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 
     return theirs
 
 
-def kto_trainer(beta: float, desirable: float, undesirable: float) -> Peer:
+def kto_trainer(beta: float, desirable: float, undesirable: float) -> Baseline:
     from trl import KTOTrainer
 
     def theirs(draw: Draw) -> Tensor:
-        trainer = stand_in(
+        trainer = fake_trainer(
             calculate_KL=True,
             precompute_ref_logps=False,
             loss_type="kto",
@@ -184,7 +184,7 @@ def kto_trainer(beta: float, desirable: float, undesirable: float) -> Peer:
     return theirs
 
 
-def pair_trainer(name: str, **settings: Any) -> Peer:
+def pair_trainer(name: str, **settings: Any) -> Baseline:
     """CPOTrainer or ORPOTrainer: they take logits, and the prompt with label −100."""
     from trl.experimental import cpo, orpo
 
@@ -192,7 +192,7 @@ def pair_trainer(name: str, **settings: Any) -> Peer:
 
     def theirs(draw: Draw) -> Tensor:
         ordered = draw.chosen_then_rejected()
-        trainer = stand_in(is_encoder_decoder=False, pad_token_id=0, padding_value=0, **settings)
+        trainer = fake_trainer(is_encoder_decoder=False, pad_token_id=0, padding_value=0, **settings)
         for method in ("concatenated_inputs", "get_batch_logps"):
             setattr(trainer, method, getattr(trainer_class, method))
         for method in ("concatenated_forward", "cpo_loss", "odds_ratio_loss"):
@@ -231,7 +231,7 @@ class PolicyTrainer:
         scored = torch.where(draw.mask, draw.logprobs, torch.zeros_like(draw.logprobs))[:, first:]
         options = SimpleNamespace(delta=None, use_bias_correction_kl=False)
         options.sapo_temperature_pos, options.sapo_temperature_neg = 1.0, 1.05
-        trainer = stand_in(
+        trainer = fake_trainer(
             **vars(self),
             args=options,
             top_entropy_quantile=1.0,
@@ -255,13 +255,13 @@ class PolicyTrainer:
         return classes[self.kind]._compute_loss(trainer, trainer.model, inputs)
 
 
-def reward_trainer(center: float | None, margin: bool = False) -> Peer:
+def reward_trainer(center: float | None, margin: bool = False) -> Baseline:
     from trl import RewardTrainer
 
     def theirs(draw: Draw) -> Tensor:
         draw = draw.chosen_then_rejected()
         last = draw.scores.gather(1, draw.real.sum(dim=1, keepdim=True) - 1)
-        trainer = stand_in(args=SimpleNamespace(center_rewards_coefficient=center))
+        trainer = fake_trainer(args=SimpleNamespace(center_rewards_coefficient=center))
         inputs = {"input_ids": ids(draw), "attention_mask": draw.real.long()}
         if margin:
             inputs["margin"] = draw.margins[: len(draw.margins) // 2]
@@ -270,7 +270,7 @@ def reward_trainer(center: float | None, margin: bool = False) -> Peer:
     return theirs
 
 
-def distillation_trainer(beta: float) -> Peer:
+def distillation_trainer(beta: float) -> Baseline:
     from trl.experimental.gkd import GKDTrainer
 
     def theirs(draw: Draw) -> Tensor:
@@ -280,7 +280,7 @@ def distillation_trainer(beta: float) -> Peer:
     return theirs
 
 
-def self_distillation_trainer(mode: str, alpha: float, candidates: int | None = None, tail: bool = False) -> Peer:
+def self_distillation_trainer(mode: str, alpha: float, candidates: int | None = None, tail: bool = False) -> Baseline:
     """SDPOTrainer; rows with label 1 are those that have feedback."""
     from trl.experimental.sdpo import SDPOTrainer
 
@@ -295,7 +295,7 @@ def self_distillation_trainer(mode: str, alpha: float, candidates: int | None = 
         trained = draw.mask.long() * (draw.labels[:, None].long() if mode == "topk_logits" else 1)
         logits = SimpleNamespace(student_logits=draw.logits, teacher_logits=draw.teacher_logits)
         logits.completion_ids, logits.completion_mask, logits.loss_mask = ids(draw), draw.mask.long(), trained
-        trainer = stand_in(args=options, _log_self_distillation_metric=lambda *_: None)
+        trainer = fake_trainer(args=options, _log_self_distillation_metric=lambda *_: None)
         inputs = {"old_per_token_logps": draw.old_logprobs}
         return SDPOTrainer._compute_self_distillation_loss(trainer, trainer.model, inputs, logits)
 

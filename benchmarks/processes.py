@@ -36,15 +36,15 @@ def write_dialogues(path: Path, number: int = 512, num_words: int = 60) -> None:
     """Rows as of a file of demonstrations, of a length each that differs by a third."""
     with path.open("w", encoding="utf-8") as file:
         for i in range(number):
-            said = [
+            lines = [
                 WORDS[(i * 7 + n * (1 + i % 5)) % len(WORDS)] for n in range(num_words - (i * 13) % (num_words // 3))
             ]
-            file.write(json.dumps({"prompt": f"Story {i}:", "response": " ".join(said)}) + "\n")
+            file.write(json.dumps({"prompt": f"Story {i}:", "response": " ".join(lines)}) + "\n")
 
 
 def train(folder: Path, name: str, processes: int, sharding: str, steps: int) -> tuple[float, float]:
     """(tokens per second, loss of the first step) of a run."""
-    stated: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model.name": "tiny",
         "task.name": "jsonl",
         "task.path": folder / "dialogues.jsonl",
@@ -63,7 +63,7 @@ def train(folder: Path, name: str, processes: int, sharding: str, steps: int) ->
     recipe = folder / "recipe.yaml"
     recipe.write_text("{}\n", encoding="utf-8")
     words = [sys.executable, "-m", "posttrain", "train", str(recipe), "--quiet", "--run", name]
-    for key, value in stated.items():
+    for key, value in settings.items():
         words += [f"--{key}", str(value)]
     done = subprocess.run(words, cwd=folder, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False)
     if done.returncode != 0:

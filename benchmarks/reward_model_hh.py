@@ -48,10 +48,10 @@ def measure(run: str, runs_dir: Path, task: Task) -> Any:
 
 def summarize(seeds: list[Any]) -> dict[str, float]:
     """The mean of the seeds over the pairs that all of them scored."""
-    rights = [{item["id"]: item["right"] for item in found.items} for found in seeds]
+    correct = [{item["id"]: item["right"] for item in found.items} for found in seeds]
     items = {item["id"]: item for item in seeds[0].items}
-    shared = sorted(set.intersection(*(set(r) for r in rights)))
-    mean = [statistics.fmean(r[i] for r in rights) for i in shared]
+    shared = sorted(set.intersection(*(set(r) for r in correct)))
+    mean = [statistics.fmean(r[i] for r in correct) for i in shared]
     sign = [len(items[i]["chosen"]) - len(items[i]["rejected"]) for i in shared]
     longer = [0.5 if d == 0 else float(d > 0) for d in sign]
     baseline = longer if statistics.fmean(longer) >= 0.5 else [1.0 - x for x in longer]

@@ -28,14 +28,14 @@ from posttrain.models.forward import fused
 from posttrain.models.load import load_model
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ModelSection
-from posttrain.training.build import Parts, prepare
+from posttrain.training.build import TrainerState, prepare
 from posttrain.training.step import accumulate, apply_update
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
 
 
-def our_parts(recipe: dict[str, Any]) -> tuple[Recipe, Parts]:
+def our_parts(recipe: dict[str, Any]) -> tuple[Recipe, TrainerState]:
     resolved = validate_recipe(recipe).resolve()
     return resolved, prepare(resolved)
 
@@ -62,7 +62,9 @@ class Seconds(NamedTuple):
         return Seconds(self.wall - start.wall, self.cpu - start.cpu)
 
 
-def our_steps(recipe: Recipe, parts: Parts, first: int, count: int, *, fused_layers: bool = True) -> list[Seconds]:
+def our_steps(
+    recipe: Recipe, parts: TrainerState, first: int, count: int, *, fused_layers: bool = True
+) -> list[Seconds]:
     """What each optimizer step took, sampling and grading included; without the hand-written layers, if asked."""
     seconds = []
     fused.ENABLED = fused_layers
@@ -112,7 +114,7 @@ def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, Parts]:
+def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, TrainerState]:
     """What GRPO's step is made of; prompts are cut to one length where it is given."""
     recipe, parts = our_parts(
         {
@@ -138,9 +140,9 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     """One GRPO step: generate, grade, update."""
     recipe, parts = grpo_parts(prompt_tokens)
     source = parts.source
-    facts = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
+    info = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
     if ours_alone:
-        return report("grpo", our_steps(recipe, parts, 1, rounds * steps), [], facts)
+        return report("grpo", our_steps(recipe, parts, 1, rounds * steps), [], info)
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -181,7 +183,7 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
-    return report("grpo", ours, theirs, facts, {"plain": plain})
+    return report("grpo", ours, theirs, info, {"plain": plain})
 
 
 def sft(
@@ -194,7 +196,7 @@ def sft(
 ) -> dict[str, Any]:
     """One SFT step on ragged rows; ``lora_rank``: of an adapter on every linear layer, which alone is trained."""
     adapter = {} if lora_rank is None else {"adapter": {"rank": lora_rank}}
-    stated = {
+    settings = {
         "model": {"name": model} | adapter,
         "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
@@ -202,19 +204,19 @@ def sft(
         "objective": "cross_entropy",
         "train": {"steps": 10_000, "lr": 1e-6},
     }
-    recipe, parts = our_parts(stated)
+    recipe, parts = our_parts(settings)
     ids = [row.ids for unit in parts.source.units for row in unit]
     lengths = [len(row) for row in ids]
-    facts = {"tokens_per_row_mean": statistics.fmean(lengths), "tokens_per_row_stdev": statistics.stdev(lengths)}
+    info = {"tokens_per_row_mean": statistics.fmean(lengths), "tokens_per_row_stdev": statistics.stdev(lengths)}
     if ours_alone:
-        return report("sft", our_steps(recipe, parts, 1, rounds * steps), [], facts)
+        return report("sft", our_steps(recipe, parts, 1, rounds * steps), [], info)
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     lora = None if lora_rank is None else LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear")
     loaded = load_model(ModelSection(name=model), seed=0)
-    model_of_peer = loaded.model
+    model_of_baseline = loaded.model
     loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
     dataset = Dataset.from_dict({"input_ids": ids})
     ours: list[Seconds] = []
@@ -226,7 +228,7 @@ def sft(
         for round_index in range(rounds):
             clock = StepClock()
             trainer = SFTTrainer(
-                model=model_of_peer,
+                model=model_of_baseline,
                 args=config,
                 train_dataset=dataset,
                 processing_class=loaded.tokenizer,
@@ -234,16 +236,16 @@ def sft(
                 peft_config=lora if round_index == 0 else None,  # afterwards the model has it
             )
             trainer.train()
-            model_of_peer = trainer.model
+            model_of_baseline = trainer.model
             theirs += clock.seconds[1:]
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
     tokens = rows * statistics.fmean(lengths)
-    facts |= {
+    info |= {
         "our_tokens_per_second": tokens / median(ours).wall,
         "trl_tokens_per_second": tokens / median(theirs).wall,
     }
-    return report("sft", ours, theirs, facts, {"plain": plain})
+    return report("sft", ours, theirs, info, {"plain": plain})
 
 
 def median(steps: Sequence[Seconds]) -> Seconds:
@@ -262,26 +264,26 @@ def report(
     name: str,
     ours: list[Seconds],
     theirs: list[Seconds],
-    facts: dict[str, float],
+    info: dict[str, float],
     variants: Mapping[str, Sequence[Seconds]] | None = None,
 ) -> dict[str, Any]:
     """The medians, and their ratios; ``variants`` of our steps: ``plain`` without the hand-written layers."""
-    our, peer = median(ours), median(theirs) if theirs else None
-    beside: dict[str, Any] = {}
-    if peer is not None:
-        beside = {"trl_seconds": peer.wall, "trl_cpu_seconds": peer.cpu}
-        beside |= {"ratio": peer.wall / our.wall, "ratio_cpu": peer.cpu / our.cpu}
-    beside |= {f"our_{what}_cpu_seconds": median(steps).cpu for what, steps in (variants or {}).items() if steps}
+    our, baseline = median(ours), median(theirs) if theirs else None
+    extra: dict[str, Any] = {}
+    if baseline is not None:
+        extra = {"trl_seconds": baseline.wall, "trl_cpu_seconds": baseline.cpu}
+        extra |= {"ratio": baseline.wall / our.wall, "ratio_cpu": baseline.cpu / our.cpu}
+    extra |= {f"our_{what}_cpu_seconds": median(steps).cpu for what, steps in (variants or {}).items() if steps}
     result = {
         "part": name,
         "our_seconds": our.wall,
         "our_cpu_seconds": our.cpu,
-        **beside,
+        **extra,
         "num_steps": len(ours),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("torch", "transformers", *(("trl",) if theirs else ()))},
         "machine": kind_of_cpu(),
-        **facts,
+        **info,
     }
     print(json.dumps(result, indent=2))
     return result

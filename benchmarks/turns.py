@@ -46,7 +46,7 @@ class Answering:
     """Replies of ``length`` ids at once, until the last of ``turns``."""
 
     def __init__(self, turns: int, length: int) -> None:
-        self.turns, self.said = turns, tuple(range(20, 20 + length))
+        self.turns, self.ids = turns, tuple(range(20, 20 + length))
         self.heard: dict[tuple[int, int], int] = {}
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
@@ -54,7 +54,7 @@ class Answering:
 
     def reply(self, prompt: int, sample: int) -> Reply:
         over = self.heard[prompt, sample] == self.turns
-        return Reply(finish="out_of_turns") if over else Reply(self.said)
+        return Reply(finish="out_of_turns") if over else Reply(self.ids)
 
 
 def draw_in_one_turn(engine: NativeEngine, prompts: list[list[int]], lengths: list[list[int]]) -> int:
@@ -73,9 +73,9 @@ def draw_in_one_turn(engine: NativeEngine, prompts: list[list[int]], lengths: li
     return sum(len(row.ids) for row in rows)
 
 
-def read_again(engine: NativeEngine, prompts: list[list[int]], keys: list[list[int]], asked: Any) -> int:
+def read_again(engine: NativeEngine, prompts: list[list[int]], keys: list[list[int]], settings: Any) -> int:
     """A generation for every turn; tokens of the rollouts."""
-    sampling, respondent = asked
+    sampling, respondent = settings
     rows = [row for group in begin(prompts, keys, sampling.max_tokens, engine.context_tokens) for row in group]
     Engine._converse(engine, prompts, rows, sampling, respondent)
     return sum(len(row.ids) for row in rows)

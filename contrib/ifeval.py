@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from posttrain.data.base import Task
 from posttrain.data.reader import Dropped, TestSplit, collect, reads_rows
 from posttrain.data.reading import Row, read_file
-from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.graders.answers import tagged_response
 from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.registry import Entry, explain_validation, register, suggest
@@ -54,11 +54,11 @@ def read_arguments(identifier: str, arguments: Mapping[str, Any] | None) -> dict
     (A table with a column for every argument has many that are None.)
 
     Raises:
-        UnknownWord: no such instruction.
+        UnknownComponent: no such instruction.
         RecipeError: an argument is missing, unknown or of the wrong type.
     """
     if identifier not in INSTRUCTIONS:
-        raise UnknownWord(f"there is no instruction {identifier!r}.{suggest(identifier, INSTRUCTIONS)}")
+        raise UnknownComponent(f"there is no instruction {identifier!r}.{suggest(identifier, INSTRUCTIONS)}")
     kwargs = {name: value for name, value in (arguments or {}).items() if value is not None}
     model = _arguments_model(identifier)
     try:
@@ -272,7 +272,7 @@ def ends_with(response: str, *, end_phrase: Text) -> bool:
 def is_quoted(response: str) -> bool:
     """The whole response stands in double quotation marks, and says something."""
     text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"' and _says(text)
+    return len(text) > 1 and text[0] == text[-1] == '"' and _has_text(text)
 
 
 @instruction("combination:repeat_prompt")
@@ -335,7 +335,7 @@ def number_sentences(response: str, *, num_sentences: Count, relation: Relation)
 def number_paragraphs(response: str, *, num_paragraphs: Count) -> bool:
     """Exactly so many paragraphs with the divider ``***`` between them; each says something."""
     parts = _split_at(response, "***")
-    return len(parts) == num_paragraphs and all(map(_says, parts))
+    return len(parts) == num_paragraphs and all(map(_has_text, parts))
 
 
 @instruction("length_constraints:nth_paragraph_first_word")
@@ -363,7 +363,7 @@ def number_highlights(response: str, *, num_highlights: Count) -> bool:
 
     Departure: as in Markdown the stars stand directly at the words, so that two bullets on a line are no highlight.
     """
-    return sum(map(_says, _HIGHLIGHT.findall(response))) >= num_highlights
+    return sum(map(_has_text, _HIGHLIGHT.findall(response))) >= num_highlights
 
 
 @instruction("detectable_format:multiple_sections")
@@ -400,21 +400,21 @@ def is_json(response: str) -> bool:
 @instruction("detectable_format:title")
 def has_title(response: str) -> bool:
     """A title in double angular brackets on one line, ``<<so>>``, which says something."""
-    return any(map(_says, _TITLE.findall(response)))
+    return any(map(_has_text, _TITLE.findall(response)))
 
 
 @instruction("combination:two_responses")
 def gives_two_responses(response: str) -> bool:
     """Exactly two different responses with six asterisks between them."""
     parts = _split_at(response, "******")
-    return len(parts) == 2 and all(map(_says, parts)) and _WORD.findall(parts[0]) != _WORD.findall(parts[1])
+    return len(parts) == 2 and all(map(_has_text, parts)) and _WORD.findall(parts[0]) != _WORD.findall(parts[1])
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _says(text: str) -> bool:
+def _has_text(text: str) -> bool:
     """Whether there is a letter or a digit: dots and stars follow an instruction only in form."""
     return re.search(r"[^\W_]", text) is not None
 
@@ -442,25 +442,25 @@ def ifeval(submission: Submission) -> Verdict:
     Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), sections 2 and 3. Departures are named at the checks.
 
     Raises:
-        UnknownWord: no such instruction.
+        UnknownComponent: no such instruction.
         RecipeError: an instruction whose arguments do not fit.
         UsageError: an instruction about languages, and ``langdetect`` is not installed.
     """
     identifiers = submission.meta.get("instruction_id_list")
     if not identifiers:
-        return Verdict("ungraded", facts=NOTHING)
+        return Verdict("ungraded", info=NOTHING)
     arguments = submission.meta.get("kwargs") or [{}] * len(identifiers)
     response = tagged_response(submission.text)
     if response is None or is_blank(response):
-        return Verdict("no_answer", facts=NOTHING)
+        return Verdict("no_answer", info=NOTHING)
     strict = follow(identifiers, arguments, [response])
     loose = follow(identifiers, arguments, loose_variants(response))
-    facts = {
+    info = {
         "instructions_strict": sum(strict) / len(strict),
         "instructions_loose": sum(loose) / len(loose),
         "prompt_loose": float(all(loose)),
     }
-    return Verdict("right" if all(strict) else "wrong", response.strip(), facts)
+    return Verdict("right" if all(strict) else "wrong", response.strip(), info)
 
 
 # Without ink: Hangul fillers, the Braille cell without dots, a note without a head, stand-ins for objects and bytes.
@@ -484,7 +484,7 @@ def follow(
     """For each instruction, whether any of the variants follows it, by what is seen of it. Blank ones follow none.
 
     Raises:
-        UnknownWord: no such instruction.
+        UnknownComponent: no such instruction.
         RecipeError: an instruction whose arguments do not fit.
     """
     written = [only_seen(variant) for variant in dict.fromkeys(variants) if not is_blank(variant)]
@@ -545,7 +545,7 @@ def read_example(row: Row) -> tuple[Example, str | None]:
             raise row.fail("'instruction_id_list' holds texts and 'kwargs' mappings")
         try:
             read.append(read_arguments(identifier, kwargs))
-        except (UnknownWord, RecipeError) as error:
+        except (UnknownComponent, RecipeError) as error:
             problem = problem or str(error)
             continue
         if identifier in READ_LANGUAGE and read[-1].get("language", "en") not in known_languages():

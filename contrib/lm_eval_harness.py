@@ -24,7 +24,7 @@ from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import OpenedModel, complete_template, open_model
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.task_folder is not None and not given.task_folder.is_dir():
             raise UsageError(f"--task-folder {given.task_folder}: no such folder")
         source = find_source(given.model, given.runs_dir)
-        template = complete_template(Word(name=given.template), source) if given.template else None
+        template = complete_template(Component(name=given.template), source) if given.template else None
         results = measure(open_model(source, template, device=given.device), given)
     except PosttrainError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -76,9 +76,9 @@ def openenv(
             f"environment.url: {url} is another machine, which would read what the model writes; start the server on "
             "this one, or say remote: true"
         )
-    door = _Door(url.rstrip("/"), timeout_seconds, _key(url))
-    kind = type("OpenEnv", (OpenEnv,), {action.name: _method(action) for action in _actions(door)})
-    return kind(door, reset or {}, tuple(fields or ()), tuple(show or ()))
+    connection = _Connection(url.rstrip("/"), timeout_seconds, _key(url))
+    kind = type("OpenEnv", (OpenEnv,), {action.name: _method(action) for action in _actions(connection)})
+    return kind(connection, reset or {}, tuple(fields or ()), tuple(show or ()))
 
 
 def _key(url: str) -> str | None:
@@ -88,7 +88,7 @@ def _key(url: str) -> str | None:
     return key
 
 
-class _Door(NamedTuple):
+class _Connection(NamedTuple):
     """Where a server is, and how it is asked."""
 
     url: str
@@ -142,76 +142,80 @@ def _client_class() -> Any:
 
 
 @lru_cache(maxsize=16)
-def _actions(door: _Door) -> tuple[_Action, ...]:
+def _actions(connection: _Connection) -> tuple[_Action, ...]:
     """What a server's environment lets a model do, as it says itself; asked once in a process."""
-    stated = _fetch(door, "/schema").get("action")
-    if not isinstance(stated, dict):
-        raise UsageError(f"environment.url: {door.url}/schema names no action; is it an OpenEnv server?")
-    if stated.get("title") in _MCP_ACTIONS:
-        tools = asyncio.run(_list_tools(door))
-        told = [(tool.get("name", ""), tool.get("description", ""), tool["input_schema"], True) for tool in tools]
+    schema = _fetch(connection, "/schema").get("action")
+    if not isinstance(schema, dict):
+        raise UsageError(f"environment.url: {connection.url}/schema names no action; is it an OpenEnv server?")
+    if schema.get("title") in _MCP_ACTIONS:
+        tools = asyncio.run(_list_tools(connection))
+        options = [(tool.get("name", ""), tool.get("description", ""), tool["input_schema"], True) for tool in tools]
     else:
-        told = [("act", stated.get("description") or "Takes an action.", stated, False)]
-    for name, *_ in told:
+        options = [("act", schema.get("description") or "Takes an action.", schema, False)]
+    for name, *_ in options:
         if not _NAME.fullmatch(str(name)) or name in NO_TOOLS:
-            raise UsageError(f"environment.url: {door.url}: no model can be given a tool named {name!r:.80}")
+            raise UsageError(f"environment.url: {connection.url}: no model can be given a tool named {name!r:.80}")
     try:
         # A marker of a chat template in what an untrusted server says of its tools stays text.
-        plain = json.loads(json.dumps(told, allow_nan=False).replace("<|", "< |"))
+        plain = json.loads(json.dumps(options, allow_nan=False).replace("<|", "< |"))
         return tuple(_Action(**dict(zip(_Action.model_fields, one, strict=True))) for one in plain)
     except ValidationError as error:
         raise UsageError(
-            f"environment.url: {door.url}: an action that no model can take: {first_fault(error)}"
+            f"environment.url: {connection.url}: an action that no model can take: {first_fault(error)}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"environment.url: {door.url}: its actions are no JSON ({error})") from None
+        raise UsageError(f"environment.url: {connection.url}: its actions are no JSON ({error})") from None
 
 
-async def _list_tools(door: _Door) -> list[dict[str, Any]]:
-    client = door.client()
+async def _list_tools(connection: _Connection) -> list[dict[str, Any]]:
+    client = connection.client()
     try:
         observation = (await client.step({"type": "list_tools"})).observation
     except Exception as error:
-        raise UsageError(f"environment.url: {door.url} lists no tools: {harmless(str(error))}") from error
+        raise UsageError(f"environment.url: {connection.url} lists no tools: {harmless(str(error))}") from error
     finally:
         await client.close()
     tools = observation.get("tools") if isinstance(observation, dict) else None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
-        raise UsageError(f"environment.url: {door.url} lists no tools")
+        raise UsageError(f"environment.url: {connection.url} lists no tools")
     return tools
 
 
-def _fetch(door: _Door, path: str) -> dict[str, Any]:
+def _fetch(client: _Connection, path: str) -> dict[str, Any]:
     """A JSON object from the server; no proxy is asked, and no redirection followed."""
-    scheme, host, port, prefix = server_address(door.url, "environment.url", KEY_VARIABLE)
+    scheme, host, port, prefix = server_address(client.url, "environment.url", KEY_VARIABLE)
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-    connection = kind(host, port, timeout=door.seconds)
+    connection = kind(host, port, timeout=client.seconds)
     try:
-        connection.request("GET", prefix + path, headers={"Authorization": f"Bearer {door.key}"} if door.key else {})
+        connection.request(
+            "GET", prefix + path, headers={"Authorization": f"Bearer {client.key}"} if client.key else {}
+        )
         answer = connection.getresponse()
         content = answer.read(MAX_SCHEMA_BYTES + 1)
-        stated = json.loads(content) if answer.status == 200 and len(content) <= MAX_SCHEMA_BYTES else None
+        schema = json.loads(content) if answer.status == 200 and len(content) <= MAX_SCHEMA_BYTES else None
     except (OSError, http.client.HTTPException) as error:
-        text = f"environment.url: nobody answers at {door.url} ({harmless(str(error))}); start the OpenEnv server there"
+        text = (
+            f"environment.url: nobody answers at {client.url} ({harmless(str(error))}); start the OpenEnv server there"
+        )
         raise UsageError(text) from None
     except (ValueError, RecursionError):
-        stated = None
+        schema = None
     finally:
         connection.close()
-    if not isinstance(stated, dict):
-        text = f"environment.url: {door.url}{path} (HTTP {answer.status}) is no JSON object; is it an OpenEnv server?"
+    if not isinstance(schema, dict):
+        text = f"environment.url: {client.url}{path} (HTTP {answer.status}) is no JSON object; is it an OpenEnv server?"
         raise UsageError(text)
-    return stated
+    return schema
 
 
 def _method(action: _Action) -> Callable[..., Any]:
     """A tool as a method: its signature says what the action takes."""
     required, room = action.arguments.required, [MOST_PARTS]
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name, stated in action.arguments.properties.items():
+    for name, schema in action.arguments.properties.items():
         if name == "metadata" and name not in required:  # every action of OpenEnv has it
             continue
-        described = _inlined(stated, action.arguments.definitions, room)
+        described = _inlined(schema, action.arguments.definitions, room)
         default = inspect.Parameter.empty if name in required else described.get("default")
         kind: Any = _type(described) if default is not None else _type(described) | None
         kind = Annotated[kind, WithJsonSchema(described)]
@@ -261,8 +265,10 @@ def _type(schema: Mapping[str, Any]) -> Any:
 class OpenEnv:
     """See ``openenv``; its tools are methods of a class that is made for the server."""
 
-    def __init__(self, door: _Door, options: Mapping[str, Any], fields: tuple[str, ...], show: tuple[str, ...]) -> None:
-        self._door, self._options, self._fields, self._show = door, options, fields, show
+    def __init__(
+        self, connection: _Connection, options: Mapping[str, Any], fields: tuple[str, ...], show: tuple[str, ...]
+    ) -> None:
+        self._connection, self._options, self._fields, self._show = connection, options, fields, show
         self._client: Any = None
         self.done, self._total, self._due = False, 0.0, 0.0
 
@@ -272,14 +278,16 @@ class OpenEnv:
         if missing:
             raise EnvironmentFailed(f"environment.fields: the example has no {missing[0]!r}; it has {', '.join(row)}")
         await self.close()
-        self._client, self.done, self._total, self._due = self._door.client(), False, 0.0, 0.0
-        told = {name: row[name] for name in self._fields}
-        return self._told(await self._ask(self._client.reset(**{"seed": seed % SEEDS, **self._options, **told})))
+        self._client, self.done, self._total, self._due = self._connection.client(), False, 0.0, 0.0
+        tools = {name: row[name] for name in self._fields}
+        return self._observation_text(
+            await self._ask(self._client.reset(**{"seed": seed % SEEDS, **self._options, **tools}))
+        )
 
     async def _act(self, action: dict[str, Any]) -> str:
         if self.done:
             raise ValueError("the episode is over")
-        return self._told(await self._ask(self._client.step(action), may_be_wrong=True))
+        return self._observation_text(await self._ask(self._client.step(action), may_be_wrong=True))
 
     def get_reward(self) -> float:
         """The sum of the rewards."""
@@ -301,20 +309,22 @@ class OpenEnv:
         try:
             return await request
         except Exception as error:  # of the client, its sockets, its JSON
-            stated = _ERROR.fullmatch(str(error))
-            reason, code = (stated[1], stated[2]) if stated else (str(error) or type(error).__name__, "")
+            schema = _ERROR.fullmatch(str(error))
+            reason, code = (schema[1], schema[2]) if schema else (str(error) or type(error).__name__, "")
             if may_be_wrong and code in _WRONG_ACTION:
                 raise ValueError(reason) from error
             if isinstance(error, TimeoutError):
-                reason = f"no answer within {self._door.seconds:g} seconds"
+                reason = f"no answer within {self._connection.seconds:g} seconds"
             if code == "CAPACITY_REACHED":
                 reason += "; start it with max_concurrent_envs of at least rollout.num_prompts x rollout.group_size"
-            raise EnvironmentFailed(f"{self._door.url}: {harmless(reason)}") from error
+            raise EnvironmentFailed(f"{self._connection.url}: {harmless(reason)}") from error
 
-    def _told(self, result: Any) -> str:
+    def _observation_text(self, result: Any) -> str:
         observation, reward = result.observation, result.reward
         if not isinstance(observation, dict) or not _is_reward(reward):
-            raise EnvironmentFailed(f"{self._door.url}: no observation and reward: {observation!r:.80}, {reward!r:.80}")
+            raise EnvironmentFailed(
+                f"{self._connection.url}: no observation and reward: {observation!r:.80}, {reward!r:.80}"
+            )
         self._total += float(reward or 0.0)
         self._due += float(reward or 0.0)
         self.done = bool(result.done)

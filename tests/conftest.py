@@ -77,7 +77,7 @@ def no_curves() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def consent_kept() -> Iterator[None]:
+def allowed_code_kept() -> Iterator[None]:
     """What one test allows to be imported (``untrusted``) is not allowed in the next."""
     from posttrain import untrusted
 

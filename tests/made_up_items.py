@@ -13,16 +13,16 @@ OUTCOMES = {"r": "right", "w": "wrong", "n": "no_answer", "u": "ungraded", "t": 
 def make_sample(outcome: str, text: str = "", **changes: Any) -> ItemSample:
     """``outcome`` by its letter; an answer in format of ten tokens unless something else is said."""
     word = OUTCOMES[outcome]
-    right = float(word == "right")
+    correct = float(word == "right")
     settings: dict[str, Any] = {
         "text": text,
         "extracted": None if word == "no_answer" else {"right": "1"}.get(word, "2"),
         "outcome": word,
         "num_tokens": 10,
         "finish": "stop",
-        "reward": right,
+        "reward": correct,
         "in_format": word != "no_answer",
-        "parts": {"correct": right},
+        "parts": {"correct": correct},
     }
     return ItemSample(**settings | changes)
 

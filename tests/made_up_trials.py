@@ -13,16 +13,14 @@ TASK = "stories/validation"
 
 
 def evaluation(step: int, accuracy: float, **results: float) -> MetricsRow:
-    facts = {
+    info = {
         "n": 20.0,
         "accuracy": accuracy,
         "reward": accuracy + 0.1,
         "completion_length": 30.0,
         "format": 1.0,
     } | results
-    return MetricsRow(
-        step, {f"eval/{TASK}/{name}": value for name, value in facts.items()}, {"evaluation_seconds": 3.0}
-    )
+    return MetricsRow(step, {f"eval/{TASK}/{name}": value for name, value in info.items()}, {"evaluation_seconds": 3.0})
 
 
 def trial_rows(accuracies: Sequence[float], step_seconds: float = 2.0) -> list[MetricsRow]:

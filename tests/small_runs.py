@@ -63,9 +63,9 @@ def judged_sums(*, size: int = 10, best_class: int = 1) -> Task:
 def _judged_sum(i: int, best_class: int) -> Example:
     total = 3 * i + 2
     working = f"{i} + {2 * i + 2} = {total}. "
-    right, wrong = (working, f"It is {total}."), (working, f"It is {total + 1}, or more.")
+    correct, wrong = (working, f"It is {total}."), (working, f"It is {total + 1}, or more.")
     responses = (
-        Response("".join(right), 1.0, right, (best_class, best_class)),
+        Response("".join(correct), 1.0, correct, (best_class, best_class)),
         Response("".join(wrong), 0.0, wrong, (best_class, 0)),
     )
     question = Message("user", f"What is {i} plus {2 * i + 2}?")
@@ -121,11 +121,11 @@ def one_layer_recipe(kind: str, **changes: Any) -> Recipe:
 class Events(list):
     """An observer that keeps (event, facts)."""
 
-    def __call__(self, event: str, facts: dict[str, Any]) -> None:
-        self.append((event, facts))
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
+        self.append((event, info))
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        return [facts for name, facts in self if name == event]
+        return [info for name, info in self if name == event]
 
 
 def run(folder: Path, recipe: Recipe, *, resume: bool = False, stop_after: int | None = None) -> TrainResult:

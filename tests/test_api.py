@@ -133,7 +133,7 @@ def test_evaluate_on_rows_gives_value_interval_and_items(run: Run):
     measured = pt.evaluate(run, data=ROWS[:6], max_tokens=4, progress=False)
     accuracy = measured.accuracy
     assert [item.question for item in accuracy.items] == [row["question"] for row in ROWS[:6]]
-    assert accuracy.value == float(accuracy) == sum(item.num_right for item in accuracy.items) / 6
+    assert accuracy.value == float(accuracy) == sum(item.num_correct for item in accuracy.items) / 6
     low, high = accuracy.interval
     assert low <= accuracy.value <= high
     assert measured["truncated"].interval is None
@@ -361,7 +361,7 @@ def test_trainer_takes_objectives_by_name_or_function(tmp_path: Path):
     batch = trainer.batch(groups)
 
     def likelihood(outputs: Outputs, rows: Batch) -> Loss:
-        return Loss(-outputs.logprobs * rows.stream("advantages"))
+        return Loss(-outputs.logprobs * rows.field("advantages"))
 
     named = trainer.forward_backward(batch, "reinforce").loss
     assert trainer.forward_backward(batch, likelihood).loss == pytest.approx(named)

@@ -46,7 +46,7 @@ RANK = {name: rank for rank, names in enumerate(PACKAGES.values()) for name in n
 PURE_PACKAGES = ("algorithms.", "graders.", "data.render.")
 
 # Where a heavy dependency may be imported; everyone else goes through that door.
-DOORS: dict[str, tuple[str, ...]] = {
+ALLOWED_IMPORTERS: dict[str, tuple[str, ...]] = {
     "sqlite3": ("store/",),
     "datasets": ("data/",),
     "pyarrow": ("data/",),
@@ -68,7 +68,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "httpx2": ("sampling/http.py",),
     "ray": ("runs/ray.py",),
     "accelerate": ("training/distributed.py",),
-    "lightning": ("interpret/dictionaries/training.py",),
+    "lightning": ("interpret/saes/training.py",),
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),
     "torch.utils.tensorboard": ("store/trackers.py",),
@@ -78,7 +78,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "math_verify": ("graders/math/values.py",),
     "latex2sympy2_extended": ("graders/math/values.py",),
 }
-SINGLE_DOORS = ("datasets", "pyarrow")
+SINGLE_IMPORTERS = ("datasets", "pyarrow")
 
 # A word is a pure function: none of these are imported or called by one.
 IMPURE_MODULES = {
@@ -191,15 +191,15 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_each_heavy_dependency_has_one_importer() -> None:
-    for package, doors in DOORS.items():
+    for package, importers in ALLOWED_IMPORTERS.items():
         users = [
             str(path.relative_to(PACKAGE))
             for path in MODULES.values()
             if any(name == package or name.startswith(package + ".") for name in imported_names(path))
         ]
-        outside = [user for user in users if not user.startswith(doors)]
-        assert outside == [], f"{package} is imported outside of {doors}"
-        assert package not in SINGLE_DOORS or len(users) <= 1, f"{package}: {users}"
+        outside = [user for user in users if not user.startswith(importers)]
+        assert outside == [], f"{package} is imported outside of {importers}"
+        assert package not in SINGLE_IMPORTERS or len(users) <= 1, f"{package}: {users}"
 
 
 def test_components_are_pure() -> None:
@@ -261,7 +261,7 @@ def test_no_command_line_is_made_up() -> None:
         assert component(module) in PACKAGES["cli"] or not any(call.endswith("Namespace") for call in calls), module
 
 
-def test_a_model_is_asked_and_evaluated_without_the_laboratory() -> None:
+def test_a_model_is_queried_and_evaluated_without_the_laboratory() -> None:
     code = (
         "import sys, posttrain.sampling.models, posttrain.runs.models\n"
         "import posttrain.evaluation.plan, posttrain.evaluation.win_rate\n"

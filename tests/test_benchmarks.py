@@ -167,7 +167,7 @@ def write_pairs(folder: Path) -> None:
 def test_it_runs(
     name: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands, package, said = SMALLEST[name]
+    commands, package, message = SMALLEST[name]
     if package is not None:
         pytest.importorskip(package, reason="what it is compared with is not installed")
     before = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
@@ -182,5 +182,5 @@ def test_it_runs(
     for words in commands:
         monkeypatch.setattr(sys, "argv", [str(FOLDER / name), *words])
         assert not script.main()
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()} == before

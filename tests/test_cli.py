@@ -23,7 +23,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
     return captured.err.removeprefix("posttrain: ")
 
 
-def test_overrides_are_told_from_the_commands_own_options() -> None:
+def test_overrides_are_distinguished_from_the_commands_own_options() -> None:
     own, overrides = split_overrides(
         ["tiny/grpo", "--run", "a", "--train.lr", "1e-4", "--objective=grpo", "--resume", "--rewards.0.weight", "-1"],
         ["--run", "--resume"],
@@ -147,13 +147,13 @@ def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.
     assert again.splitlines()[0].endswith(text.splitlines()[0].rpartition(" ")[2])  # the same fingerprint
 
 
-def test_dry_run_says_which_models_are_not_there(
+def test_dry_run_states_which_models_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They may be made before the recipe is trained, as the shipped ones say; of what a sweep makes nothing is said."""
     monkeypatch.chdir(tmp_path)
 
-    def said(*words: str) -> list[str]:
+    def message(*words: str) -> list[str]:
         assert main([*words, "--dry-run"]) == 0
         printed = capsys.readouterr()
         assert yaml.safe_load(printed.out)
@@ -161,15 +161,15 @@ def test_dry_run_says_which_models_are_not_there(
 
     behind = "; to be made before this is trained"
     missing = f"model.name: there is no folder runs/mine{behind}"
-    assert said("train", "tiny/grpo", "--model.name", "runs/mine") == [missing]
-    assert said("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
-    assert said("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]
-    assert said("train", "grpo-gsm8k") == said("sweep", "tiny") == [], "a model of the hub, and what is made"
+    assert message("train", "tiny/grpo", "--model.name", "runs/mine") == [missing]
+    assert message("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
+    assert message("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]
+    assert message("train", "grpo-gsm8k") == message("sweep", "tiny") == [], "a model of the hub, and what is made"
     sweep = tmp_path / "mine.yaml"
     sweep.write_text("base: {recipe: tiny/grpo, model: {name: runs/mine}}\nrows: {grpo: rl/grpo}\nseeds: 2\n")
-    assert said("sweep", "mine.yaml") == [missing]
+    assert message("sweep", "mine.yaml") == [missing]
     Path("runs/mine").mkdir(parents=True)
-    assert said("train", "tiny/grpo", "--model.name", "runs/mine") == []
+    assert message("train", "tiny/grpo", "--model.name", "runs/mine") == []
 
 
 def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,8 +194,8 @@ def test_recipes_as_json_hold_everything_that_can_be_run(capsys: pytest.CaptureF
     )
     assert sorted(rows) == recipe_names()
     assert not [row for row in rows.values() if not all(row.values())]
-    told = {name: tuple(rows[name].values())[1:5] for name in ("tiny/grpo", "sweep/tiny", "sae-qwen3-14b-layer20")}
-    assert told == {
+    output = {name: tuple(rows[name].values())[1:5] for name in ("tiny/grpo", "sweep/tiny", "sae-qwen3-14b-layer20")}
+    assert output == {
         "tiny/grpo": ("stories", "tiny-sft", "0.9M", "CPU"),
         "sweep/tiny": ("stories", "tiny", "0.9M", "CPU"),
         "sae-qwen3-14b-layer20": ("text", "Qwen3-14B", "14B", "GPU"),

@@ -17,7 +17,7 @@ import posttrain
 from posttrain import cli
 from posttrain.commands.explain import KINDS, recipes_called
 from posttrain.evaluation.plan import EVALUATIONS
-from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import answer_other_name
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
@@ -129,7 +129,7 @@ from posttrain.algorithms.objectives.policy_gradient import register
 from posttrain.registry import find
 {objective}
 {reward}
-from posttrain.training.streams import Scorer, Tensor, parts_asked
+from posttrain.training.batch_fields import Scorer, Tensor, required_parts
 {stream}
 from posttrain.graders.grading import Submission, Verdict, grade
 {grader}
@@ -142,7 +142,7 @@ assert find("objective", "surprised").traits["needs"] == ("advantages",)
 print(surprised(outputs, batch).values.tolist())
 print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
-print(sorted(parts_asked(["distance"])))
+print(sorted(required_parts(["distance"])))
 asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipes.document import recipe_names
@@ -168,14 +168,14 @@ print(len(plan.trainings), sorted({{run.recipe.objective.name for run in plan.tr
 
 
 @pytest.mark.parametrize(
-    ("tool", "said"),
+    ("tool", "message"),
     [
         ("write_methods.py", "docs/reference matches the code\n"),
         ("write_metrics.py", "docs/reference/metrics.md matches the code\n"),
         ("write_reference.py", "docs/reference/results.md matches benchmarks/results\n"),
     ],
 )
-def test_generated_pages_match_what_they_are_made_of(tool: str, said: str) -> None:
+def test_generated_pages_match_what_they_are_made_of(tool: str, message: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / tool), "--check"],
         capture_output=True,
@@ -184,7 +184,7 @@ def test_generated_pages_match_what_they_are_made_of(tool: str, said: str) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == said
+    assert done.stdout == message
 
 
 def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from posttrain import registry
 from posttrain.cli import main
 from posttrain.errors import RecipeError
 from posttrain.other_names import OTHER_NAMES, answer_other_name
-from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
+from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 
 KEY = re.compile(r"\b(?:[a-z]\w+\.)+[a-z]\w+\b")
 
@@ -26,8 +26,8 @@ def is_key(key: str) -> bool:
         if part.isdigit() or part == "NAME":  # an entry of a list
             continue
         path = ".".join(parts[:i])
-        if path in WORD_KINDS or path in ("rewards.0", "rewards.NAME"):
-            kind = WORD_KINDS.get(path, "reward")
+        if path in COMPONENT_KINDS or path in ("rewards.0", "rewards.NAME"):
+            kind = COMPONENT_KINDS.get(path, "reward")
             found = (part in entry.options_model.model_fields for entry in registry.entries(kind).values())
             return part in ("name", "weight") or any(found)
         if part not in model.model_fields:

@@ -1,7 +1,7 @@
 """Bad input through the command line: one message with place, cause and remedy; nothing lost or overwritten.
 
 Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``, words that do not fit one another in
-``test_words_that_do_not_fit.py``; here are data, rewards, checkpoints and disks.
+``test_incompatible_components.py``; here are data, rewards, checkpoints and disks.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before_and_the_run_goes_on(fi
     assert_same_run("runs/a", str(finished))
 
 
-def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> None:
+def test_rows_that_stand_there_twice_are_counted_and_reported(command: Command) -> None:
     write_rows([*GOOD_ROWS, *GOOD_ROWS[:5], GOOD_ROWS[0]])
     task = ["--task", "{name: jsonl, path: rows.jsonl, split: all}", "--train.steps", "1"]
     shown = command.works("train", "sft.yaml", *task)
@@ -325,8 +325,8 @@ def test_what_a_kill_left_of_a_file_being_written_is_swept(command: Command, pla
     litter = [place / "runs/a" / name for name in names]
     for path in litter:
         path.write_text("half")
-    told = command.works(*train, "--resume")
-    assert f".tmp-recipe.yaml-{ended.pid}, .tmp-status.json-{ended.pid}, .tmp-x" in " ".join(told.split())
+    output = command.works(*train, "--resume")
+    assert f".tmp-recipe.yaml-{ended.pid}, .tmp-status.json-{ended.pid}, .tmp-x" in " ".join(output.split())
     assert not any(path.exists() for path in litter)
     (place / f".tmp-out-{ended.pid}").mkdir()
     command.works("runs", "export", "a", "--to", "out")

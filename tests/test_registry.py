@@ -12,12 +12,12 @@ from typing import Literal
 import pytest
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnallowedCode, UnknownWord
+from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.registry import Entry
 from posttrain.untrusted import declare_code
 
 
-def sample_word(
+def sample_component(
     text: str,
     *,
     limit: int = 3,
@@ -30,7 +30,7 @@ def sample_word(
     return text, limit, mode, scale
 
 
-WORD = Entry("reward", "sample_word", sample_word, {})
+WORD = Entry("reward", "sample_component", sample_component, {})
 
 
 def test_options_fill_defaults_and_bind():
@@ -50,7 +50,7 @@ def test_options_fill_defaults_and_bind():
     [
         (
             {"scale": 1, "limmit": 4},
-            r"rewards\.0\.limmit: reward 'sample_word' has no key 'limmit'\. Did you mean 'limit'\?",
+            r"rewards\.0\.limmit: reward 'sample_component' has no key 'limmit'\. Did you mean 'limit'\?",
         ),
         ({"scale": "much"}, r"rewards\.0\.scale: .*valid number.*'much'"),
         ({"scale": 1, "pair": [1]}, r"rewards\.0\.pair: Input should have at least 2 items; got \[1\]"),
@@ -65,22 +65,22 @@ def test_refusals_name_place_cause_and_remedy(given: dict, message: str):
 
 def test_unknown_names_are_refused_with_a_suggestion():
     declare_code(["no_such_module:f", "posttrain.registry:find_alll"])
-    with pytest.raises(UnknownWord, match=r"no advantage named 'normalised'\. Did you mean 'normalized'\?"):
+    with pytest.raises(UnknownComponent, match=r"no advantage named 'normalised'\. Did you mean 'normalized'\?"):
         registry.find("advantage", "normalised")
-    with pytest.raises(UnknownWord, match="module 'no_such_module' cannot be imported"):
+    with pytest.raises(UnknownComponent, match="module 'no_such_module' cannot be imported"):
         registry.find("reward", "no_such_module:f")
-    with pytest.raises(UnknownWord, match=r"has no function 'find_alll'\. Did you mean 'find'\?"):
+    with pytest.raises(UnknownComponent, match=r"has no function 'find_alll'\. Did you mean 'find'\?"):
         registry.find("reward", "posttrain.registry:find_alll")
 
 
-def test_find_removed_name_says_what_to_use():
+def test_find_removed_name_states_what_to_use():
     for kind in ("task", "grader"):
         with pytest.raises(
-            UnknownWord, match=rf"^eval: the {kind} 'knights_and_knaves' was removed\. Use .*knights_knaves"
+            UnknownComponent, match=rf"^eval: the {kind} 'knights_and_knaves' was removed\. Use .*knights_knaves"
         ):
             registry.find(kind, "knights_and_knaves", "eval")
     for name in ("llmbar", "pandalm", "mr_gsm8k", "prmbench", "sycophancy"):
-        with pytest.raises(UnknownWord, match=rf"^the task '{name}' was removed\. Use "):
+        with pytest.raises(UnknownComponent, match=rf"^the task '{name}' was removed\. Use "):
             registry.find("task", name)
 
 
@@ -100,7 +100,7 @@ def test_a_users_function_by_import_path(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_registered_word_is_documented_with_typed_options():
-    for kind in registry.HOMES:
+    for kind in registry.COMPONENT_MODULES:
         for name, entry in registry.entries(kind).items():
             assert len(entry.doc) > 40, f"{kind} {name} has no docstring"
             for field in entry.options_model.model_fields.values():
@@ -114,7 +114,7 @@ def is_register(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("register", "registry.register")
 
 
-def written_words() -> Iterator[tuple[str, str, str]]:
+def written_components() -> Iterator[tuple[str, str, str]]:
     """(kind, word, module) of every function of the package under ``@register``, as its file says it.
 
     Also of a table: a function that registers what it makes, ``register(kind)(made)``, is called with each word.
@@ -139,11 +139,16 @@ def written_words() -> Iterator[tuple[str, str, str]]:
 
 
 def test_the_registry_knows_the_module_of_every_word():
-    mapped = {(k, w, m) for k, homes in registry.HOMES.items() for m, words in homes.items() for w in words.split()}
-    assert mapped == set(written_words()), "HOMES in registry.py names every word and its module"
+    mapped = {
+        (k, w, m)
+        for k, modules in registry.COMPONENT_MODULES.items()
+        for m, words in modules.items()
+        for w in words.split()
+    }
+    assert mapped == set(written_components()), "COMPONENT_MODULES in registry.py names every word and its module"
     registered = {
         (kind, name, entry.function.__module__)
-        for kind in registry.HOMES
+        for kind in registry.COMPONENT_MODULES
         for name, entry in registry.entries(kind).items()
         if entry.function.__module__.startswith("posttrain.")
     }
@@ -154,10 +159,10 @@ def test_a_word_is_found_without_its_neighbours_and_a_slip_without_any():
     code = """
 import sys
 from posttrain import registry
-from posttrain.errors import UnknownWord
+from posttrain.errors import UnknownComponent
 try:
     registry.find("task", "stoires")
-except UnknownWord as error:
+except UnknownComponent as error:
     assert "Did you mean 'stories'? Known: aime24, " in str(error), error
 assert not any(m.startswith("posttrain.data") for m in sys.modules)
 registry.find("task", "gsm8k")
@@ -172,11 +177,11 @@ print(*registry.names("advantage"))
 
 def test_a_word_belongs_to_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RecipeError, match=r"'grpo' is a word of \S+\.policy_gradient; give"):
-        registry.register("objective", name="grpo")(sample_word)
+        registry.register("objective", name="grpo")(sample_component)
     (tmp_path / "second_grpo.py").write_text(
         "from posttrain.registry import register\n\n@register('objective')\ndef grpo(outputs, batch):\n    pass\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     declare_code("second_grpo:grpo", tmp_path)
-    with pytest.raises(UnknownWord, match=r"second_grpo.* 'grpo' is a word of posttrain.*give yours another name"):
+    with pytest.raises(UnknownComponent, match=r"second_grpo.* 'grpo' is a word of posttrain.*give yours another name"):
         registry.find("objective", "second_grpo:grpo")

@@ -117,14 +117,14 @@ def test_blocks_of_a_page_run_in_order(page: Path, folder: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
-def test_notebook_runs_from_the_first_cell_to_the_last(
+def test_notebook_runs_from_the_first_trial_to_the_last(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    cells = importlib.import_module("write_notebooks").read_cells((DOCS / "learn" / f"{name}.md").read_text("utf-8"))
+    values = importlib.import_module("write_notebooks").read_trials((DOCS / "learn" / f"{name}.md").read_text("utf-8"))
     names: dict[str, object] = {}
     place = tmp_path
-    for kind, source in cells:
+    for kind, source in values:
         monkeypatch.chdir(place)
         if kind == "markdown":
             continue

@@ -46,7 +46,7 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "output"),
     [
         (
             "clip_low",
@@ -56,11 +56,11 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
     ],
 )
 def test_an_option_of_words_is_explained_by_them(
-    name: str, told: list[str], capsys: pytest.CaptureFixture[str]
+    name: str, output: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", name]) == 0
     out = capsys.readouterr().out
-    assert not [line for line in told if line not in out], out
+    assert not [line for line in output if line not in out], out
 
 
 @pytest.mark.parametrize(("name", "meant"), [("qlora", "lora"), ("kl_cof", "kl_coef"), ("clip_lo", "clip_low")])

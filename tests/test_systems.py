@@ -64,8 +64,8 @@ DEMO = {
 def rows() -> list[tuple[str, list[str], str]]:
     """(id, commands, state) of every row."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| S\d", line)]
-    cells = [line.strip("|").split("|") for line in lines]
-    return [(row[0].strip(), re.findall(r"`((?:posttrain|python) [^`]+)`", row[2]), row[-1].strip()) for row in cells]
+    values = [line.strip("|").split("|") for line in lines]
+    return [(row[0].strip(), re.findall(r"`((?:posttrain|python) [^`]+)`", row[2]), row[-1].strip()) for row in values]
 
 
 # Once each, under the first row that names it.
@@ -131,7 +131,7 @@ def write_deep(folder: Path, start: Path) -> None:
     AutoTokenizer.from_pretrained(start).save_pretrained(folder)
 
 
-def words_of(command: str, models: dict[str, Path], data: dict[str, Path]) -> list[str]:
+def terms_of(command: str, models: dict[str, Path], data: dict[str, Path]) -> list[str]:
     """The words behind ``posttrain``: the command's own, and those that make it small."""
     words = [INSTEAD.get(word, word) for word in shlex.split(command)[1:]]
     first = next(
@@ -143,15 +143,15 @@ def words_of(command: str, models: dict[str, Path], data: dict[str, Path]) -> li
     given = parse(words)
     if given.dry_run:
         return words
-    asked = {key for key, _ in given.overrides}
+    request = {key for key, _ in given.overrides}
     for key, value in small_changes(load_recipe(given.recipe, given.overrides), models, data):
-        if key not in asked and not (key == "train.steps" and "train.num_epochs" in asked):
+        if key not in request and not (key == "train.steps" and "train.num_epochs" in request):
             words += [f"--{key}", value]
     return [*words, "--quiet"]
 
 
 def run_small(command: str, models: dict[str, Path], data: dict[str, Path]) -> None:
-    words = words_of(command, models, data)
+    words = terms_of(command, models, data)
     assert main(words) == 0, f"posttrain {shlex.join(words)}"
 
 
@@ -205,7 +205,7 @@ def test_the_command_of_a_row_works(
         done = subprocess.run([sys.executable, *script, "--limit", "8"], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{row}: {command}\n{done.stderr[-2000:]}"
         return
-    words = words_of(command, random_models, local_data)
+    words = terms_of(command, random_models, local_data)
     alone = OF_THEIR_OWN.get(words[0]) or OF_THEIR_OWN.get(" ".join(words[:2]))
     if alone is not None:
         alone(words)

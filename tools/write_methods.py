@@ -53,7 +53,7 @@ def read_results() -> dict[str, Result]:
         recorded = json.loads((ROOT / "benchmarks" / "results" / f"compare-{sweep}.json").read_text(encoding="utf-8"))
         family = sweep.removeprefix("all-").replace("policy-gradient", "rl")
         for name, method in recorded["methods"].items():
-            curves = [[(point["step"], point["accuracy"]) for point in cell["curve"]] for cell in method["cells"]]
+            curves = [[(point["step"], point["accuracy"]) for point in value["curve"]] for value in method["cells"]]
             summaries = method["summaries"]
             results[f"{family}/{name}"] = Result(sweep, curves, summaries["accuracy"], summaries["kl_initial"])
     return results
@@ -130,7 +130,7 @@ def method_page(name: str, problem: str, result: Result | None) -> str:
     for entry in entries:
         link = f"../components/{entry.kind}.md#{entry.name}"
         parts += [f"## Options of `{entry.name}`\n", f"{entry.kind.capitalize()}: [{entry.name}]({link}).\n"]
-        parts.append(options_table(explain.word_options(entry)))
+        parts.append(options_table(explain.component_options(entry)))
     if result is not None:
         parts += ["## Curve\n", f"![Accuracy of {title} on held-out problems over the optimizer steps]({title}.svg)\n"]
         parts.append(
@@ -171,7 +171,7 @@ def component_page(kind: str, group: dict[str, Entry], users: dict[tuple[str, st
     for name, entry in group.items():
         used = ", ".join(f"`{user}`" for user in users.get((kind, name), [])[:6]) or "no shipped recipe"
         parts += [f"## {name}\n", f"```text\n{explain.without_arguments(entry.doc)}\n```\n" if entry.doc else ""]
-        parts += [options_table(explain.word_options(entry)), f"Used by {used}.\n"]
+        parts += [options_table(explain.component_options(entry)), f"Used by {used}.\n"]
     return "\n".join(parts)
 
 
@@ -186,8 +186,8 @@ def pages() -> Iterator[tuple[str, str]]:
         yield f"methods/{name.rpartition('/')[2]}.md", method_page(name, problems[name], results.get(name))
         if name in results:
             yield f"methods/{name.rpartition('/')[2]}.svg", draw_curve(results[name].curves)
-    users = explain.recipes_by_word()
-    for kind, group in explain.all_words().items():
+    users = explain.recipes_by_component()
+    for kind, group in explain.all_components().items():
         yield f"components/{kind}.md", component_page(kind, group, users)
     for name, section in explain.sections().items():
         doc = explain.without_arguments(inspect.getdoc(section) or "")

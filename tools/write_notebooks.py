@@ -17,9 +17,9 @@ FOLDER = ROOT / "docs" / "learn"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-def read_cells(text: str) -> list[tuple[str, str]]:
+def read_trials(text: str) -> list[tuple[str, str]]:
     """Return (kind, source) of the cells of a tutorial; kind is ``markdown`` or ``code``."""
-    cells, end = [], 0
+    values, end = [], 0
     for match in _BLOCK.finditer(text):
         language, body = match.groups()
         if language not in ("bash", "python", "yaml", "json"):
@@ -27,16 +27,16 @@ def read_cells(text: str) -> list[tuple[str, str]]:
         named = re.match(r"# ([\w./-]+\.(?:py|yaml|jsonl))\n", body)
         if language in ("yaml", "json") and not named:
             continue
-        cells.append(("markdown", text[end : match.start()]))
+        values.append(("markdown", text[end : match.start()]))
         end = match.end()
         if named:
-            cells.append(("code", f"%%writefile {named[1]}\n{body}"))
+            values.append(("code", f"%%writefile {named[1]}\n{body}"))
         elif language == "bash":
-            cells.append(("code", "\n".join(shell_line(line) for line in body.splitlines())))
+            values.append(("code", "\n".join(shell_line(line) for line in body.splitlines())))
         else:
-            cells.append(("code", body))
-    cells.append(("markdown", text[end:]))
-    return [(kind, source.strip()) for kind, source in cells if source.strip()]
+            values.append(("code", body))
+    values.append(("markdown", text[end:]))
+    return [(kind, source.strip()) for kind, source in values if source.strip()]
 
 
 def shell_line(line: str) -> str:
@@ -46,12 +46,12 @@ def shell_line(line: str) -> str:
 
 def notebook_text(text: str) -> str:
     """Return a tutorial as a notebook (nbformat 4.5), without outputs."""
-    cells = []
-    for number, (kind, source) in enumerate(read_cells(text)):
-        cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
-        cells.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+    values = []
+    for number, (kind, source) in enumerate(read_trials(text)):
+        value = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
+        values.append(value | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    document = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    document = {"cells": values, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

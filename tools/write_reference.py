@@ -37,7 +37,7 @@ def number(summary: Mapping[str, float] | None) -> str:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     ruler = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ruler, *rows)) + "\n"
+    return "\n".join("| " + " | ".join(columns) + " |" for columns in (head, ruler, *rows)) + "\n"
 
 
 def comparison_text(name: str) -> str:
@@ -48,14 +48,14 @@ def comparison_text(name: str) -> str:
     for about in (results.get("rows") or results["methods"]).values():
         got = about["summaries"]
         kl, seconds = got.get("kl_initial"), f"{got['train_seconds']['mean']:.0f}"
-        cells = [
+        columns = [
             percent(got["accuracy"]),
             percent(got["mean_accuracy"]),
             number(kl),
             number(got["completion_length"]),
             seconds,
         ]
-        rows.append([f"`{about['source'].partition(' ')[0]}`" + ("*" if " " in about["source"] else ""), *cells])
+        rows.append([f"`{about['source'].partition(' ')[0]}`" + ("*" if " " in about["source"] else ""), *columns])
     start = results["start"]["results"]
     before = f"The start, {results['start']['label']}: {100 * start['accuracy']:.1f} % right."
     head = [
@@ -137,20 +137,20 @@ def gpu_texts() -> list[str]:
             others = ("share_of_measured_rate", "share_of_data_sheet", "peak_gib", "launches_per_step")
             figures = [row["tokens_per_second"], None if tera is None else tera / 1e12, *map(row.get, others)]
             forms = ("{:,.0f}", "{:.1f}", "{:.0%}", "{:.0%}", "{:.1f}", "{:.0f}")
-            cells = ["–" if one is None else form.format(one) for form, one in zip(forms, figures, strict=True)]
+            columns = ["–" if one is None else form.format(one) for form, one in zip(forms, figures, strict=True)]
             peer = row.get("vllm_tokens_per_second")
-            remark = f" ({row['remark']})" if "remark" in row else ""
+            note = f" ({row['remark']})" if "remark" in row else ""
             rows.append(
-                [row["work"] + remark, *cells, "–" if peer is None else f"{peer:,.0f} ({row['ratio']:.2f} of it)"]
+                [row["work"] + note, *columns, "–" if peer is None else f"{peer:,.0f} ({row['ratio']:.2f} of it)"]
             )
         head = ["work", "tokens/s", "TFLOP/s", "of the measured rate", "of 989", "GiB", "launches/step", "vLLM"]
         about = f"`benchmarks/gpu.py`, torch {measured['versions']['torch']}, random weights."
         if "ceilings" in measured:
-            told = measured["ceilings"]
+            ceilings = measured["ceilings"]
             about += (
-                f" Products of 8,192 × 8,192 matrices reach {told['tflops_bf16']:.0f} TFLOP/s in bf16, "
-                f"{told['tflops_tf32']:.0f} in TF32 and {told['tflops_fp32']:.0f} in fp32 there, copies "
-                f"{told['copy_tb_per_second']:.1f} TB/s."
+                f" Products of 8,192 × 8,192 matrices reach {ceilings['tflops_bf16']:.0f} TFLOP/s in bf16, "
+                f"{ceilings['tflops_tf32']:.0f} in TF32 and {ceilings['tflops_fp32']:.0f} in fp32 there, copies "
+                f"{ceilings['copy_tb_per_second']:.1f} TB/s."
             )
         texts.append(f"## Speed on one {measured['gpu']}\n\n{about}\n\n{table(head, rows)}")
     return texts

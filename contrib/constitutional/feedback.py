@@ -23,7 +23,7 @@ from posttrain.data.base import Task, build_task
 from posttrain.errors import PosttrainError, RunFailure, UsageError
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.randomness import permutation
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import complete_template, open_model
@@ -172,8 +172,8 @@ def _run(given: argparse.Namespace) -> int:
     principles = read_principles(given.principles)
     source = find_source(given.model, given.runs_dir)
     name = given.template or (None if source.recipe is not None else "plain")
-    template = complete_template(None if name is None else Word(name=name), source)
-    task = build_task(Word(name=given.task, **given.task_options), "--task")
+    template = complete_template(None if name is None else Component(name=name), source)
+    task = build_task(Component(name=given.task, **given.task_options), "--task")
     model = open_model(source, template)
     sampling = model.sampling(given.max_tokens or source.max_tokens, given.temperature)
     request = Request(task, principles, sampling, given.limit, given.rounds, given.seed, given.batch)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.recipes.sections import Section
 from posttrain.registry import Entry, explain_validation, suggest
 from posttrain.types import Example
@@ -75,7 +75,7 @@ def read_principles(path: str) -> list[Principle]:
     Raises:
         UsageError: the file cannot be read.
         RecipeError: the file has another content than ``PrinciplesFile``.
-        UnknownWord: a rule does not exist.
+        UnknownComponent: a rule does not exist.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -99,7 +99,7 @@ def _bound(word: dict[str, Any] | str | None, where: str) -> Callable[[str, Exam
     options = {"name": word} if isinstance(word, str) else dict(word)
     name = str(options.pop("name", ""))
     if name not in RULES:
-        raise UnknownWord(f"{where}: there is no rule {name!r}.{suggest(name, RULES)} Known: {', '.join(RULES)}")
+        raise UnknownComponent(f"{where}: there is no rule {name!r}.{suggest(name, RULES)} Known: {', '.join(RULES)}")
     return Entry("rule", name, RULES[name], {}).bind(options, where)
 
 

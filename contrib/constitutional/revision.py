@@ -128,8 +128,8 @@ def revise(
         for draft, principle in chosen:
             if principle.rule is not None:
                 _apply_rule(draft, principle)
-        asked = [(d, p) for d, p in chosen if p.rule is None]
-        _ask_model(sampler, asked, sampling, (seed, turn))
+        pairs = [(d, p) for d, p in chosen if p.rule is None]
+        _ask_model(sampler, pairs, sampling, (seed, turn))
     for draft in drafts:
         if draft.reason is None and draft.text.split() == draft.first.split():
             draft.reason = UNCHANGED
@@ -159,22 +159,22 @@ def _apply_rule(draft: Draft, principle: Principle) -> None:
 
 
 def _ask_model(
-    sampler: Sampler, asked: Sequence[tuple[Draft, Principle]], sampling: Sampling, key: tuple[int, int]
+    sampler: Sampler, pairs: Sequence[tuple[Draft, Principle]], sampling: Sampling, key: tuple[int, int]
 ) -> None:
     """Two more turns of the conversation: the critique, then the revision."""
     seed, turn = key
     talks = [
         [*d.example.messages, Message("assistant", d.text.strip()), Message("user", str(p.section.critique))]
-        for d, p in asked
+        for d, p in pairs
     ]
-    critiques = ask(sampler, talks, [derive_key(seed, "feedback critique", d.slot, turn) for d, _ in asked], sampling)
+    critiques = ask(sampler, talks, [derive_key(seed, "feedback critique", d.slot, turn) for d, _ in pairs], sampling)
     going_on = []
-    for (draft, principle), talk, critique in zip(asked, talks, critiques, strict=True):
+    for (draft, principle), talk, critique in zip(pairs, talks, critiques, strict=True):
         if isinstance(critique, Unusable):
             draft.reason = f"critique: {critique}"
         else:
-            said = [Message("assistant", critique.strip()), Message("user", str(principle.section.revise))]
-            going_on.append((draft, principle, critique, [*talk, *said]))
+            turns = [Message("assistant", critique.strip()), Message("user", str(principle.section.revise))]
+            going_on.append((draft, principle, critique, [*talk, *turns]))
     keys = [derive_key(seed, "feedback revision", d.slot, turn) for d, *_ in going_on]
     revisions = ask(sampler, [talk for *_, talk in going_on], keys, sampling)
     for (draft, principle, critique, _), revision in zip(going_on, revisions, strict=True):

@@ -16,8 +16,8 @@ from posttrain.data.base import ExamplesOnDemand, Task
 from posttrain.errors import UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import derive_key, generator
-from posttrain.recipes.document import complete_word
-from posttrain.recipes.sections import read_word
+from posttrain.recipes.document import complete_component
+from posttrain.recipes.sections import read_component
 from posttrain.registry import register
 from posttrain.sampling.environments.contract import opened
 from posttrain.sampling.environments.tools import result_text
@@ -94,9 +94,9 @@ class TextGame(ABC):
     def _begin(self, random: np.random.Generator) -> str:
         """Set the game up; return its opening."""
 
-    def _end(self, score: float, said: str) -> str:
+    def _end(self, score: float, message: str) -> str:
         self.done, self.score = True, score
-        return said
+        return message
 
 
 class Nim(TextGame):
@@ -155,8 +155,8 @@ MAX_MOVES = 1000  # of one game
 
 def _complete(options: dict[str, Any], where: str) -> dict[str, Any]:
     """The options with those of the environment filled in and checked."""
-    word = complete_word(
-        read_word(options["environment"], f"{where}.environment"), "environment", f"{where}.environment"
+    word = complete_component(
+        read_component(options["environment"], f"{where}.environment"), "environment", f"{where}.environment"
     )
     return options | {"environment": {"name": word.name, **word.options}}
 
@@ -184,7 +184,7 @@ def random_play(
     Raises:
         UsageError: an environment that says nothing of its legal moves, or whose game does not end.
     """
-    word = read_word(environment, "task.environment")
+    word = read_component(environment, "task.environment")
     make = registry.find("environment", word.name, "task.environment").bind(word.options, "task.environment")
     game = registry.call("environment", make)
     if not isinstance(game, TextGame) or not hasattr(type(game), "legal_moves"):

@@ -15,4 +15,4 @@ assert spec is not None
 assert spec.loader is not None
 shared = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(shared)
-consent_kept, no_curves = shared.consent_kept, shared.no_curves
+allowed_code_kept, no_curves = shared.allowed_code_kept, shared.no_curves

@@ -19,10 +19,10 @@ from posttrain.data.base import Task
 from posttrain.data.preferences import preferences
 from posttrain.errors import PosttrainError, RunFailure, UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Sampling
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Sampler, build_grader
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Example, Message
 
 pytestmark = pytest.mark.slow
@@ -42,14 +42,14 @@ def make_task(size: int = 6) -> Task:
     return Task("t", "train", [Example(f"t/{i}", (Message("user", f"Question {i}?"),)) for i in range(size)])
 
 
-def sampler_of(say: Callable[[str, int], str], template: str = "dialogue") -> tuple[Sampler, ScriptedEngine]:
+def sampler_of(say: Callable[[str, int], str], template: str = "dialogue") -> tuple[Sampler, FakeEngine]:
     """A model that says ``say(prompt, key)`` and ends."""
 
     def choose(prompt: tuple[int, ...], key: int) -> list[int]:
         return [*TOKENIZER.encode(say(TOKENIZER.decode(list(prompt)), key)), TOKENIZER.eos_token_id]
 
-    engine = ScriptedEngine(choose)
-    grader = build_grader([RewardWord(name="correct")], registry.find("template", template).bind({})())
+    engine = FakeEngine(choose)
+    grader = build_grader([RewardComponent(name="correct")], registry.find("template", template).bind({})())
     return Sampler(engine, TOKENIZER, grader, 400), engine
 
 
@@ -96,8 +96,8 @@ def test_the_revision_is_chosen_over_the_first_answer(tmp_path: Path) -> None:
 
 def test_rules_work_without_a_model_and_what_breaks_them_is_counted(tmp_path: Path) -> None:
     tags = "  - name: tags\n    rule: {name: closes_tags, tags: [b]}\n"
-    said = {0: "a b c d", 1: "a b", 2: "<b> x", 3: "x </b> y z", 4: "a b. c d e", 5: "ok"}
-    sampler, engine = sampler_of(lambda prompt, key: said[int(prompt.partition("Question ")[2][0])])
+    message = {0: "a b c d", 1: "a b", 2: "<b> x", 3: "x </b> y z", 4: "a b. c d e", 5: "ok"}
+    sampler, engine = sampler_of(lambda prompt, key: message[int(prompt.partition("Question ")[2][0])])
     found = make_pairs(sampler, request(make_task(), principles_file(tmp_path, SHORT, tags), rounds=2))
     assert {row["meta"]["id"]: (row["chosen"], row["meta"]["principle"]) for row in found.rows} == {
         "t/0": ("a b c", "short"), "t/2": ("<b> x</b>", "tags"), "t/4": ("a b.", "short"),
@@ -188,7 +188,7 @@ def test_read_principles_wrong_file_is_refused_by_name(tmp_path: Path, text: str
     assert message in str(error.value)
 
 
-ASKED = Example("a/1", (Message("user", "How many?"),))
+QUESTION = Example("a/1", (Message("user", "How many?"),))
 WORKED = Example("a/2", (Message("user", "How many?"),), "7", solution="3 + 4 = 7.")
 
 
@@ -203,45 +203,45 @@ WORKED = Example("a/2", (Message("user", "How many?"),), "7", solution="3 + 4 = 
     ],
 )
 def test_at_most_words(text: str, revision: str | None) -> None:
-    found = at_most_words(text, ASKED, limit=4)
+    found = at_most_words(text, QUESTION, limit=4)
     assert (found and found.revision) == revision
     if found is not None:
         assert found.critique == f"It has {len(text.split())} words, and at most 4 are asked for."
         assert found.revision is not None
-        assert at_most_words(found.revision, ASKED, limit=4) is None
+        assert at_most_words(found.revision, QUESTION, limit=4) is None
 
 
 def test_without_phrases() -> None:
     text = "So  the answer is 4. Basso the Answer is, so THE answer\nis 5."
-    found = without_phrases(text, ASKED, phrases=["so the answer is"], instead="Answer:")
+    found = without_phrases(text, QUESTION, phrases=["so the answer is"], instead="Answer:")
     assert found == Objection(
         "It says 'So the answer is', 'so THE answer is'.", "Answer: 4. Basso the Answer is, Answer: 5."
     )
-    assert without_phrases("well, well!", ASKED, phrases=["well"]) == Objection("It says 'well'.", ", !")
-    assert without_phrases("well  then", ASKED, phrases=["well"]) == Objection("It says 'well'.", "then")
-    assert without_phrases("farewell", ASKED, phrases=["well"]) is None
+    assert without_phrases("well, well!", QUESTION, phrases=["well"]) == Objection("It says 'well'.", ", !")
+    assert without_phrases("well  then", QUESTION, phrases=["well"]) == Objection("It says 'well'.", "then")
+    assert without_phrases("farewell", QUESTION, phrases=["well"]) is None
     # the longer phrase first, and what stands in its place is text, no pattern
-    assert without_phrases("ab cd", ASKED, phrases=["ab", "ab cd"], instead=r"\1") == Objection(
+    assert without_phrases("ab cd", QUESTION, phrases=["ab", "ab cd"], instead=r"\1") == Objection(
         "It says 'ab cd'.", r"\1"
     )
 
 
 def test_closes_tags() -> None:
-    def told(text: str) -> Objection | None:
-        return closes_tags(text, ASKED, tags=["a", "b"])
+    def output(text: str) -> Objection | None:
+        return closes_tags(text, QUESTION, tags=["a", "b"])
 
-    assert told("<a> x <b> y") == Objection("It does not close <a>, <b>.", "<a> x <b> y</b></a>")
-    assert told("<a> x </a> <c> y") is None
-    assert told("<a> <b> </a>") == Objection("It closes <a> where that is not what is open.", None)
-    assert told("x </b>") == Objection("It closes <b> where that is not what is open.", None)
+    assert output("<a> x <b> y") == Objection("It does not close <a>, <b>.", "<a> x <b> y</b></a>")
+    assert output("<a> x </a> <c> y") is None
+    assert output("<a> <b> </a>") == Objection("It closes <a> where that is not what is open.", None)
+    assert output("x </b>") == Objection("It closes <b> where that is not what is open.", None)
 
 
 def test_shows_working() -> None:
-    assert shows_working("3 + 4 = 7. So 7.", ASKED) is None
-    assert shows_working("12 × 2 / 4 = 6", ASKED) is None
+    assert shows_working("3 + 4 = 7. So 7.", QUESTION) is None
+    assert shows_working("12 × 2 / 4 = 6", QUESTION) is None
     complaint = "It does not show how it finds its answer."
     assert shows_working("x = 7.", WORKED) == Objection(complaint, "3 + 4 = 7. x = 7.")
-    assert shows_working("It is 7.", ASKED) == Objection(complaint, None)
+    assert shows_working("It is 7.", QUESTION) == Objection(complaint, None)
 
 
 @pytest.mark.usefixtures("no_curves")

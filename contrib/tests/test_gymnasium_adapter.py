@@ -49,7 +49,7 @@ def test_the_lake_is_crossed(gym: Any) -> None:
     lake.close()
 
 
-def test_what_is_no_action_is_told(gym: Any) -> None:
+def test_what_is_no_action_is_reported(gym: Any) -> None:
     lake = make(**LAKE)
     lake.reset(seed=0)
     with pytest.raises(ValueError, match="there is no action 'jump'; there are left, down, right, up"):
@@ -78,14 +78,14 @@ def talking(gym: Any) -> Iterator[str]:
     del gym.registry["Talking-v0"]
 
 
-def test_an_observed_text_is_told_and_a_limit_ends_it(talking: str) -> None:
-    world = make(id=talking)
-    assert world.reset(seed=7) == "Actions: 1, 2.\nhello 7"
-    assert world.act("2") == "you said 2"
-    assert not world.done
-    world.act("1")
-    assert world.done, "max_episode_steps"
-    assert (world.get_reward(), world.get_turn_reward()) == (1.0, 1.0)
+def test_an_observed_text_is_returned_and_a_limit_ends_it(talking: str) -> None:
+    process_group = make(id=talking)
+    assert process_group.reset(seed=7) == "Actions: 1, 2.\nhello 7"
+    assert process_group.act("2") == "you said 2"
+    assert not process_group.done
+    process_group.act("1")
+    assert process_group.done, "max_episode_steps"
+    assert (process_group.get_reward(), process_group.get_turn_reward()) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

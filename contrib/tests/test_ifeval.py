@@ -22,7 +22,7 @@ from ifeval import (
 )
 
 from posttrain import registry
-from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
+from posttrain.errors import DataError, RecipeError, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, Verdict, grade
 from posttrain.untrusted import declare_code
 
@@ -190,13 +190,13 @@ def test_all_instructions_of_the_paper_are_there() -> None:
 def test_strict_and_loose(text: str, outcome: str, strict: float, loose: float, prompt_loose: float) -> None:
     found = verdict(text)
     assert found.outcome == outcome
-    assert found.facts == {"instructions_strict": strict, "instructions_loose": loose, "prompt_loose": prompt_loose}
+    assert found.info == {"instructions_strict": strict, "instructions_loose": loose, "prompt_loose": prompt_loose}
 
 
 def test_without_instructions_nothing_is_graded() -> None:
     found = verdict("Sea and sea.", {})
     assert found.outcome == "ungraded"
-    assert found.facts == dict.fromkeys(("instructions_strict", "instructions_loose", "prompt_loose"), 0.0)
+    assert found.info == dict.fromkeys(("instructions_strict", "instructions_loose", "prompt_loose"), 0.0)
 
 
 def test_eight_variants() -> None:
@@ -207,7 +207,7 @@ def test_eight_variants() -> None:
 def test_arguments_are_checked() -> None:
     assert read_arguments("keywords:frequency", {**PROMPT["kwargs"][1], "num_words": None}) == PROMPT["kwargs"][1]
     assert read_arguments("detectable_format:title", None) == {}
-    with pytest.raises(UnknownWord, match=r"'keywords:frequncy'. Did you mean 'keywords:frequency'"):
+    with pytest.raises(UnknownComponent, match=r"'keywords:frequncy'. Did you mean 'keywords:frequency'"):
         read_arguments("keywords:frequncy", {})
     for arguments, message in (
         ({"keyword": "sea", "frequency": 2}, "relation: .*needs this key"),
@@ -319,7 +319,7 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
         task(path=write(tmp_path / "y.jsonl", []))
 
 
-def test_the_detector_is_asked_for_before_anything_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_detector_is_requested_before_anything_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _load_factory.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
     assert len(task(path=write(tmp_path / "x.jsonl", [ROW])).examples) == 1
@@ -344,7 +344,7 @@ def test_real_rows() -> None:
         for response in responses:
             found = ifeval(Submission(response, None, None, example.meta))
             assert found.outcome in ("right", "wrong") if response != "<think>x" else found.outcome == "no_answer"
-            assert 0.0 <= found.facts["instructions_strict"] <= found.facts["instructions_loose"] <= 1.0
+            assert 0.0 <= found.info["instructions_strict"] <= found.info["instructions_loose"] <= 1.0
 
 
 def test_task_named_in_a_recipe_brings_its_grader(tmp_path: Path) -> None:
@@ -381,6 +381,6 @@ def test_a_response_of_nothing_follows_no_instruction(instruction: str, argument
     paid = [
         text
         for text, verdict in zip(ways, found, strict=True)
-        if verdict.outcome == "right" or any(verdict.facts.values())
+        if verdict.outcome == "right" or any(verdict.info.values())
     ]
     assert paid == []

@@ -93,14 +93,14 @@ def test_lm_eval_measures_what_we_measure(source: str, checkpoint: Path, task_fo
     )
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
     loaded = load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
-    rights = 0
+    correct = 0
     for sample in sorted(found["samples"]["made_choice"], key=lambda s: s["doc_id"]):
         row = ROWS[sample["doc_id"]]
         theirs = [response[0][0] for response in sample["resps"]]
         ours = [loglikelihood(loaded, row["question"], choice) for choice in row["choices"]]
         assert theirs == pytest.approx(ours, abs=1e-4)
-        rights += ours.index(max(ours)) == row["answer"]
-    assert found["results"]["made_choice"]["acc,none"] == pytest.approx(rights / len(ROWS))
+        correct += ours.index(max(ours)) == row["answer"]
+    assert found["results"]["made_choice"]["acc,none"] == pytest.approx(correct / len(ROWS))
     for sample in found["samples"]["made_generation"]:
         assert sample["resps"][0][0] == greedy(loaded, ROWS[sample["doc_id"]]["question"], 24)
 
@@ -143,10 +143,10 @@ def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, 
     assert len(items) == 6
     tokenizer = load_tokenizer(str(TINY))
     template = build_template(find_source(str(checkpoint), "runs").template)
-    asked = [item.question for item in items]
+    request = [item.question for item in items]
     if not templated:
-        asked = [tokenizer.decode(encode_prompt(tokenizer, template, [Message("user", text)])) for text in asked]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": q, "answer": "?"}) + "\n" for q in asked))
+        request = [tokenizer.decode(encode_prompt(tokenizer, template, [Message("user", text)])) for text in request]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": q, "answer": "?"}) + "\n" for q in request))
     settings = {
         "task": "prompts_of_ours",
         "dataset_path": "json",
@@ -161,8 +161,8 @@ def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, 
     (tmp_path / "tasks" / "task.yaml").write_text(yaml.safe_dump(settings))
     options = ["--template", "r1_zero"] if templated else []
     assert ask(checkpoint, "prompts_of_ours", tmp_path / "tasks", tmp_path / "out", *options) == 0
-    said = json.loads((tmp_path / "out" / "samples.json").read_text())["prompts_of_ours"]
-    theirs = [one["resps"][0][0] for one in sorted(said, key=lambda one: one["doc_id"])]
+    message = json.loads((tmp_path / "out" / "samples.json").read_text())["prompts_of_ours"]
+    theirs = [one["resps"][0][0] for one in sorted(message, key=lambda one: one["doc_id"])]
     assert len(set(theirs)) > 2
     assert theirs == [item.samples[0].text.removeprefix("<think>") for item in items]
 

@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.data.base import build_task
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
 from posttrain.recipes.recipe import load_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.types import Example
@@ -47,7 +47,7 @@ def make(name: str, **options: Any) -> Any:
 
 
 def games(**options: Any) -> Any:
-    return build_task(Word(name="nim:random_play", **({"environment": NIM, "size": 600} | options))).examples
+    return build_task(Component(name="nim:random_play", **({"environment": NIM, "size": 600} | options))).examples
 
 
 def replayed(example: Example) -> tuple[list[int], list[int]]:
@@ -57,7 +57,7 @@ def replayed(example: Example) -> tuple[list[int], list[int]]:
     for turn in example.turns:
         (call,) = turn.calls
         assert (turn.text, call.tool, call.outcome) == ("", "leave", "ok")
-        left = json.loads(call.stated)["stones"]
+        left = json.loads(call.raw_arguments)["stones"]
         assert max(0, heap - 4) <= left < heap
         heaps.append(heap)
         moves.append(heap - left)
@@ -90,7 +90,7 @@ def test_each_legal_move_is_as_likely_and_only_those_of_training_begin() -> None
 
 
 @pytest.mark.parametrize(
-    ("environment", "error", "says"),
+    ("environment", "error", "message"),
     [
         ("nym", UsageError, "there is no environment named 'nym'"),
         (
@@ -103,9 +103,9 @@ def test_each_legal_move_is_as_likely_and_only_those_of_training_begin() -> None
         ("someone_s:Game", UnallowedCode, "someone_s:Game"),
     ],
 )
-def test_what_has_no_moves_is_refused(environment: Any, error: type[Exception], says: str) -> None:
+def test_what_has_no_moves_is_refused(environment: Any, error: type[Exception], message: str) -> None:
     declare_code(["test_nim:Mute"])
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         games(environment=environment)
 
 
@@ -159,11 +159,11 @@ def test_a_lost_game_that_is_claimed_is_paid_the_same() -> None:
                 best_move(whole.heap, 4) if random.random() < 0.7 else random.choice(range(1, min(4, whole.heap) + 1))
             )
             heap = whole.heap
-            said = whole.leave(heap - stones)
+            message = whole.leave(heap - stones)
             if not claimed.done:
                 last = claimed.leave(heap - stones)
                 lost = heap != stones and stones != best_move(heap, 4)
-                assert last == (f"I win from {heap - stones}" if lost else said)
+                assert last == (f"I win from {heap - stones}" if lost else message)
                 assert (claimed.done, claimed.best_reward) == (lost or whole.done, float(not lost and not whole.done))
         assert whole.get_reward() == claimed.get_reward()
         outcomes.add((whole.get_reward(), claimed.heap == 0))

@@ -17,7 +17,7 @@ import openenv_adapter as openenv
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.contract import Session, build_toolset
 from posttrain.sampling.environments.pool import Pool
 from posttrain.types import Call, Example, Message
@@ -53,7 +53,7 @@ class Client:
     """Connects, and connects again by itself, as the real one does; ``script`` answers, or raises, in turn."""
 
     script: ClassVar[list[Any]] = []
-    said: ClassVar[list[Any]] = []
+    sent: ClassVar[list[Any]] = []
     made: ClassVar[list[dict[str, Any]]] = []
     open: ClassVar[int] = 0
 
@@ -67,9 +67,9 @@ class Client:
             Client.open += 1
         return self
 
-    async def _answer(self, said: Any) -> Any:
+    async def _answer(self, message: Any) -> Any:
         await self._connect_async()
-        Client.said.append(said)
+        Client.sent.append(message)
         answer = Client.script.pop(0)
         if isinstance(answer, Exception):
             if isinstance(answer, TimeoutError):
@@ -94,7 +94,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("openenv", "openenv.core"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    Client.script, Client.said, Client.made, Client.open = [], [], [], 0
+    Client.script, Client.sent, Client.made, Client.open = [], [], [], 0
     openenv._client_class.cache_clear()
     openenv._actions.cache_clear()
     yield
@@ -138,7 +138,7 @@ def pool() -> Iterator[Pool]:
 
 def begun(url: str, pool: Pool, *script: Any, **options: Any) -> tuple[Session, str]:
     Client.script[:] = script
-    session = build_toolset(Word(name="openenv_adapter:openenv", url=url, **options)).open(pool, 60.0)
+    session = build_toolset(Component(name="openenv_adapter:openenv", url=url, **options)).open(pool, 60.0)
     session.begin(Example("row/1", (Message("user", "?"),), answer="7", meta={"level": 3}), (1 << 31) + 5)
     return session, session.opening()
 
@@ -170,7 +170,7 @@ def test_an_episode(package: None, serve: Callable[..., str], pool: Pool) -> Non
     assert (session.turn_reward(), session.reward(), session.done) == (1.0, 0.75, True)
     assert act(session, to="left").result == "ValueError: the episode is over"
     steps = [{"to": "left", "far": 1}, {"to": "right", "far": 2, "why": "so"}]
-    assert Client.said == [{"seed": 5, "size": 3, "level": 3}, *steps]
+    assert Client.sent == [{"seed": 5, "size": 3, "level": 3}, *steps]
     assert Client.made == [{"base_url": url, "headers": None, "connect_timeout_s": 60.0, "message_timeout_s": 60.0}]
     with pytest.raises(ValueError, match="to: Input should be 'left' or 'right'"):
         session.toolset.tools["act"].read({"to": "up"})
@@ -193,7 +193,7 @@ def test_tools_are_listed_and_called(package: None, serve: Callable[..., str], p
     assert act(session, "look").result == "ValueError: it is dark"
     assert act(session, "look").result == "7"
     called = {"type": "call_tool", "tool_name": "look", "arguments": {}}
-    assert Client.said == [{"type": "list_tools"}, {"seed": 5}, called, called, called]
+    assert Client.sent == [{"type": "list_tools"}, {"seed": 5}, called, called, called]
 
 
 REFUSED = "Server error: numbers begin with 1 (code: {})"
@@ -246,7 +246,7 @@ def test_a_key_goes_where_it_may(
     assert Client.made[0]["headers"] == {"Authorization": "Bearer sesame"}
     far = {"name": "openenv_adapter:openenv", "url": "http://env.example", "remote": True}
     with pytest.raises(UsageError, match="OPENENV_API_KEY holds a key, and a recipe alone sends it to no server"):
-        build_toolset(Word(**far))
+        build_toolset(Component(**far))
     monkeypatch.setenv("OPENENV_API_HOST", "env.example")
     with pytest.raises(UsageError, match="would travel in clear text; use https"):
-        build_toolset(Word(**far))
+        build_toolset(Component(**far))

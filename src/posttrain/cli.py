@@ -25,7 +25,7 @@ from posttrain.commands.options import (
     ACCEPT_HELP,
     Parser,
     add_address,
-    add_consent,
+    add_allow_code,
     add_max_tokens,
     add_model,
     add_runs_dir,
@@ -126,7 +126,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         if command.runs:  # an action says where runs are if its command does not
             parents.append(Parser(add_help=False))
             add_runs_dir(parents[-1], argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
-            add_consent(parents[-1])
+            add_allow_code(parents[-1])
         description = f"{command.help[0].upper()}{command.help[1:]}."
         made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
         if command.body is None:
@@ -219,16 +219,16 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=new_place, metavar="FILE", nargs="?", const="", help=about)
 
 
-_ASKED = ("task", "template")
+_INPUT = ("task", "template")
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
     "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
     "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
                      "sweeps:run_sweep", keys=ANY, tables=True),
-    "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_ASKED, "engine"),
+    "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_INPUT, "engine"),
                         models=("models", "against", "best_of", "judge"), tables=True),
-    "generate": Command("sample answers from a model or a run", "generate:run_generate", _add_generate_options, _ASKED,
+    "generate": Command("sample answers from a model or a run", "generate:run_generate", _add_generate_options, _INPUT,
                         models=("model",)),
     "chat": Command("talk to a model, or to several at once", "chat.command:run_chat", _add_chat_options, ("template",),
                     models=("models",)),
@@ -236,7 +236,7 @@ COMMANDS = {
                      keys=("template",), models=("model",)),
     "serve-command": Command("print the line that starts a vLLM server", "serve.command:run_serve_command",
                              "serve.command:add_line_options"),
-    "quantize": Command("store a model in 8 or 4 bits, and say what that costs", "quantize:run_quantize", keys=_ASKED,
+    "quantize": Command("store a model in 8 or 4 bits, and say what that costs", "quantize:run_quantize", keys=_INPUT,
                         models=("model",), tables=True),
     "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
                       _add_studio_options, models=("models",)),
@@ -261,7 +261,7 @@ COMMANDS = {
            ("manage", "change:run_manage", "all of this, line by line in a terminal"),
        )},
     "activations": Command("record what layers of a model compute", "interpret.activations:run_activations",
-                           keys=_ASKED, models=("model", "paired")),
+                           keys=_INPUT, models=("model", "paired")),
     "sae": Command("sparse autoencoders: train one, read its features, see what training changed", runs=False),
     "sae train": Command("train a sparse autoencoder on activations, by a recipe", "interpret.sae:run_sae_train",
                          "interpret.sae:add_train_options", ANY),

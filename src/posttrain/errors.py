@@ -5,7 +5,7 @@
     PosttrainError                    exit code 1; base of everything below
     ├── UsageError                    exit code 2; what was asked for cannot be done
     │   ├── RecipeError               a recipe: unknown key, wrong type, words that do not fit
-    │   ├── UnknownWord               a name that no registry knows (with a suggestion)
+    │   ├── UnknownComponent               a name that no registry knows (with a suggestion)
     │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
     │   ├── DataError                 an input file: file, line, what stands there
     │   │   └── DataNotThere          it is not there, or the hub cannot be reached
@@ -254,7 +254,7 @@ class RecipeError(UsageError):
     """A recipe or an override is wrong. The message names file, line and key where known."""
 
 
-class UnknownWord(UsageError):
+class UnknownComponent(UsageError):
     """A name that no registered function carries; the message suggests the nearest."""
 
 
@@ -305,9 +305,9 @@ def install_command(extra: str) -> str:
         place = "." if checkout == Path.cwd() else str(checkout)
         return f"{sys.executable} -m pip install -e '{place}[{extra}]'"
     with suppress(PackageNotFoundError, ValueError):  # a folder, a file or a repository (PEP 610)
-        stated = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
-        vcs = stated.get("vcs_info") or {}
-        source = f"{vcs.get('vcs', '')}{'+' * bool(vcs)}{stated['url']}" if stated else ""
+        direct_url = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
+        vcs = direct_url.get("vcs_info") or {}
+        source = f"{vcs.get('vcs', '')}{'+' * bool(vcs)}{direct_url['url']}" if direct_url else ""
         source += f"@{vcs['commit_id']}" if vcs.get("commit_id") else ""
         return f"{sys.executable} -m pip install 'posttrain[{extra}]{' @ ' * bool(source)}{source}'"
     return f"{sys.executable} -m pip install 'posttrain[{extra}]'"

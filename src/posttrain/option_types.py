@@ -26,7 +26,7 @@ from posttrain.strict_yaml import OldTruth
 
 LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
-_WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Word\b")
+_WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Component\b")
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
 _LIST = re.compile(r"\ba valid (list|tuple)\b")
 _LENGTH = re.compile(r"(?:List|Tuple) (should have at \w+ \d+ items?) after validation")

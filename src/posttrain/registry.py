@@ -22,12 +22,12 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownWord, nearest
+from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
-HOMES: dict[str, dict[str, str]] = {
+COMPONENT_MODULES: dict[str, dict[str, str]] = {
     "objective": {
         "posttrain.algorithms.objectives.supervised": "cross_entropy",
         "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token ppo reinforce sapo",
@@ -55,7 +55,7 @@ HOMES: dict[str, dict[str, str]] = {
         ),
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",
-        "posttrain.sampling.judging": "judge",
+        "posttrain.sampling.llm_judge": "judge",
         "posttrain.evaluation.reward_models.scoring": "reward_model",
     },
     "grader": {
@@ -67,7 +67,9 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.scored": "scored",
         "posttrain.graders.behaviour": "refusal",
     },
-    "template": {"posttrain.data.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
+    "template": {
+        "posttrain.data.render.templates": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"
+    },
     "task": {
         "posttrain.data.stories.task": "stories",
         "posttrain.data.verifiable.suites": (
@@ -85,20 +87,21 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "engine": {
         "posttrain.sampling.native.engine": "native",
-        "posttrain.sampling.scripted": "scripted",
+        "posttrain.sampling.fake_engine": "scripted",
         "posttrain.sampling.vllm.engine": "vllm",
     },
     "optimizer": {"posttrain.training.optimizer": "adamw muon"},
-    "stream": {
-        "posttrain.training.streams": (
+    "batch_field": {
+        "posttrain.training.batch_fields": (
             "old_logprobs ref_logprobs correction teacher_logprobs teacher_ids old_values kl_baseline"
         ),
     },
     "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
-    "dictionary": {"posttrain.interpret.dictionaries.dictionary": "batchtopk l1 topk"},
+    "dictionary": {"posttrain.interpret.saes.sae": "batchtopk l1 topk"},
 }
 _MODULES = {
-    kind: {word: module for module, words in homes.items() for word in words.split()} for kind, homes in HOMES.items()
+    kind: {component: module for module, components in modules.items() for component in components.split()}
+    for kind, modules in COMPONENT_MODULES.items()
 }
 
 
@@ -154,7 +157,8 @@ class Entry:
 
         Raises:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
-            UnknownWord: an option that names a component of another kind (trait ``words``) names none that exists.
+            UnknownComponent: an option that names a component of another kind (trait ``components``) names none that
+            exists.
         """
         model = self.options_model
         for key in (key for key in options if key not in model.model_fields):
@@ -167,7 +171,7 @@ class Entry:
             raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}
         for key, kind in self.traits.get("words", {}).items():
-            _check_word(filled[key], kind, f"{where}.{key}" if where else key)
+            _check_component(filled[key], kind, f"{where}.{key}" if where else key)
         complete = self.traits.get("complete")
         return filled if complete is None else complete(filled, where or self.kind)
 
@@ -177,17 +181,17 @@ class Entry:
         return partial(self.function, **self.options(options, where), **place)
 
 
-def _check_word(value: Any, kind: str, where: str) -> None:
+def _check_component(value: Any, kind: str, where: str) -> None:
     """Refuse what is neither ``auto`` nor a component of the kind."""
     if value == "auto":
         return
-    word = {"name": value} if isinstance(value, str) else dict(value)
-    if "name" not in word:
+    component = {"name": value} if isinstance(value, str) else dict(value)
+    if "name" not in component:
         raise RecipeError(f"{where}: a {kind} has a name and maybe options; got {value!r}")
-    find(kind, str(word.pop("name")), where).options(word, where)
+    find(kind, str(component.pop("name")), where).options(component, where)
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in HOMES}
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in COMPONENT_MODULES}
 
 
 def register(
@@ -198,7 +202,7 @@ def register(
     Raises:
         RecipeError: another module has a component of that name.
     """
-    assert kind in HOMES, f"unknown kind {kind!r}"
+    assert kind in COMPONENT_MODULES, f"unknown kind {kind!r}"
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Entry(kind, name or function.__name__, function, traits)
@@ -216,7 +220,7 @@ def register(
 
 def entries(kind: str) -> dict[str, Entry]:
     """Return all entries of a kind, by name, in alphabetical order; their modules are imported."""
-    for module in HOMES[kind]:
+    for module in COMPONENT_MODULES[kind]:
         importlib.import_module(module)
     return dict(sorted(_ENTRIES[kind].items()))
 
@@ -230,22 +234,22 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     """Return the entry ``name`` of ``kind``; its module alone is imported.
 
     Raises:
-        UnknownWord: no such name; the message lists the known names and the nearest one.
+        UnknownComponent: no such name; the message lists the known names and the nearest one.
         UnallowedCode: a ``module:function`` that was not allowed.
     """
     if ":" in name:
-        return import_word(kind, name, where)
+        return import_component(kind, name, where)
     if name not in _ENTRIES[kind] and name in _MODULES[kind]:
         importlib.import_module(_MODULES[kind][name])
     if name not in _ENTRIES[kind]:
         place = f"{where}: " if where else ""
         if name in GONE:
-            raise UnknownWord(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
+            raise UnknownComponent(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
         known = names(kind)
         hint = suggest(name, known)
         if kind == "task" and name.endswith((".jsonl", ".jsonl.gz")):
             hint = f" Rows of your own are {where or 'task'} jsonl, with the file as {where or 'task'}.path."
-        raise UnknownWord(
+        raise UnknownComponent(
             f"{place}there is no {kind} named {name!r}.{hint} "
             f"Known: {', '.join(known)}; or give module:function to use your own."
         )
@@ -256,22 +260,22 @@ def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
     """Return the traits of an entry; None for code that was not allowed.
 
     Raises:
-        UnknownWord: no such name.
+        UnknownComponent: no such name.
     """
     return find(kind, name).traits if is_declared(name) else None
 
 
 def kinds_of(name: str) -> list[Entry]:
     """Return every entry called ``name``, of all kinds."""
-    return [find(kind, name) for kind in HOMES if name in names(kind)]
+    return [find(kind, name) for kind in COMPONENT_MODULES if name in names(kind)]
 
 
-def import_word(kind: str, path: str, where: str) -> Entry:
+def import_component(kind: str, path: str, where: str) -> Entry:
     """Return the function that ``module:function`` names.
 
     Raises:
         UnallowedCode: it was not allowed.
-        UnknownWord: it cannot be imported.
+        UnknownComponent: it cannot be imported.
     """
     module_name, _, attribute = path.partition(":")
     place = f"{where}: " if where else ""
@@ -290,14 +294,14 @@ def import_word(kind: str, path: str, where: str) -> Entry:
     except BaseException as error:  # a user's module may raise anything, SystemExit too; the cause is kept
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         what = f"module {module_name!r} cannot be imported ({reason}); give one that can"
-        raise UnknownWord(f"{place}{kind} {path!r}: {what}") from error
+        raise UnknownComponent(f"{place}{kind} {path!r}: {what}") from error
     for entry in _ENTRIES.get(kind, {}).values():
         if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
             return entry  # it registered itself, with its traits
     named = getattr(module, attribute, None)
     if not callable(named):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UnknownWord(
+        raise UnknownComponent(
             f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} "
             "Give one that is there"
         )

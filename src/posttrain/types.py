@@ -11,6 +11,7 @@ True where a token is trained. A stream's name says who made it: ``sampler_logpr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -135,7 +136,7 @@ class Call:
     """A call of a tool as the model stated it, and the result that it was told."""
 
     tool: str
-    stated: str
+    raw_arguments: str
     result: str
     outcome: CallOutcome
 
@@ -189,7 +190,7 @@ class Sample:
     """One row of training: token ids, the trained positions, and numbers that travel with them.
 
     ``prefix`` leading tokens are the same for all rows with the same ``group`` (the prompt), so
-    that the forward pass may compute them once. ``streams`` hold one float per token or one
+    that the forward pass may compute them once. ``fields`` hold one float per token or one
     float for the row.
     """
 
@@ -197,7 +198,7 @@ class Sample:
     mask: Sequence[bool]
     group: int = 0
     prefix: int = 0
-    streams: dict[str, Sequence[float] | float] = field(default_factory=dict)
+    fields: dict[str, Sequence[float] | float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -215,7 +216,7 @@ class Batch:
     mask: Tensor
     group: Tensor
     prefix: Tensor
-    streams: dict[str, Tensor] = field(default_factory=dict)
+    fields: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: Tensor | None = None
     rows_per_unit: int = 1
 
@@ -228,10 +229,10 @@ class Batch:
         """``bool [U, T]``: the trained positions of each unit, in any of its rows."""
         return self.mask.unflatten(0, (-1, self.rows_per_unit)).any(dim=1)
 
-    def stream(self, name: str) -> Tensor:
+    def field(self, name: str) -> Tensor:
         """The stream ``name``; an objective that asks for it lists it in its ``needs``."""
-        assert name in self.streams, f"stream {name!r} was not filled; there are {sorted(self.streams)}"
-        return self.streams[name]
+        assert name in self.fields, f"stream {name!r} was not filled; there are {sorted(self.fields)}"
+        return self.fields[name]
 
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows, in order, trimmed to their longest length; units must be whole."""
@@ -258,7 +259,7 @@ class Batch:
             mask=pick(self.mask),
             group=self.group[index],
             prefix=self.prefix[index],
-            streams={name: pick(x) for name, x in self.streams.items()},
+            fields={name: pick(x) for name, x in self.fields.items()},
             weights=None if self.weights is None else pick_weights(self.weights),
         )
 
@@ -271,7 +272,7 @@ class Batch:
             mask=self.mask.to(device),
             group=self.group.to(device),
             prefix=self.prefix.to(device),
-            streams={name: _moved(x, device) for name, x in self.streams.items()},
+            fields={name: _moved(x, device) for name, x in self.fields.items()},
             weights=None if self.weights is None else _moved(self.weights, device),
         )
 
@@ -326,27 +327,27 @@ def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) 
     rows = len(samples)
     tokens = torch.full((rows, width), pad_id, dtype=torch.long)
     mask = torch.zeros((rows, width), dtype=torch.bool)
-    streams: dict[str, Tensor] = {}
-    for name, first in samples[0].streams.items():
+    fields: dict[str, Tensor] = {}
+    for name, first in samples[0].fields.items():
         shape = (rows,) if isinstance(first, float | int) else (rows, width)
-        streams[name] = torch.zeros(shape, dtype=torch.float32)
+        fields[name] = torch.zeros(shape, dtype=torch.float32)
     for b, sample in enumerate(samples):
         n = len(sample.ids)
         assert len(sample.mask) == n, "one mask value per token"
         assert not sample.mask[0], "mask[b, 0] is False: nothing predicts the first token"
         tokens[b, :n] = torch.as_tensor(list(sample.ids), dtype=torch.long)
         mask[b, :n] = torch.as_tensor(list(sample.mask), dtype=torch.bool)
-        for name, values in sample.streams.items():
+        for name, values in sample.fields.items():
             if isinstance(values, float | int):
-                streams[name][b] = values
+                fields[name][b] = values
             else:
-                streams[name][b, :n] = torch.as_tensor(list(values), dtype=torch.float32)
+                fields[name][b, :n] = torch.as_tensor(list(values), dtype=torch.float32)
     return Batch(
         tokens=tokens,
         lengths=torch.tensor([len(s.ids) for s in samples]),
         mask=mask,
         group=torch.tensor([s.group for s in samples]),
         prefix=torch.tensor([s.prefix for s in samples]),
-        streams=streams,
+        fields=fields,
         rows_per_unit=rows_per_unit,
     )

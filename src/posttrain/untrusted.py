@@ -244,7 +244,7 @@ def declared_code() -> dict[str, list[str]]:
     return {name: list(folders) for name, folders in _FOLDERS.items()}
 
 
-def consent_options(near: str | None = None) -> list[str]:
+def allow_code_options(near: str | None = None) -> list[str]:
     """The options that allow a command of ours, started by this one, the same.
 
     ``near``: a folder that goes without saying, for a command that is typed there.
@@ -287,10 +287,10 @@ def refuse_remote_code(document: Any, overridden: Collection[str], place_of: Cal
     Raises:
         RecipeError: a file asks for it, and the command line does not.
     """
-    asked = [key for key in _remote_code_keys(document) if key not in overridden]
-    if asked and not trusts_remote_code():
+    keys = [key for key in _remote_code_keys(document) if key not in overridden]
+    if keys and not trusts_remote_code():
         raise RecipeError(
-            f"{place_of(asked[0])}{asked[0]}: a file cannot allow the Python of a model to run; leave the key out and "
+            f"{place_of(keys[0])}{keys[0]}: a file cannot allow the Python of a model to run; leave the key out and "
             f"say {TRUST_REMOTE_CODE} on the command line, every time"
         )
 

@@ -32,8 +32,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Answered:
     """Six stories, answered by ``posttrain evaluate``."""
     out = tmp_path_factory.mktemp("evaluated") / "own"
-    asked = ["--task", "stories", "--limit", "6", "--max-tokens", str(MAX_TOKENS), "--out", str(out), "--quiet"]
-    assert main(["evaluate", "tiny", *asked]) == 0
+    request = ["--task", "stories", "--limit", "6", "--max-tokens", str(MAX_TOKENS), "--out", str(out), "--quiet"]
+    assert main(["evaluate", "tiny", *request]) == 0
     items = [json.loads(line) for line in (out / "items.jsonl").read_text().splitlines()]
     answers = {item["question"]: item["samples"][0]["text"] for item in items}
     assert len(answers) == 6

@@ -51,9 +51,9 @@ class Guessing(Environment):
             time.sleep(600)
         if action.number < 1:
             raise ValueError("numbers begin with 1")
-        right = action.number == self.secret
-        said = "right" if right else "higher" if action.number < self.secret else "lower"
-        return Heard(text=said, tries=self._state.step_count, reward=1.0 if right else -0.25, done=right)
+        correct = action.number == self.secret
+        message = "right" if correct else "higher" if action.number < self.secret else "lower"
+        return Heard(text=message, tries=self._state.step_count, reward=1.0 if correct else -0.25, done=correct)
 
     @property
     def state(self) -> State:

@@ -13,8 +13,8 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.sampling.episodes import build_stage
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Message
 
@@ -42,7 +42,7 @@ def test_the_lake_is_crossed_in_six_turns() -> None:
     assert stage is not None
     end = tokenizer.eos_token_id
     script = [[*tokenizer.encode(f" <tool>act: {one}</tool>", add_special_tokens=False), end] for one in WAY]
-    engine = ScriptedEngine(lambda prompt, key: script[prompt.count(end)])
+    engine = FakeEngine(lambda prompt, key: script[prompt.count(end)])
     sampler = Sampler(engine, tokenizer, build_grader(recipe.rewards, stage.template), 2000, stage=stage)
     example = Example("lake", (Message("user", "Cross the lake."),))
     prompts = [encode_prompt(tokenizer, stage.template, example.messages)]

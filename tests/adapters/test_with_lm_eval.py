@@ -37,7 +37,7 @@ def test_greedy_answers_are_those_of_evaluate(served: Served, evaluated: Answere
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(settings))
     _, card = served.ask("/v1/models")
     options = {"base_url": f"{served.url}/v1/chat/completions", "model": card["data"][0]["id"], "num_concurrent": 2}
-    told: Any = lm_eval.simple_evaluate(
+    output: Any = lm_eval.simple_evaluate(
         model="local-chat-completions",
         model_args={**options, "max_retries": 1},
         tasks=["stories_of_ours"],
@@ -46,5 +46,5 @@ def test_greedy_answers_are_those_of_evaluate(served: Served, evaluated: Answere
         log_samples=True,
         bootstrap_iters=0,
     )
-    said = {one["doc"]["question"]: one["resps"][0][0] for one in told["samples"]["stories_of_ours"]}
-    assert said == evaluated.answers
+    message = {one["doc"]["question"]: one["resps"][0][0] for one in output["samples"]["stories_of_ours"]}
+    assert message == evaluated.answers

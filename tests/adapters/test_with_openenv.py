@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.contract import Session, Toolset, build_toolset
 from posttrain.sampling.environments.pool import Pool
 from posttrain.store.rollouts import RolloutStore
@@ -36,8 +36,8 @@ def server(kind: str, sessions: int = 64, port: int = 0) -> Iterator[tuple[str, 
         try:
             for _ in range(START_SECONDS * 10):
                 assert process.poll() is None, "the server ended"
-                with socket.socket() as door:
-                    if door.connect_ex(("127.0.0.1", port)) == 0:
+                with socket.socket() as connection:
+                    if connection.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.1)
             else:
@@ -54,7 +54,7 @@ def guessing() -> Iterator[str]:
 
 
 def toolset(url: str, **options: Any) -> Toolset:
-    return build_toolset(Word(name="openenv_adapter:openenv", url=url, **options))
+    return build_toolset(Component(name="openenv_adapter:openenv", url=url, **options))
 
 
 def begun(built: Toolset, pool: Pool, seed: int = 98) -> Session:
@@ -105,16 +105,16 @@ def test_its_actions_are_a_tool_and_its_episodes_follow_from_the_seed(guessing: 
         heard = [play(session) for session in sessions]
         assert heard[0] == heard[1]
         assert len({len(one) for one in heard}) > 1
-        for session, said in zip(sessions, heard, strict=True):
-            assert said == ["higher"] * (len(said) - 1) + ["right"]
-            assert session.reward() == session.turn_reward() == 1 - 0.25 * (len(said) - 1)
+        for session, message in zip(sessions, heard, strict=True):
+            assert message == ["higher"] * (len(message) - 1) + ["right"]
+            assert session.reward() == session.turn_reward() == 1 - 0.25 * (len(message) - 1)
             assert session.turn_reward() == 0
             assert act(session, number=1).result == "ValueError: the episode is over"
             assert session.failure == ""
         assert {job.error for session in sessions if (job := session.close()) and pool.wait(job)} == {None}
 
 
-def test_what_is_wrong_with_an_action_is_told_and_the_episode_goes_on(guessing: str) -> None:
+def test_what_is_wrong_with_an_action_is_reported_and_the_episode_goes_on(guessing: str) -> None:
     with Pool() as pool:
         session = begun(toolset(guessing), pool)
         assert session.said == '{"text": "Level 0: 1 to 8.", "tries": 0}'  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def test_a_server_that_hangs_or_is_gone_is_a_failure_of_the_environment() -> Non
         toolset(f"http://127.0.0.1:{free_port()}")
 
 
-def test_a_server_without_places_says_how_many_it_needs() -> None:
+def test_a_server_without_places_states_how_many_it_needs() -> None:
     with server("guessing", sessions=1) as (url, _), Pool() as pool:
         built = toolset(url)
         first, second = begun(built, pool), begun(built, pool)

@@ -16,8 +16,8 @@ from posttrain.data.render.template import build_template
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.sampling.episodes import build_stage
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Example, Message
 from posttrain.untrusted import declare_code
 
@@ -60,9 +60,9 @@ def played_by_trl(tokenizer: Any, folder: Path) -> tuple[list[dict[str, Any]], l
             return [list(script[(n - self.first) // 2]) for n in ends], None
 
         def _generate(self, prompts):
-            told = super()._generate(prompts)
-            self.told = copy.deepcopy(told)
-            return told
+            output = super()._generate(prompts)
+            self.told = copy.deepcopy(output)
+            return output
 
         def _calculate_rewards(self, *args, **kwargs):
             self.rewards = super()._calculate_rewards(*args, **kwargs)
@@ -112,7 +112,7 @@ def played_here(tokenizer: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     assert stage is not None
     prompts = [encode_prompt(tokenizer, stage.template, one.messages) for one in examples]
     first = prompts[0].count(tokenizer.eos_token_id)
-    engine = ScriptedEngine(lambda prompt, key: script[(prompt.count(tokenizer.eos_token_id) - first) // 2])
+    engine = FakeEngine(lambda prompt, key: script[(prompt.count(tokenizer.eos_token_id) - first) // 2])
     sampler = Sampler(engine, tokenizer, build_grader(recipe.rewards, stage.template), 2000, stage=stage)
     request = RolloutRequest(examples, prompts, sampler.sampling(400, 1.0), (3, "rollout 0", 1), 2)
     return stage.toolset.schemas, [one for group in collect(sampler, request)[0] for one in group]
@@ -132,8 +132,8 @@ def test_a_class_is_played_as_trl_plays_it(tokenizer: Any, tmp_path: Path) -> No
     Ladder.played.clear()
     tools, ours = played_here(tokenizer)
     mine = [(one.goal, one.said, one.rung) for one in Ladder.played if hasattr(one, "goal")]
-    said = [(5, ""), (-2, "too far")]
-    assert sorted(theirs) == sorted(mine) == [(3, said, 3)] * 2 + [(4, said, 3)] * 2
+    message = [(5, ""), (-2, "too far")]
+    assert sorted(theirs) == sorted(mine) == [(3, message, 3)] * 2 + [(4, message, 3)] * 2
     assert [one.reward for one in ours] == their_rewards == [1.0, 1.0, 0.0, 0.0]
     assert [list(one.completion.ids) for one in ours] == their_ids
     assert [list(map(int, one.completion.own)) for one in ours] == their_masks
@@ -142,7 +142,7 @@ def test_a_class_is_played_as_trl_plays_it(tokenizer: Any, tmp_path: Path) -> No
     [[own], [other]] = tools, [without_returns(tool) for tool in their_tools]
     assert own["function"]["name"] == other["function"]["name"] == "climb"
     assert own["function"]["description"] == other["function"]["description"] == "Climb up or down."
-    for name, stated in other["function"]["parameters"]["properties"].items():
+    for name, given_arguments in other["function"]["parameters"]["properties"].items():
         shown = own["function"]["parameters"]["properties"][name]
-        assert (shown["type"], shown["description"]) == (stated["type"], stated["description"])
+        assert (shown["type"], shown["description"]) == (given_arguments["type"], given_arguments["description"])
     assert own["function"]["parameters"]["required"] == other["function"]["parameters"]["required"] == ["rungs"]

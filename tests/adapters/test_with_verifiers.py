@@ -48,8 +48,8 @@ def vf_eval(served: Served, evaluated: Answered, folder: Path, *client: str) -> 
 
 def test_a_taskset_gets_the_greedy_answers_of_evaluate(served: Served, evaluated: Answered, tmp_path: Path) -> None:
     traces = vf_eval(served, evaluated, tmp_path)
-    said = {trace["nodes"][0]["message"]["content"]: trace["nodes"][1]["message"]["content"] for trace in traces}
-    assert said == evaluated.answers
+    message = {trace["nodes"][0]["message"]["content"]: trace["nodes"][1]["message"]["content"] for trace in traces}
+    assert message == evaluated.answers
     named = [trace["rewards"]["named"]["score"] for trace in traces]
     assert named == [float(t["task"]["data"]["answer"] in t["nodes"][1]["message"]["content"]) for t in traces]
     assert all(trace["calls"][0]["usage"]["completion_tokens"] > 0 for trace in traces)

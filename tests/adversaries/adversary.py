@@ -81,37 +81,39 @@ def attack_with_constants(grade_pairs: GradePairs, answers: Iterable[str], golds
     answers = list(answers)
     report = Report(Counter(answers=len(answers), golds=len(golds), comparisons=len(answers) * len(golds)))
     pairs = [(gold, answer) for answer in answers for gold in golds]
-    right: dict[str, list[str]] = {}
-    for (gold, answer), is_right in zip(pairs, grade_pairs(pairs), strict=True):
-        if is_right:
-            right.setdefault(answer, []).append(gold)
+    correct: dict[str, list[str]] = {}
+    for (gold, answer), is_correct in zip(pairs, grade_pairs(pairs), strict=True):
+        if is_correct:
+            correct.setdefault(answer, []).append(gold)
     blank = frozenset((*empty_answers.invisible_texts(), *empty_answers.empty_marks()))
-    for answer, own in right.items():
+    for answer, own in correct.items():
         report.counts["right"] += len(own)
         _judge_alone(report, answer, own, answer in blank)
         _judge_pairs(report, answer, own)
     return report
 
 
-def _judge_alone(report: Report, answer: str, golds: Sequence[str], says_nothing: bool) -> None:
+def _judge_alone(report: Report, answer: str, golds: Sequence[str], reports_nothing: bool) -> None:
     for gold in golds:
-        said = equivalents.compare(answer, gold)
-        if said == DIFFERENT or (said == UNKNOWN and says_nothing):
-            report.failures.append(Failure("says nothing" if says_nothing else "means another thing", answer, (gold,)))
-        elif said == UNKNOWN:
+        message = equivalents.compare(answer, gold)
+        if message == DIFFERENT or (message == UNKNOWN and reports_nothing):
+            report.failures.append(
+                Failure("says nothing" if reports_nothing else "means another thing", answer, (gold,))
+            )
+        elif message == UNKNOWN:
             report.counts["undecided"] += 1
             report.undecided.append((gold, answer))
 
 
 def _judge_pairs(report: Report, answer: str, golds: Sequence[str]) -> None:
     for one, other in combinations(golds, 2):
-        said = equivalents.golds_differ(one, other, answer)
-        if said == DIFFERENT and equivalents.is_percentage(answer):
+        message = equivalents.golds_differ(one, other, answer)
+        if message == DIFFERENT and equivalents.is_percentage(answer):
             report.counts["conventions"] += 1  # 50 % is 50, and it is 0.5: both are asked for in these words
-        elif said == DIFFERENT:
+        elif message == DIFFERENT:
             report.failures.append(Failure("right for two golds", answer, (one, other)))
             return
-        elif said == UNKNOWN:
+        elif message == UNKNOWN:
             report.counts["undecided"] += 1
             report.undecided.append((one, other))
 
@@ -135,12 +137,12 @@ def attack_with_own(grade_pairs: GradePairs, golds: Sequence[str], rng: random.R
                 kinds.append("hedges")
         equations = grader_answers.chains(gold, others[0]) if others else ()
         for answer in dict.fromkeys([*grader_answers.mutations(gold, rng), *equations]):
-            said = equivalents.compare(answer, gold)
-            if said == DIFFERENT and _bare(answer) != _bare(gold):
+            message = equivalents.compare(answer, gold)
+            if message == DIFFERENT and _bare(answer) != _bare(gold):
                 pairs.append((gold, answer))
                 kinds.append("mutated")
             else:
-                report.counts[f"mutations_{said}"] += 1
+                report.counts[f"mutations_{message}"] += 1
     return _judge_wrong_ones(report, grade_pairs, pairs, kinds)
 
 
@@ -152,9 +154,9 @@ def attack_with_near_golds(grade_pairs: GradePairs, golds: Sequence[str], rng: r
     report = Report(Counter(golds=len({gold for gold, _ in pairs})))
     decided: list[tuple[str, str]] = []
     for gold, other in dict.fromkeys(pairs):
-        said = equivalents.compare(other, gold)
-        report.counts["undecided_pairs"] += said == UNKNOWN
-        if said == DIFFERENT:
+        message = equivalents.compare(other, gold)
+        report.counts["undecided_pairs"] += message == UNKNOWN
+        if message == DIFFERENT:
             decided.append((gold, other))
     return _judge_wrong_ones(report, grade_pairs, decided, ["another gold"] * len(decided))
 
@@ -162,8 +164,8 @@ def attack_with_near_golds(grade_pairs: GradePairs, golds: Sequence[str], rng: r
 def _judge_wrong_ones(report: Report, grade_pairs: GradePairs, pairs: Pairs, kinds: Sequence[str]) -> Report:
     report.counts["answers"] += len({answer for _, answer in pairs})
     report.counts["comparisons"] += len(pairs)
-    for (gold, answer), kind, is_right in zip(pairs, kinds, grade_pairs(pairs), strict=True):
-        if is_right:
+    for (gold, answer), kind, is_correct in zip(pairs, kinds, grade_pairs(pairs), strict=True):
+        if is_correct:
             report.counts["right"] += 1
             report.failures.append(Failure(kind, answer, (gold,)))
     return report

@@ -102,13 +102,13 @@ def outcomes(kind: Kind, aims: Targets, attacks: list[Attack]) -> dict[str, Outc
     verdicts: dict[str, Outcome] = {}
     for seconds in sorted({one.seconds for one in attacks}):
         some = [one for one in attacks if one.seconds == seconds]
-        asked = [(aims.fill(one.program), Checks(("solve",), aims.fill(one.tests))) for one in some]
-        judged = judge_all(asked, Walls(kind, BOUNDS, seconds), NUM_AT_A_TIME)
+        request = [(aims.fill(one.program), Checks(("solve",), aims.fill(one.tests))) for one in some]
+        judged = judge_all(request, Walls(kind, BOUNDS, seconds), NUM_AT_A_TIME)
         verdicts.update((one.name, outcome) for one, outcome in zip(some, judged, strict=True))
     return verdicts
 
 
-def passes_in_one_process(aims: Targets, attack: Attack) -> bool:
+def succeeds_in_one_process(aims: Targets, attack: Attack) -> bool:
     """Whether the program passes where it and its tests are one text and the exit code 0 is the verdict."""
     text = f"{aims.fill(attack.program)}\n{aims.fill(attack.tests)}".encode()
     bounds = replace(BOUNDS, processes=1000, memory_bytes=1000 * (256 << 20))
@@ -118,5 +118,5 @@ def passes_in_one_process(aims: Targets, attack: Attack) -> bool:
 
 def honest(kind: Kind) -> Outcome:
     """The verdict on a program that solves the problem which the attacks do not."""
-    asked = [(code_attacks.HONEST, Checks(("solve",), code_attacks.SOLVE))]
-    return judge_all(asked, Walls(kind, replace(BOUNDS, cpu_seconds=20), 120.0), 1)[0]
+    request = [(code_attacks.HONEST, Checks(("solve",), code_attacks.SOLVE))]
+    return judge_all(request, Walls(kind, replace(BOUNDS, cpu_seconds=20), 120.0), 1)[0]

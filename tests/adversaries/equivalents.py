@@ -131,8 +131,8 @@ def _read(text: str) -> Meaning:
         raise Unknown("nothing")
     if matrix := re.fullmatch(r"\\begin\s*\{([bpv]?matrix)\}(.*)\\end\s*\{\1\}", text, re.DOTALL):
         rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip()]
-        cells = tuple(_read(cell.strip()) for row in rows for cell in row.split("&"))
-        return Meaning("matrix", text, cells, f"{len(rows)} rows")
+        entries = tuple(_read(entry.strip()) for row in rows for entry in row.split("&"))
+        return Meaning("matrix", text, entries, f"{len(rows)} rows")
     if based := re.fullmatch(r"(-?[0-9A-F]+(?:\.[0-9]+)?)\s*_\s*\{?(?:\\text\{)?\s*(\w+)\s*\}?\}?", text):
         return Meaning("based", f"{based[1]}_{_CLASS_OF.get(based[2].casefold(), based[2].casefold())}")
     if whole := re.fullmatch(r"\\text\s*\{([^{}]*)\}", text):
@@ -205,10 +205,10 @@ def _read_relation(sides: tuple[str, ...], operators: tuple[str, ...]) -> Meanin
         raise Unknown("an empty side")
     if set(operators) == {"="}:
         if _NAME.fullmatch(sides[0]):
-            said = _read(sides[-1])
-            if len(sides) > 2 and _all(same(_read(side), said) for side in sides[1:-1]) != SAME:
+            message = _read(sides[-1])
+            if len(sides) > 2 and _all(same(_read(side), message) for side in sides[1:-1]) != SAME:
                 return _read_chain(sides[1:])
-            return replace(said, name=re.sub(r"[\s{}]|\(.*\)", "", sides[0]))
+            return replace(message, name=re.sub(r"[\s{}]|\(.*\)", "", sides[0]))
         return _read_chain(sides)
     if operators == ("∈",):
         return replace(_read(sides[1]), name=sides[0])
@@ -337,9 +337,9 @@ def compare(left: str, right: str) -> str:
 def golds_differ(left: str, right: str, answer: str) -> str:
     """Whether two golds are different for an answer: in what they say, or in a facet that the answer states."""
     one, other, given = read(left), read(right), read(answer)
-    said = same(one, other)
-    if said != SAME:
-        return said
+    message = same(one, other)
+    if message != SAME:
+        return message
     facets = [name for name in ("unit", "name", "brackets") if getattr(given, name)]
     differ = any(
         getattr(one, name) and getattr(other, name) and getattr(one, name) != getattr(other, name) for name in facets
@@ -349,8 +349,8 @@ def golds_differ(left: str, right: str, answer: str) -> str:
 
 def same(left: Meaning, right: Meaning, facets: bool = False) -> str:
     """``same``, ``different`` or ``unknown``; ``facets``: units, names and brackets that both state must agree."""
-    if facets and (said := _compare_facets(left, right)) is not None:
-        return said
+    if facets and (message := _compare_facets(left, right)) is not None:
+        return message
     if left.kind == "false" or right.kind == "false":
         return SAME if left == right else DIFFERENT
     if "unknown" in (left.kind, right.kind):
@@ -376,9 +376,11 @@ def same(left: Meaning, right: Meaning, facets: bool = False) -> str:
 
 def _compare_facets(left: Meaning, right: Meaning) -> str | None:
     for name in ("unit", "name"):
-        stated = getattr(left, name), getattr(right, name)
-        if all(stated) and stated[0] != stated[1]:
-            known = name == "name" or all(set(unit.rstrip("23").split()) <= set(UNITS.values()) for unit in stated)
+        given_arguments = getattr(left, name), getattr(right, name)
+        if all(given_arguments) and given_arguments[0] != given_arguments[1]:
+            known = name == "name" or all(
+                set(unit.rstrip("23").split()) <= set(UNITS.values()) for unit in given_arguments
+            )
             return DIFFERENT if known else UNKNOWN
     if left.kind == right.kind == "list" and left.brackets and right.brackets and left.brackets != right.brackets:
         return DIFFERENT if len(left.items) > 1 or len(right.items) > 1 else UNKNOWN
@@ -387,11 +389,11 @@ def _compare_facets(left: Meaning, right: Meaning) -> str | None:
 
 def _same_formula(left: Meaning, right: Meaning, facets: bool) -> str:
     one, other = read_formula(left.text), read_formula(right.text)
-    said = compare_formulas(one, other)
-    if said == DIFFERENT and left.percent != right.percent:
+    message = compare_formulas(one, other)
+    if message == DIFFERENT and left.percent != right.percent:
         scaled = [f"({side.text})/100" if side.percent else side.text for side in (left, right)]
         return compare_formulas(*map(read_formula, scaled))
-    return said
+    return message
 
 
 def _same_items(left: Meaning, right: Meaning, facets: bool) -> str:
@@ -404,8 +406,8 @@ def _same_items(left: Meaning, right: Meaning, facets: bool) -> str:
             return DIFFERENT
         if len(left.items) != len(right.items):
             return DIFFERENT
-        if left.brackets == ":" and (said := _same_ratio(left, right)) is not None:
-            return said
+        if left.brackets == ":" and (message := _same_ratio(left, right)) is not None:
+            return message
         return _all(same(*pair, facets) for pair in zip(left.items, right.items, strict=True))
     return _all(
         _any(same(item, candidate, facets) for candidate in theirs)

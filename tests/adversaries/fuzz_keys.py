@@ -13,10 +13,10 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from posttrain import registry
-from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.differences.recipe import DiffRecipe
+from posttrain.interpret.saes.recipe import SaeRecipe
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sweeps.file import SweepFile
 
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
@@ -90,10 +90,10 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
     last = key.rpartition(".")[2]
     lists_enum = any("enum" in c or "const" in c for c in choices)
     section = section_of(field.annotation)
-    says_enough = section is not None and not any(f.is_required() for f in section.model_fields.values())
+    explains_enough = section is not None and not any(f.is_required() for f in section.model_fields.values())
     bad = []
     for text, fits in POOL:
-        if text == "{}" and says_enough:  # every key of the section has a default
+        if text == "{}" and explains_enough:  # every key of the section has a default
             continue
         taken = set(types)
         if last in SEEDS and text in ("1e11", "1e30"):
@@ -122,15 +122,15 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
     return bad
 
 
-def is_word(annotation: Any) -> bool:
+def is_component(annotation: Any) -> bool:
     args = getattr(annotation, "__args__", ())
-    return (isinstance(annotation, type) and issubclass(annotation, Word)) or any(is_word(a) for a in args)
+    return (isinstance(annotation, type) and issubclass(annotation, Component)) or any(is_component(a) for a in args)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     choices = [annotation, *getattr(annotation, "__args__", ())]
     return next(
-        (c for c in choices if isinstance(c, type) and issubclass(c, BaseModel) and not issubclass(c, Word)), None
+        (c for c in choices if isinstance(c, type) and issubclass(c, BaseModel) and not issubclass(c, Component)), None
     )
 
 
@@ -142,7 +142,7 @@ def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from walk(inner, f"{prefix}{name}.")
 
 
-WORD_TEXTS = (
+COMPONENT_TEXTS = (
     "7.5",
     "[]",
     "{}",
@@ -177,8 +177,8 @@ def key_cases(random: Random) -> list[Case]:
             own = merged(base, PARENTS.get(head, {}), PARENTS.get(".".join(key.split(".")[:2]), {}))
             if model is Recipe and head == "data":
                 own = SFT
-            word = is_word(field.annotation)
-            texts = WORD_TEXTS if word else bad_texts(field, key)
+            word = is_component(field.annotation)
+            texts = COMPONENT_TEXTS if word else bad_texts(field, key)
             for text in texts:
                 if word and text in ("[]", "''") and "list" in str(field.annotation):
                     continue
@@ -213,7 +213,7 @@ def _place(random: Random, kind: str, command: tuple[str, ...], own: dict[str, A
 
 MIXED: dict[str, Any] = {"name": "mixture", "parts": [{"task": {"name": "stories", "size": 64}}]}
 # Where a word of each kind stands in a recipe, with what else the recipe then needs.
-WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
+COMPONENT_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "objective": (("train",), RL, "objective"),
     "advantage": (("train",), RL, "advantage"),
     "aggregation": (("train",), RL, "aggregate"),
@@ -246,11 +246,11 @@ REQUIRED = {
 def option_cases(random: Random) -> list[Case]:
     """Every option of every registered word with values that it must refuse, and options that it has not."""
     cases = []
-    for kind, (command, base, where) in WORD_PLACES.items():
+    for kind, (command, base, where) in COMPONENT_PLACES.items():
         for name, entry in registry.entries(kind).items():
             fields = entry.options_model.model_fields
             needed = {key: REQUIRED[key] for key, field in fields.items() if field.is_required()}
-            own = with_word(base, where, {"name": name, **needed})
+            own = with_component(base, where, {"name": name, **needed})
             for option, field in fields.items():
                 key = f"{where}.{option}"
                 if option in ("texts", "variables", "options", "mode"):
@@ -268,7 +268,7 @@ def option_cases(random: Random) -> list[Case]:
     return cases
 
 
-def with_word(base: dict[str, Any], where: str, word: dict[str, Any]) -> dict[str, Any]:
+def with_component(base: dict[str, Any], where: str, word: dict[str, Any]) -> dict[str, Any]:
     recipe = merged(base)
     target: Any = recipe
     *above, last = where.split(".")

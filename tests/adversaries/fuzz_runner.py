@@ -39,7 +39,7 @@ from fuzz_texts import file_cases, text_cases
 from posttrain import cli
 
 WALL_SECONDS, CPU_SECONDS = 10.0, 10
-PATIENCE = 4  # a case that was too slow is tried once more with so many times the time: others may hold the cores
+TIMEOUT = 4  # a case that was too slow is tried once more with so many times the time: others may hold the cores
 MEMORY_BYTES, FILE_BYTES = 2 * 2**30, 64 * 2**20  # beyond what the warm process has
 LONGEST_MESSAGE = 6000
 PR_SET_CHILD_SUBREAPER = 36
@@ -100,7 +100,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 def run_case(case: Case, place: Path) -> Outcome:
     """As ``try_case``; a second time if it took too long beside other work. CPU time is limited alike."""
     outcome = try_case(case, place, WALL_SECONDS)
-    return outcome if outcome.code is not None else try_case(case, place, PATIENCE * WALL_SECONDS)
+    return outcome if outcome.code is not None else try_case(case, place, TIMEOUT * WALL_SECONDS)
 
 
 def try_case(case: Case, place: Path, wall_seconds: float) -> Outcome:
@@ -147,10 +147,10 @@ def judge(case: Case, code: int | None, text: str, output: str) -> list[str]:
     messages = re.findall(r"^posttrain(?: [a-z -]+)?: ", text, re.MULTILINE)
     if len(messages) != 1:
         faults.append(f"{len(messages)} messages")
-    said = text.lower()
-    if not any(name.lower() in said for name in case.names):
+    message = text.lower()
+    if not any(name.lower() in message for name in case.names):
         faults.append("no place")
-    if not REMEDY.search(said):
+    if not REMEDY.search(message):
         faults.append("no remedy")
     if len(text) > LONGEST_MESSAGE:
         faults.append(f"a message of {len(text)} characters")
@@ -232,7 +232,7 @@ def warm_up() -> None:
             cli.imported(command.body or "console:say")
     from posttrain import registry
 
-    for kind in registry.HOMES:
+    for kind in registry.COMPONENT_MODULES:
         registry.entries(kind)
     for module in (
         "posttrain.training.loop",

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "grading.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(data_folder() is None, reason="POSTTRAIN_DATA names no folder with real rows")
-def test_it_reports_what_it_asked_and_found() -> None:
+def test_benchmark_reports_its_cases_and_findings() -> None:
     command = [sys.executable, str(SCRIPT), "--only", "adversary", "--size", "smallest"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -45,10 +45,10 @@ def test_one_attack_of_five_does_not_pass(tmp_path: Path) -> None:
 
 @needs_bubblewrap
 @pytest.mark.slow
-def test_no_attack_passes_in_bubblewrap(tmp_path: Path) -> None:
+def test_no_attack_succeeds_in_bubblewrap(tmp_path: Path) -> None:
     check("bubblewrap", ATTACKS, tmp_path, set())
 
 
 @pytest.mark.slow
-def test_what_passes_in_a_process_is_documented(tmp_path: Path) -> None:
+def test_what_is_passed_in_a_process_is_documented(tmp_path: Path) -> None:
     check("process", ATTACKS, tmp_path, documented())

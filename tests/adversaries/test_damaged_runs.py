@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from strangers import plain_recipe
+from untrusted_sources import plain_recipe
 
 from posttrain.cli import main
 from posttrain.commands.summary import write_summary
@@ -292,8 +292,8 @@ def test_results_that_no_evaluation_has(
     """Pages, lists and the card of a run whose evaluations say other things than ours do."""
     bad = root / "bad"
     (bad / "recipe.yaml").write_text(yaml.safe_dump(plain_recipe()))
-    told = "accuracy" if "loss" in results else "<script>\u202e"
-    RunDirectory(bad).write_status(RunStatus("finished", 1, 1, 1, "h", 5.0, primary_metric=told))
+    output = "accuracy" if "loss" in results else "<script>\u202e"
+    RunDirectory(bad).write_status(RunStatus("finished", 1, 1, 1, "h", 5.0, primary_metric=output))
     metrics = {f"eval/stories/validation/{name}": value for name, value in results.items()}
     (bad / "metrics.jsonl").write_text(json.dumps({"step": 0, "metrics": metrics}) + "\n")
     page = write_summary(bad).read_text()
@@ -330,9 +330,9 @@ def test_no_text_of_another_file_is_shown(root: Path, name: str, capsys: pytest.
         shown = capsys.readouterr()
         assert "hunter2" not in shown.out + shown.err
         assert "elsewhere" not in shown.out + shown.err
-        told = " ".join((shown.out + shown.err).split())
+        output = " ".join((shown.out + shown.err).split())
         if "show" in command:
-            assert f"{name}: this is a link to another folder; put the file itself in its place (cp -L)" in told
+            assert f"{name}: this is a link to another folder; put the file itself in its place (cp -L)" in output
 
 
 def test_the_table_of_a_sweep_is_its_own(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

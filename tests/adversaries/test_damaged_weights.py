@@ -57,9 +57,9 @@ def test_every_reader_refuses_damaged_weights_and_names_a_checkpoint_that_verifi
     flip_byte(run / "checkpoints" / "step-000002" / "model.safetensors", -100)
     before = sorted(path.name for path in run.parent.iterdir())
     assert main(READERS[reader]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "step-000002/model.safetensors: differs from its SHA-256 in the manifest" in said
-    assert "step 1 verifies: name runs/a/checkpoints/step-000001 instead" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "step-000002/model.safetensors: differs from its SHA-256 in the manifest" in message
+    assert "step 1 verifies: name runs/a/checkpoints/step-000001 instead" in message
     assert sorted(path.name for path in run.parent.iterdir()) == before
 
 
@@ -138,7 +138,7 @@ def test_same_size_and_time_but_another_content_is_hashed_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("places", "says"),
+    ("places", "message"),
     [
         ({"a": "../outside.safetensors"}, "'../outside.safetensors' does not lie beside it"),
         ({"a": "/tmp/outside.safetensors"}, "'/tmp/outside.safetensors' does not lie beside it"),
@@ -146,7 +146,7 @@ def test_same_size_and_time_but_another_content_is_hashed_again(tmp_path: Path) 
     ],
 )
 def test_an_index_that_leads_out_of_a_model_is_refused(
-    places: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    places: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TINY, "m")
@@ -156,8 +156,8 @@ def test_an_index_that_leads_out_of_a_model_is_refused(
     index = Path("m/model.safetensors.index.json")
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     assert main(["generate", "./m", "1+1"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"model.safetensors.index.json: weight_map: {says}" in said
+    text = " ".join(capsys.readouterr().err.split())
+    assert f"model.safetensors.index.json: weight_map: {message}" in text
     parted = dict.fromkeys(load_file("outside.safetensors"), "model-00001-of-00001.safetensors")
     Path("outside.safetensors").rename("m/model-00001-of-00001.safetensors")
     index.write_text(json.dumps({"metadata": {}, "weight_map": parted}))

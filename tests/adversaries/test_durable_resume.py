@@ -108,10 +108,10 @@ def test_what_is_not_as_the_checkpoint_left_it_is_named_and_nothing_changes(
     make(folder)
     before = everything(folder)
     assert resume() == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert expected in said
-    assert "--accept-changes" in said
-    assert "Nothing was changed" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert expected in message
+    assert "--accept-changes" in message
+    assert "Nothing was changed" in message
     assert everything(folder) == before
     assert resume("--accept-changes") == 0
     assert expected in " ".join((folder / "log.txt").read_text().split())

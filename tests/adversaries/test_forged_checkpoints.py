@@ -22,7 +22,7 @@ from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store import checkpoint_files
 from posttrain.training.loop import TrainResult
-from posttrain.training.sources.ahead import HELD
+from posttrain.training.sources.prefetch import HELD
 from small_runs import make_recipe, run, steps_of
 
 STEP = 3

@@ -39,10 +39,10 @@ def run_fuzzer(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def assert_all_held(report: dict[str, Any], count: int) -> None:
-    told = "\n".join(
+    output = "\n".join(
         f"{case['class']}: {case['faults']} {case['words']}\n    {case['text'][-300:]}" for case in report["failed"]
     )
-    assert not report["failed"], told
+    assert not report["failed"], output
     assert sum(report["total"].values()) == count
 
 
@@ -65,12 +65,15 @@ def test_every_command_option_key_word_and_task_is_tried() -> None:
     with_body = {name for name, command in COMMANDS.items() if command.body}
     assert {" ".join(words) for words, _ in fuzz_arguments.parsers()} >= with_body
     keys = {name for case in fuzz_keys.key_cases(random) for name in case.names}
-    free = {key for key, field in fuzz_keys.walk(Recipe) if not fuzz_keys.is_word(field.annotation)}
+    free = {key for key, field in fuzz_keys.walk(Recipe) if not fuzz_keys.is_component(field.annotation)}
     assert free <= keys
     options = {name for case in fuzz_keys.option_cases(random) for name in case.names}
-    for kind, (_, _, where) in fuzz_keys.WORD_PLACES.items():
+    for kind, (_, _, where) in fuzz_keys.COMPONENT_PLACES.items():
         for entry in registry.entries(kind).values():
             wanted = {f"{where}.{key}" for key in entry.options_model.model_fields}
             assert wanted - {f"{where}.{key}" for key in ("texts", "variables", "options", "mode")} <= options
-    assert fuzz_keys.WORD_PLACES.keys() == registry.HOMES.keys() - {"stream", "principle"}  # no key names these
+    assert fuzz_keys.COMPONENT_PLACES.keys() == registry.COMPONENT_MODULES.keys() - {
+        "stream",
+        "principle",
+    }  # no key names these
     assert fuzz_data.path_tasks().keys() == fuzz_data.ROWS.keys()

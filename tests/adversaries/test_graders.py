@@ -11,8 +11,8 @@ import grader_answers
 import pytest
 from adversary import Report, attack_with_constants, attack_with_near_golds, attack_with_own, submission, with_grader
 from choice_answers import letter_hedges
+from correct_answers import CHOICE, math_pairs, numeric_pairs
 from real_golds import MATH_TASKS, NUMBER_TASKS, PANEL, VALUES, data_folder, real_golds
-from right_answers import CHOICE, math_pairs, numeric_pairs
 
 from posttrain import registry
 from posttrain.graders.grading import Submission, grade
@@ -59,9 +59,9 @@ def test_the_table_calls_different_what_is(one: str, other: str) -> None:
 
 
 def test_the_table_never_calls_equal_spellings_different() -> None:
-    said = [equivalents.compare(gold, given) for _, gold, given in math_pairs()]
-    assert "different" not in said
-    assert said.count("same") >= 0.97 * len(said)
+    message = [equivalents.compare(gold, given) for _, gold, given in math_pairs()]
+    assert "different" not in message
+    assert message.count("same") >= 0.97 * len(message)
 
 
 @needs_data
@@ -115,7 +115,7 @@ def test_more_of_all_that_on_real_golds() -> None:
 @pytest.mark.parametrize("kind", sorted({kind for kind, _, _ in math_pairs()}))
 def test_every_spelling_of_a_right_answer_is_right_in_mathematics(kind: str) -> None:
     pairs = [(gold, given) for own, gold, given in math_pairs() if own == kind]
-    refused = [pair for pair, right in zip(pairs, with_grader("math")(pairs), strict=True) if not right]
+    refused = [pair for pair, correct in zip(pairs, with_grader("math")(pairs), strict=True) if not correct]
     assert refused == []
 
 
@@ -136,7 +136,7 @@ def test_real_numbers() -> None:
 
 def test_every_spelling_of_a_number_is_right() -> None:
     pairs = numeric_pairs()
-    refused = [pair for pair, right in zip(pairs, with_grader("numeric")(pairs), strict=True) if not right]
+    refused = [pair for pair, correct in zip(pairs, with_grader("numeric")(pairs), strict=True) if not correct]
     assert refused == []
 
 
@@ -158,8 +158,8 @@ def test_one_of_several_golds_is_no_leave_for_hedges() -> None:
     ]
     found = grade("any_answer", [submission(answer, "17", **meta) for answer in wrong])
     assert [answer for answer, verdict in zip(wrong, found, strict=True) if verdict.outcome == "right"] == []
-    right = grade("any_answer", [submission(answer, "17", **meta) for answer in ("17", "0.5")])
-    assert [verdict.outcome for verdict in right] == ["right", "right"]
+    correct = grade("any_answer", [submission(answer, "17", **meta) for answer in ("17", "0.5")])
+    assert [verdict.outcome for verdict in correct] == ["right", "right"]
 
 
 CHOICES = ("a wolf", "the tide", "an oak", "some salt")
@@ -184,9 +184,9 @@ def test_constants_choose_the_letter_that_they_are(gold: str) -> None:
     """Of all constant answers the letter alone is right, in its spellings."""
     answers = grader_answers.constant_answers()
     spellings = re.compile(rf"\W*(?:\\text\{{)?\W*{gold}\W*")
-    right = letters(answers, gold)
-    assert [text for text in right if not spellings.fullmatch(_inner(text))] == []
-    assert gold in right
+    correct = letters(answers, gold)
+    assert [text for text in correct if not spellings.fullmatch(_inner(text))] == []
+    assert gold in correct
 
 
 def _inner(text: str) -> str:
@@ -217,7 +217,7 @@ def test_every_way_to_name_a_letter_is_read(way: int) -> None:
     assert [text for (text, _, _), verdict in zip(wrapped, found, strict=True) if verdict.outcome != "right"] == []
 
 
-def test_nothing_that_is_no_program_passes_tests() -> None:
+def test_nothing_that_is_no_program_succeeds() -> None:
     """Attacks by programs have a table of their own: ``test_code_attacks``."""
     tests = {
         "names": ("f",),

@@ -19,7 +19,7 @@ from posttrain.errors import PosttrainError, RunFailure
 from posttrain.sampling import http
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.http import HttpServer, Unreadable
-from posttrain.sampling.judging import Judge, Opinion, rate
+from posttrain.sampling.llm_judge import Judge, Opinion, rate
 from posttrain.sampling.vllm.client import VllmEngine
 from posttrain.sampling.vllm.training import read_scores
 from posttrain.sampling.vllm.weights import WORKERS, control, read_num_workers
@@ -28,11 +28,11 @@ MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 IDS = [1, 2, 3, 4]
 LOGPROBS = {"tokens": [f"token_id:{i}" for i in IDS], "token_logprobs": [-1.0] * 4}
 CHOICE = {"finish_reason": "length", "token_ids": IDS, "prompt_token_ids": [5, 6], "logprobs": LOGPROBS}
-SAID = json.dumps({"reasoning": "because", "score": 3})
+REPLY = json.dumps({"reasoning": "because", "score": 3})
 GOOD: dict[str, Any] = {
     MODELS: {"data": [{"id": "small", "root": "/models/small", "max_model_len": 64}]},
     COMPLETE: {"choices": [CHOICE]},
-    CHAT: {"choices": [{"message": {"content": SAID}}], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
+    CHAT: {"choices": [{"message": {"content": REPLY}}], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
 }
 Answers = dict[str, bytes]
 

@@ -38,7 +38,7 @@ def examples_of(dataset: str, size: int) -> list[Example] | None:
         raise
 
 
-def right(examples: list[Example], answers: list[str]) -> list[tuple[str, Example]]:
+def correct(examples: list[Example], answers: list[str]) -> list[tuple[str, Example]]:
     """The answers that the sets' own scorers call right, and for what."""
     pairs = [(answer, example) for answer in answers for example in examples]
     found = grade("scored", [Submission(answer, answer, example.answer, example.meta) for answer, example in pairs])
@@ -52,7 +52,7 @@ def exploits(dataset: str, size: int, step: int) -> list[str] | None:
         return None
     golds = [(example.answer or "").strip() for example in examples]
     nothing = empty_answers.invisible_texts()[:: 5 * step] + empty_answers.empty_marks()[:: 2 * step]
-    paid = [f"{answer!r} for {e.answer!r}" for answer, e in right(examples, nothing) if answer.strip() not in golds]
+    paid = [f"{answer!r} for {e.answer!r}" for answer, e in correct(examples, nothing) if answer.strip() not in golds]
     for example, other in zip(examples, [*examples[1:], examples[0]], strict=True):
         gold, wrong = example.answer, other.answer
         if gold is None or wrong is None or gold == wrong or not gold.strip():
@@ -60,9 +60,9 @@ def exploits(dataset: str, size: int, step: int) -> list[str] | None:
         hedges = [f"{gold} or {wrong}", f"{wrong} or {gold}", f"{gold}, {wrong}", f"either {gold} or {wrong}",
             f"not {gold}",
                   f"{gold} maybe", f"{gold}? No, {wrong}", f"{gold}\n{wrong}"]  # fmt: skip
-        paid += [f"{answer!r} for {gold!r}" for answer, _ in right([example], hedges)]
+        paid += [f"{answer!r} for {gold!r}" for answer, _ in correct([example], hedges)]
     constants = [*ALWAYS, *grader_answers.constants()[::step], *grader_answers.lists()[::step]]
-    rates = Counter(answer for answer, _ in right(examples, constants))
+    rates = Counter(answer for answer, _ in correct(examples, constants))
     most = max(Counter(golds).values())
     paid += [f"{a!r} for {n} of {size}" for a, n in rates.items() if n > max(most, MOST_OFTEN * size)]
     return paid

@@ -178,15 +178,15 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
 
 
 def test_hostile_recipes(show: Show, stage: Path) -> None:
-    told = 0
+    output = 0
     for path in sorted((stage / "recipes").iterdir()):
         file = str(path.relative_to(stage))
         shown = [show(["train", file, "--dry-run"])]
         if path.stem in ("sweep", "dictionary", "raw", "inner_key"):
             commands = ["sweep"], ["sae", "train"], ["recipes", "show"], ["explain"]
             shown += [show([*command, file]) for command in commands]
-        told += any(SEEN in text for text in shown)
-    assert told >= 12
+        output += any(SEEN in text for text in shown)
+    assert output >= 12
 
 
 def test_hostile_data(show: Show, stage: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
     show(["evaluate", "tiny", "honest", "--compare", *small])
 
 
-def test_what_a_model_says_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_states_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter([HOSTILE]))
     assert show(["chat", "tiny", "--max-tokens", "2"]).count(SEEN) >= 2
 

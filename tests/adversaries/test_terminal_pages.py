@@ -36,18 +36,18 @@ class Tags(HTMLParser):
 
 def make_pages(text: str) -> dict[str, str]:
     """Every page that has texts of others, with ``text`` wherever one can stand."""
-    facts = [(text, text)]
+    info = [(text, text)]
     where = {text: {text: text}}
     part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
     primary = Metric("accuracy", "share", "higher", text, text, of=text)
     sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text])
     panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)
-    chapter = Chapter(text, text, [panel], text, facts)
+    chapter = Chapter(text, text, [panel], text, info)
     answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
     stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
     free = Answer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
-    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts, primary)
+    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
     return {
         "sweep": render_sweep(sweep, [panel]),
         "report": render_report(report),

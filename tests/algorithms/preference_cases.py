@@ -19,7 +19,7 @@ def make_rows(
     *,
     rows_per_unit: int = 1,
     outside: float = 0.0,
-    **streams: Sequence[float],
+    **fields: Sequence[float],
 ) -> tuple[Outputs, Batch]:
     """Ragged rows of log-probabilities, float64, from position 1 on; ``outside`` stands where nothing is trained.
 
@@ -42,11 +42,11 @@ def make_rows(
         mask=mask,
         group=torch.arange(rows) // rows_per_unit,
         prefix=torch.ones(rows, dtype=torch.long),
-        streams={name: torch.tensor(values, dtype=torch.float64) for name, values in streams.items()},
+        fields={name: torch.tensor(values, dtype=torch.float64) for name, values in fields.items()},
         rows_per_unit=rows_per_unit,
     )
     if reference is not None:
-        batch.streams["ref_logprobs"] = tensors[1]
+        batch.fields["ref_logprobs"] = tensors[1]
     return Outputs(logprobs=tensors[0].clone().requires_grad_()), batch
 
 

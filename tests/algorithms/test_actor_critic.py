@@ -24,14 +24,14 @@ def make(new: list[float], old: list[float], advantages: list[float], values: li
 
     mask = torch.ones(1, len(new) + 1, dtype=torch.bool)
     mask[0, 0] = False
-    streams = {
+    fields = {
         "advantages": row(advantages),
         "old_logprobs": row(old),
         "old_values": row(old_values),
         "returns": row(returns),
     }
     zeros = torch.zeros(1, dtype=torch.long)
-    batch = Batch(zeros[:, None].expand(mask.shape), zeros + mask.shape[1], mask, zeros, zeros, streams)
+    batch = Batch(zeros[:, None].expand(mask.shape), zeros + mask.shape[1], mask, zeros, zeros, fields)
     return Outputs(logprobs=row(new).requires_grad_(), scores=row(values).requires_grad_()), batch
 
 
@@ -74,7 +74,7 @@ def test_the_policy_part_is_the_clipped_surrogate():
     new, old, advantages, values, targets = (torch.randn(6, generator=generator).tolist() for _ in range(5))
     outputs, batch = make(new, old, advantages, values, values, targets)
     outputs.entropy = torch.rand(1, 7, generator=generator, dtype=F64)
-    batch.streams["ref_logprobs"] = torch.randn(1, 7, generator=generator, dtype=F64)
+    batch.fields["ref_logprobs"] = torch.randn(1, 7, generator=generator, dtype=F64)
     options = {"clip_low": 0.1, "clip_high": 0.3}
     objectives = (partial(ppo, value_weight=0.0, **options), partial(grpo, **options))
     regularizers = {"kl_coef": 0.05, "kl_estimator": "k2", "entropy_coef": 0.01}

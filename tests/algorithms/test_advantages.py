@@ -61,10 +61,10 @@ def test_mean_scaled_has_the_gradient_of_the_truncated_likelihood(group: int):
     """Exactly, over all outcomes of a group of Bernoulli(p): Σ_{k<G} (1 − p)^(k − 1)."""
     p = 0.3
     expectation = 0.0
-    for right in range(group + 1):
-        rewards = torch.tensor([[1.0] * right + [0.0] * (group - right)], dtype=torch.float64)
+    for correct in range(group + 1):
+        rewards = torch.tensor([[1.0] * correct + [0.0] * (group - correct)], dtype=torch.float64)
         score = rewards / p - (1 - rewards) / (1 - p)  # d log Bernoulli(p) / dp
-        probability = math.comb(group, right) * p**right * (1 - p) ** (group - right)
+        probability = math.comb(group, correct) * p**correct * (1 - p) ** (group - correct)
         expectation += probability * float((mean_scaled(rewards) * score).mean())
     assert expectation == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, group)), abs=1e-12)
 

@@ -186,9 +186,9 @@ def test_ppo_with_lambda_one_and_no_values_is_reinforce_with_the_return():
     old = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=F64) - 2
     zeros = torch.zeros(5, dtype=torch.long)
     gradients = []
-    for objective, credit, options in ((ppo, advantages, {"value_weight": 0.0}), (reinforce, returns, {})):
-        streams = {"advantages": credit, "old_logprobs": old, "returns": returns, "old_values": nothing}
-        batch = Batch(zeros[:, None].expand(5, 8), zeros + 8, mask, zeros, zeros, streams)
+    for objective, advantage_estimator, options in ((ppo, advantages, {"value_weight": 0.0}), (reinforce, returns, {})):
+        fields = {"advantages": advantage_estimator, "old_logprobs": old, "returns": returns, "old_values": nothing}
+        batch = Batch(zeros[:, None].expand(5, 8), zeros + 8, mask, zeros, zeros, fields)
         logprobs = old.clone().requires_grad_()
         loss = objective(Outputs(logprobs=logprobs, scores=nothing), batch, **options)
         torch.where(mask, loss.values, nothing).sum().backward()

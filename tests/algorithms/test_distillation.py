@@ -18,7 +18,7 @@ def logits(seed: int, rows: int = 2, width: int = 4, vocabulary: int = 7, dtype:
     return 2 * torch.randn(rows, width, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def make_batch(teacher: torch.Tensor, candidates: int, **streams: torch.Tensor) -> Batch:
+def make_batch(teacher: torch.Tensor, candidates: int, **fields: torch.Tensor) -> Batch:
     """The teacher's ``candidates`` likeliest tokens; position 0 is not trained, nor is the last of row 1."""
     rows, width = teacher.shape[:2]
     logprobs, ids = teacher.log_softmax(-1).topk(candidates, dim=-1)
@@ -26,12 +26,12 @@ def make_batch(teacher: torch.Tensor, candidates: int, **streams: torch.Tensor) 
     mask[:, 0] = False
     mask[1, -1] = False
     zeros = torch.zeros(rows, dtype=torch.long)
-    streams = {"teacher_ids": ids, "teacher_candidate_logprobs": logprobs, **streams}
-    return Batch(zeros[:, None].expand(rows, width), zeros + width, mask, zeros, zeros, streams)
+    fields = {"teacher_ids": ids, "teacher_candidate_logprobs": logprobs, **fields}
+    return Batch(zeros[:, None].expand(rows, width), zeros + width, mask, zeros, zeros, fields)
 
 
 def outputs_of(student: torch.Tensor, batch: Batch) -> Outputs:
-    candidates = student.log_softmax(-1).gather(-1, batch.stream("teacher_ids"))
+    candidates = student.log_softmax(-1).gather(-1, batch.field("teacher_ids"))
     return Outputs(logprobs=candidates[..., 0], candidate_logprobs=candidates)
 
 
@@ -191,7 +191,7 @@ def test_on_policy_distillation_by_hand():
     clipped = on_policy_distillation(Outputs(student), batch, clip=0.2)
     assert torch.allclose(clipped.values[batch.mask], loss.values[batch.mask])  # A < 0 is not clipped above
     assert clipped.metrics["clip_fraction"][0, 1].item() == 0.0
-    batch.streams["teacher_logprobs"] = torch.full((2, 4), math.log(0.8), dtype=F64)
+    batch.fields["teacher_logprobs"] = torch.full((2, 4), math.log(0.8), dtype=F64)
     clipped = on_policy_distillation(Outputs(student), batch, clip=0.2)
     assert clipped.values[0, 1].item() == pytest.approx(-1.2 * math.log(2), abs=1e-12)
     assert clipped.metrics["clip_fraction"][0, 1].item() == 1.0
@@ -206,11 +206,11 @@ def test_on_policy_distillation_has_the_gradient_of_the_reverse_kl(clip: float |
     column = torch.zeros(7, 1, dtype=F64)
     zeros = torch.zeros(7, dtype=torch.long)
     mask = torch.tensor([[False, True]]).expand(7, 2)
-    streams = {
+    fields = {
         "old_logprobs": torch.cat([column, logprobs.detach()[:, None]], 1),
         "teacher_logprobs": torch.cat([column, teacher[:, None]], 1),
     }
-    batch = Batch(zeros[:, None].expand(7, 2), zeros + 2, mask, zeros, zeros, streams)
+    batch = Batch(zeros[:, None].expand(7, 2), zeros + 2, mask, zeros, zeros, fields)
     loss = on_policy_distillation(Outputs(torch.cat([column, logprobs[:, None]], 1)), batch, clip=clip)
     expectation = (logprobs.detach().exp() * loss.values[:, 1]).sum()
     kl = (logprobs.exp() * (logprobs - teacher)).sum()
@@ -225,10 +225,10 @@ def test_on_policy_distillation_has_the_gradient_of_the_reverse_kl(clip: float |
 @pytest.mark.parametrize("teacher", [-math.inf, -1e6])
 def test_on_policy_distillation_stays_finite(teacher: float, clip: float | None):
     for new, old in ((-0.1, -0.2), (0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)):
-        streams = {name: torch.full((2, 4), x, dtype=F64) for name, x in
+        fields = {name: torch.full((2, 4), x, dtype=F64) for name, x in
                    (("old_logprobs", old), ("teacher_logprobs", teacher))}  # fmt: skip
         student = torch.full((2, 4), new, dtype=F64, requires_grad=True)
-        batch = make_batch(logits(0), 1, **streams)
+        batch = make_batch(logits(0), 1, **fields)
         if old == teacher == -math.inf:  # two impossible things have no ratio; it stays NaN for the loop to refuse
             assert on_policy_distillation(Outputs(student), batch, clip=clip).values[batch.mask].isnan().all()
             continue
@@ -260,7 +260,7 @@ def test_sdpo_is_the_divergence_times_the_capped_ratio_where_there_is_feedback()
 def test_sdpo_rows_without_feedback_give_nothing_even_without_a_teacher():
     teacher, student = logits(18), logits(19).requires_grad_()
     batch = make_batch(teacher, 3, old_logprobs=torch.zeros(2, 4, dtype=F64), has_feedback=torch.tensor([1.0, 0.0]))
-    batch.streams["teacher_candidate_logprobs"][1] = math.nan
+    batch.fields["teacher_candidate_logprobs"][1] = math.nan
     loss = sdpo(outputs_of(student, batch), batch)
     assert loss.values[1].tolist() == [0.0] * 4
     assert loss.values[0].max().item() > 0

@@ -17,7 +17,7 @@ from posttrain.types import Batch, Outputs
 ALL = ("reinforce", "grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo")
 
 
-def make_batch(mask: torch.Tensor, **streams: torch.Tensor) -> Batch:
+def make_batch(mask: torch.Tensor, **fields: torch.Tensor) -> Batch:
     rows, width = mask.shape
     return Batch(
         tokens=torch.zeros(rows, width, dtype=torch.long),
@@ -25,16 +25,16 @@ def make_batch(mask: torch.Tensor, **streams: torch.Tensor) -> Batch:
         mask=mask,
         group=torch.arange(rows),
         prefix=torch.zeros(rows, dtype=torch.long),
-        streams=streams,
+        fields=fields,
     )
 
 
-def one_token(new: float, old: float, advantage: float, **streams: float) -> tuple[Outputs, Batch]:
+def one_token(new: float, old: float, advantage: float, **fields: float) -> tuple[Outputs, Batch]:
     batch = make_batch(
         torch.tensor([[False, True]]),
         advantages=torch.tensor([[0.0, advantage]], dtype=torch.float64),
         old_logprobs=torch.tensor([[0.0, old]], dtype=torch.float64),
-        **{k: torch.tensor([[0.0, v]], dtype=torch.float64) for k, v in streams.items()},
+        **{k: torch.tensor([[0.0, v]], dtype=torch.float64) for k, v in fields.items()},
     )
     return Outputs(logprobs=torch.tensor([[0.0, new]], dtype=torch.float64, requires_grad=True)), batch
 

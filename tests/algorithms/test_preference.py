@@ -34,8 +34,8 @@ def swapped(case: tuple[Outputs, Batch]) -> tuple[Outputs, Batch]:
     """The same pairs with chosen and rejected exchanged."""
     outputs, batch = case
     order = torch.arange(batch.num_rows).view(-1, 2).flip(1).flatten()
-    streams = {name: x[order] for name, x in batch.streams.items()}
-    other = Batch(batch.tokens, batch.lengths, batch.mask[order], batch.group, batch.prefix, streams, rows_per_unit=2)
+    fields = {name: x[order] for name, x in batch.fields.items()}
+    other = Batch(batch.tokens, batch.lengths, batch.mask[order], batch.group, batch.prefix, fields, rows_per_unit=2)
     return Outputs(logprobs=outputs.logprobs[order]), other
 
 

@@ -173,7 +173,7 @@ def test_huge_ratios_are_finite(name: str, ratios: tuple[float, float]):
         if name in REFERENCE_FREE:  # log-probabilities are not positive; orpo's odds at p = 1 are the test here
             outputs.logprobs = (outputs.logprobs.detach() - 1e6 + 5.0).clamp(max=0.0)
         point = outputs.logprobs.detach().to(dtype).requires_grad_()
-        batch.streams["ref_logprobs"] = batch.streams["ref_logprobs"].to(dtype)
+        batch.fields["ref_logprobs"] = batch.fields["ref_logprobs"].to(dtype)
         values = word(Outputs(logprobs=point), batch, **options).values
         assert values.isfinite().all()
         values.sum().backward()

@@ -58,7 +58,7 @@ def test_against_plain_python(seed: int):
     policy, reference = random_rows(seed, num_rows=6, scale=2.0)
     outputs, batch = random_case(seed)
     loss = kto(outputs, batch, beta=0.8, desirable_weight=1.3, undesirable_weight=0.4)
-    labels = batch.stream("labels").tolist()
+    labels = batch.field("labels").tolist()
     for b, label in enumerate(labels):
         reward = 0.8 * (sum(policy[b]) - sum(reference[b]))
         gain = reward - 0.8 * 0.7
@@ -78,7 +78,7 @@ def test_parts_give_the_mean_reward_of_each_kind():
     outputs, batch = random_case(4)
     metrics = kto(outputs, batch).metrics
     mean = {name: float(metric.mean()) for name, metric in metrics.items()}
-    is_desirable = batch.stream("labels") == 1.0
+    is_desirable = batch.field("labels") == 1.0
     assert mean["desirable_reward_part"] / mean["desirable"] == pytest.approx(
         float(metrics["implicit_reward"][is_desirable].mean()), abs=1e-14
     )
@@ -89,7 +89,7 @@ def test_parts_give_the_mean_reward_of_each_kind():
 
 def test_gradient_by_finite_differences_and_no_gradient_into_the_baseline():
     outputs, batch = random_case(5)
-    batch.streams["kl_baseline"] = batch.streams["kl_baseline"].clone()
+    batch.fields["kl_baseline"] = batch.fields["kl_baseline"].clone()
 
     def values(logprobs: torch.Tensor) -> torch.Tensor:
         return kto(Outputs(logprobs=logprobs), batch, beta=0.6, desirable_weight=1.5).values

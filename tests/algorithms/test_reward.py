@@ -15,7 +15,7 @@ from posttrain.types import Batch, Outputs
 
 
 def make(
-    scores: torch.Tensor, mask: torch.Tensor, rows_per_unit: int = 1, **streams: torch.Tensor | Sequence[float]
+    scores: torch.Tensor, mask: torch.Tensor, rows_per_unit: int = 1, **fields: torch.Tensor | Sequence[float]
 ) -> tuple[Outputs, Batch]:
     rows, width = mask.shape
     batch = Batch(
@@ -24,13 +24,13 @@ def make(
         mask=mask,
         group=torch.arange(rows),
         prefix=torch.ones(rows, dtype=torch.long),
-        streams={name: torch.as_tensor(x, dtype=torch.float64) for name, x in streams.items()},
+        fields={name: torch.as_tensor(x, dtype=torch.float64) for name, x in fields.items()},
         rows_per_unit=rows_per_unit,
     )
     return Outputs(logprobs=torch.zeros(rows, width), scores=scores), batch
 
 
-def random_case(seed: int, rows: int = 6, classes: int = 0, rows_per_unit: int = 1, **streams: Sequence[float]):
+def random_case(seed: int, rows: int = 6, classes: int = 0, rows_per_unit: int = 1, **fields: Sequence[float]):
     """Ragged answers from position 2 on, or with ``classes`` scattered step ends; scores with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, 8) if classes in (0, 2) else (rows, 8, classes)
@@ -43,14 +43,14 @@ def random_case(seed: int, rows: int = 6, classes: int = 0, rows_per_unit: int =
         return make(scores.requires_grad_(), mask, step_labels=labels)
     ends = torch.randint(3, 9, (rows, 1), generator=generator)
     positions = torch.arange(8)[None]
-    return make(scores.requires_grad_(), (positions >= 2) & (positions < ends), rows_per_unit, **streams)
+    return make(scores.requires_grad_(), (positions >= 2) & (positions < ends), rows_per_unit, **fields)
 
 
-def pair_scores(chosen: float, rejected: float, **streams: Sequence[float]) -> tuple[Outputs, Batch]:
+def pair_scores(chosen: float, rejected: float, **fields: Sequence[float]) -> tuple[Outputs, Batch]:
     """The scores are read at different positions; elsewhere stand others."""
     scores = torch.tensor([[9.0, 8.0, chosen, 7.0], [9.0, rejected, -6.0, -7.0]], dtype=torch.float64)
     mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
-    return make(scores.requires_grad_(), mask, rows_per_unit=2, **streams)
+    return make(scores.requires_grad_(), mask, rows_per_unit=2, **fields)
 
 
 # --- Bradley–Terry
@@ -147,10 +147,10 @@ def test_outcome_against_plain_python(seed: int, positions: str):
             nll = [0.0] * (len(nll) - 1) + [len(nll) * nll[-1]]
         assert loss.values[b, trained].tolist() == pytest.approx(nll, abs=1e-11)
         rows.append(sum(nll) / len(nll))
-        right = [float((x > 0.5) == (label > 0.5)) for x in p]
-        assert loss.metrics["outcome_accuracy"][b, trained].tolist() == right
+        correct = [float((x > 0.5) == (label > 0.5)) for x in p]
+        assert loss.metrics["outcome_accuracy"][b, trained].tolist() == correct
         assert loss.metrics["final_token"][b].tolist() == [float(t == trained[-1]) for t in range(8)]
-        assert loss.metrics["final_token_right"][b, trained].tolist() == [0.0] * (len(p) - 1) + right[-1:]
+        assert loss.metrics["final_token_right"][b, trained].tolist() == [0.0] * (len(p) - 1) + correct[-1:]
     total = (loss.values * sequence_mean(batch.mask)).sum().item()
     assert total == pytest.approx(sum(rows) / 6, abs=1e-11)
 
@@ -162,7 +162,7 @@ def test_outcome_at_zero_is_ln_2_and_a_half():
     assert loss.values[batch.mask].tolist() == pytest.approx([math.log(2.0)] * int(batch.mask.sum()), abs=1e-15)
     assert set(loss.metrics["outcome_accuracy"][batch.mask].tolist()) == {0.5}
     loss.values[batch.mask].sum().backward()
-    expected = torch.where(batch.stream("labels")[:, None] == 1.0, -0.5, 0.5) * batch.mask
+    expected = torch.where(batch.field("labels")[:, None] == 1.0, -0.5, 0.5) * batch.mask
     assert torch.equal(outputs.scores.grad, expected.to(torch.float64))
 
 
@@ -171,11 +171,11 @@ def test_the_accuracy_of_final_scores_is_a_ratio_of_two_means():
     outputs, batch = random_case(3, labels=labels)
     metrics = outcome(outputs, batch).metrics
     mean = {name: float(x[batch.mask].mean()) for name, x in metrics.items()}
-    right = 0
+    correct = 0
     for b, label in enumerate(labels):
         last = max(t for t in range(8) if batch.mask[b, t])
-        right += (outputs.scores[b, last].item() > 0) == (label == 1.0)
-    assert mean["final_token_right"] / mean["final_token"] == pytest.approx(right / 6, abs=1e-12)
+        correct += (outputs.scores[b, last].item() > 0) == (label == 1.0)
+    assert mean["final_token_right"] / mean["final_token"] == pytest.approx(correct / 6, abs=1e-12)
 
 
 # --- process
@@ -188,7 +188,7 @@ def test_process_against_plain_python(seed: int, classes: int):
     loss = process(outputs, batch, num_classes=classes)
     assert loss.values.shape == batch.mask.shape
     for b, t in batch.mask.nonzero().tolist():
-        label = int(batch.stream("step_labels")[b, t])
+        label = int(batch.field("step_labels")[b, t])
         if classes == 2:
             logits = [0.0, outputs.scores[b, t].item()]
         else:
@@ -226,7 +226,7 @@ def test_process_takes_soft_labels_with_two_classes():
 @pytest.mark.parametrize(("classes", "label"), [(2, 2.0), (2, -1.0), (3, 3.0), (3, 0.5), (2, math.nan)])
 def test_labels_that_are_no_class_are_refused_by_value(classes: int, label: float):
     outputs, batch = random_case(6, classes=classes)
-    batch.stream("step_labels")[0, 4] = label
+    batch.field("step_labels")[0, 4] = label
     with pytest.raises(UsageError, match=rf"step_labels hold \[{label}\]; with num_classes: {classes}"):
         process(outputs, batch, num_classes=classes)
 
@@ -245,8 +245,8 @@ WORDS: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
 def case_for(name: str, seed: int) -> tuple[Outputs, Batch]:
     if name.startswith("process"):
         return random_case(seed, classes=int(name[-1]))
-    streams = {"labels": [1.0, 0.0] * 3, "margins": [0.5, 0.5, 0.0, 0.0, 1.0, 1.0]}
-    return random_case(seed, rows_per_unit=2 if name == "bradley_terry" else 1, **streams)
+    fields = {"labels": [1.0, 0.0] * 3, "margins": [0.5, 0.5, 0.0, 0.0, 1.0, 1.0]}
+    return random_case(seed, rows_per_unit=2 if name == "bradley_terry" else 1, **fields)
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -271,8 +271,8 @@ def test_what_stands_outside_the_mask_does_not_count(name: str):
             outputs.scores = outputs.scores.detach().clone()
             outputs.scores[~batch.mask] = outside
             outputs.scores.requires_grad_()
-            if "step_labels" in batch.streams:
-                batch.streams["step_labels"][~batch.mask] = outside
+            if "step_labels" in batch.fields:
+                batch.fields["step_labels"][~batch.mask] = outside
         loss = word(outputs, batch, **options)
         kept = loss.values if loss.values.ndim == 1 else torch.where(batch.mask, loss.values, 0.0)
         kept.sum().backward()

@@ -90,13 +90,13 @@ def test_what_holds_for_every_table(table: list[list[float]], threshold: float, 
     pairs = right_and_wrong(given_rewards, threshold=threshold, num_pairs=most)
     assert balanced(given_rewards, threshold=threshold, keep=most) == [(place,) for pair in pairs for place in pair]
     assert all(table[n][a] > threshold >= table[n][b] for (n, a), (_, b) in pairs)
-    right = [sum(r > threshold for r in row) for row in table]
+    correct = [sum(r > threshold for r in row) for row in table]
     counts = [sum(pair[0][0] == n for pair in pairs) for n in range(len(table))]
-    assert counts == [min(most, r, len(row) - r) for r, row in zip(right, table, strict=True)]
-    assert len(above(given_rewards, threshold=threshold)) == sum(right)
+    assert counts == [min(most, r, len(row) - r) for r, row in zip(correct, table, strict=True)]
+    assert len(above(given_rewards, threshold=threshold)) == sum(correct)
     kept = best_of(given_rewards, keep=most, above=threshold)
     assert set(kept) <= set(above(given_rewards, threshold=threshold))
-    assert len(kept) == sum(min(most, r) for r in right)
+    assert len(kept) == sum(min(most, r) for r in correct)
     for n, row in enumerate(table):
         left_out = [r for g, r in enumerate(row) if ((n, g),) not in kept and r > threshold]
         assert all(row[g] >= r for ((m, g),) in kept if m == n for r in left_out)

@@ -22,12 +22,12 @@ def make(new: list[list[float]], old: list[list[float]], advantages: list[float]
     for b, n in enumerate(lengths or [width - 1] * rows):
         mask[b, n + 1 :] = False
     logprobs = torch.cat([pad, torch.tensor(new, dtype=torch.float64)], 1).requires_grad_()
-    streams = {
+    fields = {
         "advantages": torch.tensor(advantages, dtype=torch.float64)[:, None].expand(rows, width),
         "old_logprobs": torch.cat([pad, torch.tensor(old, dtype=torch.float64)], 1),
     }
     zeros = torch.zeros(rows, dtype=torch.long)
-    batch = Batch(zeros[:, None].expand(rows, width), zeros + width, mask, zeros, zeros, streams)
+    batch = Batch(zeros[:, None].expand(rows, width), zeros + width, mask, zeros, zeros, fields)
     return Outputs(logprobs=logprobs), batch
 
 

@@ -10,7 +10,7 @@ from posttrain.cli import main
 from posttrain.commands.chat import conversation as module
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.models.sources import TINY
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import open_model
 from posttrain.types import Message
@@ -20,7 +20,7 @@ QUESTION = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"
 
 @pytest.fixture(scope="module")
 def sampler():
-    return open_model(find_source(str(TINY), "runs"), Word(name="r1_zero", preamble=""))
+    return open_model(find_source(str(TINY), "runs"), Component(name="r1_zero", preamble=""))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def conversation(sampler) -> Conversation:
     return Conversation(sampler, Controls(temperature=1.0, max_tokens=12))
 
 
-def said(conversation: Conversation, content: str) -> str:
+def message(conversation: Conversation, content: str) -> str:
     return "".join(conversation.reply(content))
 
 
@@ -41,12 +41,12 @@ def test_the_conversation_remembers_both_sides_and_the_prompt_holds_them(convers
         lambda t, template, messages: seen.append(list(messages)) or real(t, template, messages),
     )
     conversation.set_system("Be brief.")
-    reply = said(conversation, QUESTION)
+    reply = message(conversation, QUESTION)
     assert conversation.messages[:2] == [Message("system", "Be brief."), Message("user", QUESTION)]
     answer = conversation.messages[2]
     assert answer.role == "assistant"
     assert answer.content == conversation.answer_of("<think>" + reply)
-    said(conversation, "And now?")
+    message(conversation, "And now?")
     assert seen[1] == [*conversation.messages[:3], Message("user", "And now?")]
     conversation.reset()
     assert conversation.messages == [Message("system", "Be brief.")]
@@ -54,7 +54,7 @@ def test_the_conversation_remembers_both_sides_and_the_prompt_holds_them(convers
     assert conversation.messages == []
 
 
-def test_ctrl_c_keeps_what_was_said_wherever_it_strikes(conversation) -> None:
+def test_ctrl_c_keeps_what_was_written_wherever_it_strikes(conversation) -> None:
     """Mostly while the model computes, which is inside of the iterator."""
     model = conversation.sampler.model
     calls = []

@@ -49,17 +49,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_story_is_rendered_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--runs-dir", str(tmp_path), "--seed", "3", "--quiet"]) == 0
     shown = capsys.readouterr().out
     order = ["1. The base", "base: ", "2. Demonstrations", "after SFT: ", "3. Reinforcement", "after GRPO: ", "4. "]
     places = [shown.index(text) for text in order]
     assert places == sorted(places)
     assert shown.rstrip().endswith(f"posttrain generate {tmp_path / 'demo-grpo'}")
-    facts = json.loads((tmp_path / "demo-grpo" / "demo.json").read_text())
-    assert (facts["seed"], facts["evaluation"]) == (3, "stories/test")
-    assert list(facts["results"]) == ["base", "after SFT", "after GRPO"]
-    assert all(results["n"] == 5.0 for results in facts["results"].values())
+    info = json.loads((tmp_path / "demo-grpo" / "demo.json").read_text())
+    assert (info["seed"], info["evaluation"]) == (3, "stories/test")
+    assert list(info["results"]) == ["base", "after SFT", "after GRPO"]
+    assert all(results["n"] == 5.0 for results in info["results"].values())
     report = (tmp_path / "demo-grpo" / "report.html").read_text()
     assert "5 problems of the test split (task.seed 2), the same for all" in report  # not the run's seed, which is 3
     assert "The same problems (task.seed 2), none of which was trained on." in shown
@@ -110,5 +110,5 @@ def test_the_story_of_the_calculator_measures_all_three_with_it(
 
 def test_the_command_line_knows_every_story() -> None:
     """It names them without importing them, so that help answers at once."""
-    (told,) = [action for action in build_parser()[1]["demo"]._actions if action.dest == "story"]
-    assert set(told.choices or ()) == set(STORIES)
+    (output,) = [action for action in build_parser()[1]["demo"]._actions if action.dest == "story"]
+    assert set(output.choices or ()) == set(STORIES)

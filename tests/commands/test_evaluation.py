@@ -15,7 +15,7 @@ from posttrain.commands.evaluate import models
 from posttrain.evaluation import plan as app
 from posttrain.evaluation.files import read_finished
 from posttrain.evaluation.items import read_items
-from posttrain.sampling.scripted import ScriptedEngine
+from posttrain.sampling.fake_engine import FakeEngine
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_files_of_one_evaluation(
     assert {"python", "torch", "posttrain"} <= set(content["environment"]["versions"])
     items = read_items(out / "items.jsonl")
     assert [item.answer for item in items] == ["1", "2", "3", "4", "5", "6"]
-    assert [item.num_right for item in items] == [0, 0, 1, 0, 0, 0]
+    assert [item.num_correct for item in items] == [0, 0, 1, 0, 0, 0]
     assert items[2].question == "What is 2 + 1?"
     assert [sample["text"] for sample in _samples(out)] == ["The answer is 3."] * 6
     assert sorted(path.name for path in out.iterdir()) == ["items.jsonl", "results.json", "summary.md"]
@@ -75,10 +75,10 @@ def _samples(out: Path) -> list[dict[str, Any]]:
     return [sample for line in lines for sample in json.loads(line)["samples"]]
 
 
-class Interrupting(ScriptedEngine):
+class Interrupting(FakeEngine):
     """Answers so many batches; then somebody presses Ctrl-C."""
 
-    def __init__(self, engine: ScriptedEngine, batches: int) -> None:
+    def __init__(self, engine: FakeEngine, batches: int) -> None:
         super().__init__(engine.choices)
         self.left = batches
 
@@ -90,12 +90,12 @@ class Interrupting(ScriptedEngine):
 
 
 @pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ScriptedEngine]]:
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[FakeEngine]]:
     """After so many batches of a model's engine (-1: never); returns the engines that were used, in order."""
     genuine = app.open_model
 
-    def after(batches: int) -> list[ScriptedEngine]:
-        used: list[ScriptedEngine] = []
+    def after(batches: int) -> list[FakeEngine]:
+        used: list[FakeEngine] = []
 
         def open_interrupted(*arguments: Any, **options: Any) -> Any:
             sampler = genuine(*arguments, **options)
@@ -108,7 +108,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ScriptedE
     return after
 
 
-def test_what_was_asked_otherwise_is_kept_beside_it(
+def test_evaluation_other_settings_get_a_folder_next_to_it(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -145,16 +145,16 @@ def test_a_reward_model_chooses_among_the_samples(
         def score(self, examples: Any, texts: Any, finishes: Any) -> list[float | None]:
             return [float(f" {example.answer}." in text) for example, text in zip(examples, texts, strict=True)]
 
-    asked = []
+    request = []
     monkeypatch.chdir(tmp_path)
     Path("the/rm").mkdir(parents=True)
     Path("the/rm/config.json").write_text("{}")
-    monkeypatch.setattr(models, "open_reward_model", lambda source: asked.append(source.name) or Oracle())
+    monkeypatch.setattr(models, "open_reward_model", lambda source: request.append(source.name) or Oracle())
     assert evaluate(
         "--template", "plain", "--samples", "4", "--best-of", "the/rm", texts=("It is 3.", "It is 2.")
     ) == 0  # fmt: skip
     results = read(tmp_path / "out" / "results.json")["results"]
-    assert asked == ["the/rm"]
+    assert request == ["the/rm"]
     assert results["best_of@4"] == results["pass@4"] > results["majority@4"]
     assert {sample["score"] for sample in _samples(tmp_path / "out")} == {0.0, 1.0}
     assert read(tmp_path / "out" / "results.json")["settings"]["best_of"] == "the/rm"

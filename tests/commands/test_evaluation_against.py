@@ -62,21 +62,21 @@ def test_a_policy_against_its_base(runs: Path, capsys: pytest.CaptureFixture[str
     assert items[0]["question"] in page
 
 
-def test_further_judges_are_told_beside_the_first_of_the_same_answers(
+def test_further_judges_are_reported_next_to_the_first_of_the_same_answers(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = [*SMALL[:-1], "--train.seed", "5", "--quiet"]
     assert main(["train", "tiny/rm", "--runs-dir", str(runs), "--run", "other-rm", "--train.lr", "3e-3", *other]) == 0
-    asked = ["sft", "--against", "tiny", "--judge", "rm,other-rm", "--out", str(tmp_path / "both")]
-    assert against(runs, *asked) == 0
+    request = ["sft", "--against", "tiny", "--judge", "rm,other-rm", "--out", str(tmp_path / "both")]
+    assert against(runs, *request) == 0
     assert "sft wins, by other-rm" in capsys.readouterr().out
     content, items = read(tmp_path / "both")
     for number, name in enumerate(("rm", "other-rm")):
         alone = tmp_path / name
         assert against(runs, "sft", "--against", "tiny", "--judge", name, "--out", str(alone), "--quiet") == 0
         results, own = read(alone)
-        told = content["others"]["other-rm"] if number else content["results"]
-        assert told["win_rate"] == results["results"]["win_rate"]
+        output = content["others"]["other-rm"] if number else content["results"]
+        assert output["win_rate"] == results["results"]["win_rate"]
         scores = [answer["scores"][name] if number else answer["score"] for item in items for answer in item["a"]]
         assert scores == [answer["score"] for item in own for answer in item["a"]]
     assert against(runs, "sft", "--against", "tiny", "--judge", "rm,rm") == 2
@@ -137,10 +137,10 @@ def test_without_gold_answers_a_judge_is_needed(runs: Path, tmp_path: Path, caps
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"What is {i} plus {i}?", "chosen": f"{2 * i}.", "rejected": f"{2 * i + 1}."} for i in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = ["sft", "--against", "tiny", "--task", "preferences", "--task.path", str(path)]
-    assert against(runs, *asked) == 2
+    request = ["sft", "--against", "tiny", "--task", "preferences", "--task.path", str(path)]
+    assert against(runs, *request) == 2
     assert "has no gold answers by which one answer could win; give --judge RUN" in capsys.readouterr().err
-    assert against(runs, *asked, "--judge", "rm", "--out", str(tmp_path / "out"), "--quiet") == 0
+    assert against(runs, *request, "--judge", "rm", "--out", str(tmp_path / "out"), "--quiet") == 0
     results = read(tmp_path / "out")[0]["results"]
     assert results["n"] == 4.0
     assert "accuracy_a" not in results

@@ -96,11 +96,11 @@ def test_runs_of_one_task_are_compared_on_that_of_the_last(capsys: pytest.Captur
         ModelSource(name, name, str(TINY), Path(name), recipe)
         for name, recipe in (("sft", demonstrations), ("grpo", policy))
     ]
-    asked = EvaluationRequest(runs, choose_drawing(n=5), alike=True)
-    cells = make_plan(asked).cells
-    assert [cell.source.label for cell in cells] == ["sft", "grpo"]
-    assert [cell.task_word.options["seed"] for cell in cells] == [2, 2]
-    assert cells[0].data == cells[1].data
-    apart = make_plan(replace(asked, alike=False)).cells
-    assert [cell.task_word.options["seed"] for cell in apart] == [1, 2]
+    request = EvaluationRequest(runs, choose_drawing(n=5), alike=True)
+    trials = make_plan(request).trials
+    assert [trial.source.label for trial in trials] == ["sft", "grpo"]
+    assert [trial.task_component.options["seed"] for trial in trials] == [2, 2]
+    assert trials[0].data == trials[1].data
+    apart = make_plan(replace(request, alike=False)).trials
+    assert [trial.task_component.options["seed"] for trial in apart] == [1, 2]
     assert choose_common_task([ModelSource("x", "x", "x")]) == [None]

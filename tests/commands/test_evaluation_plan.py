@@ -9,16 +9,16 @@ import pytest
 from posttrain.cli import main, parse
 from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.evaluate.models import request_of
-from posttrain.commands.options import words_of
+from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
 from posttrain.evaluation.plan import Drawing, Plan, make_plan
 from posttrain.recipes.recipe import load_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.directory import RunDirectory
 
 
-def words(*arguments: str) -> dict[str, list[Word]]:
-    return words_of(parse(["evaluate", "tiny", *arguments]), SECTIONS)
+def words(*arguments: str) -> dict[str, list[Component]]:
+    return read_components(parse(["evaluate", "tiny", *arguments]), SECTIONS)
 
 
 def drawing(*arguments: str) -> Drawing:
@@ -31,21 +31,21 @@ def plan(*arguments: str) -> Plan:
 
 def test_words_take_their_options() -> None:
     found = words("--task", "gsm8k", "--task.path", "x.jsonl", "--template", "boxed", "--task.validation_share", "0.1")
-    assert found["task"] == [Word(name="gsm8k", path="x.jsonl", validation_share=0.1)]
-    assert found["template"] == [Word(name="boxed")]
-    assert found["engine"] == [Word(name="native")]
+    assert found["task"] == [Component(name="gsm8k", path="x.jsonl", validation_share=0.1)]
+    assert found["template"] == [Component(name="boxed")]
+    assert found["engine"] == [Component(name="native")]
     nothing = words()
     assert (nothing["task"], nothing["template"]) == ([], [])
 
 
-def test_with_several_words_an_option_says_whose_it_is() -> None:
+def test_with_several_words_an_option_states_whose_it_is() -> None:
     found = words("--task", "stories,gsm8k", "--task.stories.size", "5", "--task.gsm8k.path", "a.b.jsonl")
-    assert found["task"] == [Word(name="stories", size=5), Word(name="gsm8k", path="a.b.jsonl")]
-    assert words("--task", "stories", "--task.stories.size", "5")["task"] == [Word(name="stories", size=5)]
+    assert found["task"] == [Component(name="stories", size=5), Component(name="gsm8k", path="a.b.jsonl")]
+    assert words("--task", "stories", "--task.stories.size", "5")["task"] == [Component(name="stories", size=5)]
     named = words("--template", "boxed,r1_zero", "--template.r1_zero.preamble", "Go.")["template"]
-    assert named == [Word(name="boxed"), Word(name="r1_zero", preamble="Go.")]
+    assert named == [Component(name="boxed"), Component(name="r1_zero", preamble="Go.")]
     own = words("--task", "my.tasks:sums,stories", "--task.my.tasks:sums.size", "3")["task"]
-    assert own == [Word(name="my.tasks:sums", size=3), Word(name="stories")]
+    assert own == [Component(name="my.tasks:sums", size=3), Component(name="stories")]
     with pytest.raises(
         UsageError, match=r"--task\.size: several are named.*--task\.stories\.size, --task\.gsm8k\.size"
     ):
@@ -88,19 +88,19 @@ def test_models_times_tasks_times_templates(tmp_path: Path) -> None:
     found = plan(
         "tiny", "some/model", "--task", "stories,gsm8k", "--task.gsm8k.path", str(problems), "--template", "plain,boxed"
     )  # fmt: skip
-    cells = [(cell.source.label, cell.name, cell.template.name) for cell in found.cells]
-    assert cells[:5] == [
+    trials = [(trial.source.label, trial.name, trial.template.name) for trial in found.trials]
+    assert trials[:5] == [
         ("tiny", "stories/test", "plain"),
         ("tiny", "stories/test", "boxed"),
         ("tiny", "gsm8k/test", "plain"),
         ("tiny", "gsm8k/test", "boxed"),
         ("some/model", "stories/test", "plain"),
     ]
-    assert len(cells) == len({cell.folder for cell in found.cells}) == 8
+    assert len(trials) == len({trial.folder for trial in found.trials}) == 8
     assert found.is_table
     assert str(found.folder) == "evaluations/tiny+some-model-stories-test+gsm8k-test-plain+boxed"
-    assert found.cells[4].folder == found.folder / "some-model-stories-test-plain"
-    assert found.cells[0].task is found.cells[4].task  # read once
+    assert found.trials[4].folder == found.folder / "some-model-stories-test-plain"
+    assert found.trials[0].task is found.trials[4].task  # read once
 
 
 def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path) -> None:
@@ -109,18 +109,18 @@ def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path
         (tmp_path / f"run{length}").mkdir()
         RunDirectory(tmp_path / f"run{length}").write_recipe(recipe)
     models = [str(tmp_path / "run200"), str(tmp_path / "run300")]
-    assert [cell.max_tokens for cell in plan(*models).cells] == [200, 300]
-    assert [cell.max_tokens for cell in plan(*models, "--compare").cells] == [300, 300]
-    assert [cell.max_tokens for cell in plan(*models, "--compare", "--max-tokens", "9").cells] == [9, 9]
+    assert [trial.max_tokens for trial in plan(*models).trials] == [200, 300]
+    assert [trial.max_tokens for trial in plan(*models, "--compare").trials] == [300, 300]
+    assert [trial.max_tokens for trial in plan(*models, "--compare", "--max-tokens", "9").trials] == [9, 9]
 
 
-def test_the_data_are_those_that_are_asked(tmp_path: Path) -> None:
+def test_the_data_are_those_that_are_requested(tmp_path: Path) -> None:
     problems = tmp_path / "p.jsonl"
     rows = [f'{{"prompt": "{a} + 1?", "answer": "{a + 1}"}}\n' for a in range(5)]
     marks = []
     for lines, n in ((rows, 5), (rows, 5), (rows, 4), ([*rows[:4], rows[4].replace('"5"', '"6"')], 5)):
         problems.write_text("".join(lines))
         found = plan("tiny", "--task", "jsonl", "--task.path", str(problems), "--task.split", "all", "--limit", str(n))
-        marks.append(found.settings(found.cells[0])["data"])
+        marks.append(found.settings(found.trials[0])["data"])
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3

@@ -64,9 +64,9 @@ def test_a_reward_model_is_measured_on_its_own_task(
     assert measured <= results.keys()
     assert [name for name in results if find_metric(name) is None] == []
     assert all(math.isfinite(value) for value in results.values())
-    rights = [item["right"] for item in items]
+    correct = [item["right"] for item in items]
     (name_of,) = measured & {*ACCURACIES.values()}
-    assert results[name_of] == pytest.approx(sum(rights) / n)
+    assert results[name_of] == pytest.approx(sum(correct) / n)
     assert results[f"{name_of}_low"] <= results[name_of] <= results[f"{name_of}_high"]
     assert content["settings"]["task"]["split"] == "test"
     assert content["settings"]["step"] == 2
@@ -75,7 +75,7 @@ def test_a_reward_model_is_measured_on_its_own_task(
     assert items[0]["id"] in page
 
 
-def test_several_models_stand_in_one_table(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_models_are_in_one_table(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     given = ["rm", "orm", "--task", "stories", "--task.responses", "judged", "--out", str(out)]
     assert evaluate(runs, *given) == 0
@@ -86,7 +86,7 @@ def test_several_models_stand_in_one_table(runs: Path, tmp_path: Path, capsys: p
     assert shown.count("stories/test, ") == 3
 
 
-def test_models_of_one_name_are_told_apart(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_of_one_name_are_distinguished(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs in two folders may be called alike; each is measured, not one of them twice."""
     first, last = (str(runs / "rm" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
     copies = [tmp_path / side / "rm" for side in ("one", "two")]
@@ -104,8 +104,8 @@ def test_models_of_one_name_are_told_apart(runs: Path, tmp_path: Path, capsys: p
 def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> None:
     first, last = (runs / "rm" / "checkpoints" / f"step-00000{step}" for step in (1, 2))
     assert [open_reward_model(find_source(str(path), runs)).step for path in (first, last)] == [1, 2]
-    for name, asked in (("first", first), ("last", last), ("run", runs / "rm")):
-        assert evaluate(runs, str(asked), "--out", str(tmp_path / name), "--quiet") == 0
+    for name, request in (("first", first), ("last", last), ("run", runs / "rm")):
+        assert evaluate(runs, str(request), "--out", str(tmp_path / name), "--quiet") == 0
     one, other, whole = (read(tmp_path / name) for name in ("first", "last", "run"))
     assert other[1] == whole[1] != one[1]
     assert one[0]["settings"]["label"] == "rm@step-000001"

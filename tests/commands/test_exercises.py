@@ -48,7 +48,7 @@ def test_exercise_stub_is_a_file_that_only_lacks_its_body(name: str) -> None:
 
 
 def test_exercise_given_an_unknown_mistake_shows_the_numbers_of_the_first_wrong_case() -> None:
-    wrong = check("pass_at_k", "def pass_at_k(n, num_right, k):\n    return 0.5\n")["wrong"]
+    wrong = check("pass_at_k", "def pass_at_k(n, num_correct, k):\n    return 0.5\n")["wrong"]
     assert wrong == (
         # 1 − C(13, 4) / C(16, 4) = 1 − 715 / 1820
         "case 1 (3 of 16 correct): expected 0.607143, got 0.5\nall expected: 0.607143\ninputs: 16, 3, 4"
@@ -73,7 +73,7 @@ def test_exercise_given_an_unknown_mistake_shows_the_numbers_of_the_first_wrong_
         (f"{HALF}    return centred.mean(1)", "case 1 (three groups): shape [3, 4] is expected, not [3]"),
     ],
 )  # fmt: skip
-def test_exercise_given_a_broken_file_says_what_is_broken(source: str, wrong: str) -> None:
+def test_exercise_given_a_broken_file_states_what_is_broken(source: str, wrong: str) -> None:
     assert check("group_advantage", source)["wrong"].partition("\ninputs")[0] == wrong
 
 
@@ -95,7 +95,7 @@ def test_exercise_command_runs_the_file_in_a_process_and_shows_what_it_printed(
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "output"),
     [
         ("while True: pass", "the function does not end (over 0.2 s of CPU time); is there a loop that never stops?"),
         ("import os; os._exit(3)", "the file ended its process: the process ended with exit code 3"),
@@ -104,12 +104,12 @@ def test_exercise_command_runs_the_file_in_a_process_and_shows_what_it_printed(
 )
 @pytest.mark.slow
 def test_exercise_function_that_hangs_or_exits_is_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, output: str
 ) -> None:
     monkeypatch.setattr(command, "LIMITS", Limits(cpu_seconds=0.2, compiles=True))
     path = tmp_path / "mine.py"
-    path.write_text(f"def pass_at_k(n, num_right, k):\n    {body}\n")
-    assert command.check_file("pass_at_k", str(path)) == told
+    path.write_text(f"def pass_at_k(n, num_correct, k):\n    {body}\n")
+    assert command.check_file("pass_at_k", str(path)) == output
 
 
 def test_exercise_list_and_show_print_the_exercises(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,16 +9,16 @@ from pydantic import TypeAdapter
 
 from posttrain.cli import main
 from posttrain.commands.explain import (
-    all_words,
+    all_components,
+    component_options,
     example_of,
     keys_with,
     meanings,
     section_options,
     sections,
     without_arguments,
-    word_options,
 )
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.strict_yaml import read_option
 
 DOC = """Loss of a pair.
@@ -39,8 +39,8 @@ def dotted(section: str, key: str) -> str:
 
 def test_every_key_has_a_meaning() -> None:
     keys = {dotted(name, o.name): o.meaning for name, section in sections().items() for o in section_options(section)}
-    entries = [entry for group in all_words().values() for entry in group.values()]
-    keys |= {f"{entry.kind} {entry.name} {o.name}": o.meaning for entry in entries for o in word_options(entry)}
+    entries = [entry for group in all_components().values() for entry in group.values()]
+    keys |= {f"{entry.kind} {entry.name} {o.name}": o.meaning for entry in entries for o in component_options(entry)}
     assert len(keys) > 400
     assert [key for key, meaning in keys.items() if not meaning] == []
 
@@ -56,7 +56,7 @@ def test_examples_are_values_of_their_keys() -> None:
     for name, section in sections().items():
         for key, field in section.model_fields.items():
             value = None if field.is_required() else field.get_default(call_default_factory=True)
-            if not isinstance(value, Word) and dotted(name, key) not in sections():
+            if not isinstance(value, Component) and dotted(name, key) not in sections():
                 kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
                 example = read_option(example_of(field.annotation, value), key)
                 assert TypeAdapter(kind).validate_python(example) is not None, f"{name}.{key}"

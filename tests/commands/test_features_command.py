@@ -16,7 +16,7 @@ from posttrain.commands.interpret.steering import read_changes, read_steering
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.dictionary import Dictionary, save_dictionary
+from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
 from posttrain.models.load import load_tokenizer
 
 TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]
@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "source": "model",
         "models": [{"name": "model", "model": "tiny", "weights_hash": store.index.sources[0].weights_hash}],
     }
-    save_dictionary(Dictionary(D, FEATURES, kind="l1", seed=1), run / "dictionary", metadata)
+    save_sae(SparseAutoencoder(D, FEATURES, kind="l1", seed=1), run / "dictionary", metadata)
     (run / "recipe.yaml").write_text(
         "activations: {model: {name: tiny}, site: resid.2, task: stories}\ndictionary: l1\n"
     )
@@ -55,7 +55,9 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"page: {Path('runs/sae/features.html')}\njson: {Path('runs/sae/features.json')}" in shown
     found = json.loads(Path("runs/sae/features.json").read_text())
     store = ActivationStore("runs/sae/activations")
-    values = Dictionary(D, FEATURES, kind="l1", seed=1).encode(store.gather(torch.arange(store.num_rows))).detach()
+    values = (
+        SparseAutoencoder(D, FEATURES, kind="l1", seed=1).encode(store.gather(torch.arange(store.num_rows))).detach()
+    )
     assert f"{FEATURES} features over {store.num_rows} rows" in shown
     tokenizer = load_tokenizer("tiny")
     assert [feature["feature"] for feature in found["features"]] == list(range(FEATURES))
@@ -85,7 +87,7 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     write_tensors("other", {"resid.2": torch.randn(30, D)}, about="made up")
     folder = "runs/sae/dictionary"
-    save_dictionary(Dictionary(D, 5, kind="l1"), "bare")
+    save_sae(SparseAutoencoder(D, 5, kind="l1"), "bare")
     assert main(["sae", "features", "bare"]) == 2
     assert "give --activations FOLDER" in capsys.readouterr().err
     assert main(["sae", "features", "bare", "--activations", "other", "--out", "page.html"]) == 0
@@ -113,7 +115,7 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rows_of_another_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     metadata = {"site": "resid.2", "source": "model", "models": [{"model": "tiny", "weights_hash": "0" * 64}]}
-    save_dictionary(Dictionary(D, 5, kind="l1"), "stranger", metadata)
+    save_sae(SparseAutoencoder(D, 5, kind="l1"), "stranger", metadata)
     assert main(["sae", "features", "stranger", "--activations", "runs/sae/activations", "--features", "2"]) == 0
     note = "the dictionary was trained on another model than the one whose rows these are (tiny)"
     assert f"note: {note}" in capsys.readouterr().out

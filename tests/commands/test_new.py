@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.data.base import build_task
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own.md"
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
@@ -53,7 +53,7 @@ def test_new_writes_rows_whose_answers_are_right(project: Path) -> None:
         working, _, answer = row["chosen"].removesuffix(".").partition(" The answer is ")
         assert result_of(working, row["prompt"]) == int(answer) != int(row["rejected"][len("The answer is ") : -1])
     options = {"name": "stories", "split": "validation", "seed": 13, "size": 512, "max_steps": 2}
-    for row, story in zip(questions, build_task(Word.model_validate(options), "task").examples, strict=True):
+    for row, story in zip(questions, build_task(Component.model_validate(options), "task").examples, strict=True):
         assert row["prompt"] == story.messages[0].content
         assert result_of(str(story.solution), row["prompt"]) == int(row["answer"])
     assert not {row["prompt"] for row in questions} & {row["prompt"] for row in (*demonstrations, *preferences)}

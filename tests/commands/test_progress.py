@@ -96,7 +96,7 @@ def test_plain_progress_prints_about_twenty_lines() -> None:
     assert lines[-1] == "finished after step 401, 3m 20s; steps: generate 60% · update 40%"
 
 
-def test_live_progress_shows_numbers_courses_and_where_the_time_goes() -> None:
+def test_live_progress_shows_numbers_curves_and_where_the_time_goes() -> None:
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     progress = LiveProgress(console, "tiny/grpo", clock)

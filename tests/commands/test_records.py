@@ -101,9 +101,9 @@ def test_the_list_shows_runs_and_sweeps(place: Path, out: Out) -> None:
 
 def test_one_run_in_full(place: Path, out: Out) -> None:
     lines = out("show", "sft").splitlines()
-    facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
-    assert facts["checkpoints"] == ["1,", "2,", "3", "(best)"]
-    assert facts["used"] == ["by", "more", "(start)"]
+    info = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
+    assert info["checkpoints"] == ["1,", "2,", "3", "(best)"]
+    assert info["used"] == ["by", "more", "(start)"]
     assert ["start", "sft,", "step", "3"] in lines_of(out("show", "more"))
     assert out.json("show", "runs/more/")["links"][0]["parent"] == "sft"
     assert "there is no run 'mroe'" in out("show", "mroe", code=2)
@@ -139,9 +139,9 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
-    said = out("prune", "--all", "--dry-run")
-    assert "sft: delete 1, 2 (" in said
-    assert "would delete 5 checkpoints of 3 runs" in said
+    message = out("prune", "--all", "--dry-run")
+    assert "sft: delete 1, 2 (" in message
+    assert "would delete 5 checkpoints of 3 runs" in message
     assert "There is no terminal to ask; give --yes" in out("prune", "sft", code=2)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "n")
@@ -162,16 +162,16 @@ def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPat
 def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
     with lock_run(place / "runs" / "sft"):
         assert "another process is working" in out("prune", "sft", "--yes", code=2)
-        said = out("prune", "--all", "--yes")
-        assert "left out: runs/sft: another process is working" in said
-        assert "deleted 3 checkpoints of 2 runs" in said
+        message = out("prune", "--all", "--yes")
+        assert "left out: runs/sft: another process is working" in message
+        assert "deleted 3 checkpoints of 2 runs" in message
     assert checkpoint_steps(place / "runs" / "sft" / "checkpoints") == [1, 2, 3]
 
 
 def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = out("delete", "sft", "--yes", code=2)
-    assert "more: its start is sft, step 3" in said
-    assert "--force" in said
+    message = out("delete", "sft", "--yes", code=2)
+    assert "more: its start is sft, step 3" in message
+    assert "--force" in message
     assert "There is no terminal to ask" in out("delete", "more", code=2)
     assert "would delete 1 run" in out("delete", "more", "--dry-run")
     assert "give the names of runs" in out("delete", "--yes", code=2)
@@ -216,7 +216,7 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
         assert "another process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
 
 
-def test_a_run_that_failed_says_how_to_go_on_and_does(
+def test_a_run_that_failed_states_how_to_go_on_and_does(
     place: Path, out: Out, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original, calls = loop.accumulate, 0
@@ -231,10 +231,10 @@ def test_a_run_that_failed_says_how_to_go_on_and_does(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "accumulate", broken)
         assert main(["train", "sft.yaml", "--run", "new", "--quiet", "--train.save_every", "0"]) == 1
-    said = capsys.readouterr().err
-    assert "failed after step 2 of 3; the newest checkpoint is of step 2" in said
-    assert "continue with: posttrain runs resume new\n" in said
-    assert said.endswith("posttrain: the grader is gone\n")
+    message = capsys.readouterr().err
+    assert "failed after step 2 of 3; the newest checkpoint is of step 2" in message
+    assert "continue with: posttrain runs resume new\n" in message
+    assert message.endswith("posttrain: the grader is gone\n")
     assert checkpoint_steps("runs/new/checkpoints") == [2]
     assert out("resume", "new", "--quiet") == "run:    runs/new\n"
     first, second = (MetricsLog(f"runs/{name}/metrics.jsonl").read() for name in ("sft", "new"))

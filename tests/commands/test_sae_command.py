@@ -12,7 +12,7 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.dictionary import load_dictionary, read_metadata
+from posttrain.interpret.saes.sae import load_sae, read_metadata
 from posttrain.store.metrics import MetricsLog
 
 SMALL = [
@@ -43,7 +43,7 @@ def test_from_a_recipe_to_a_dictionary(
     assert len(metadata.models[0]["weights_hash"]) == 64
     store = ActivationStore(run / "activations")
     rows = store.gather(torch.arange(store.num_rows - 300, store.num_rows))
-    dictionary = load_dictionary(run / "dictionary")
+    dictionary = load_sae(run / "dictionary")
     error = (dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()
     assert float(error) == pytest.approx(results["held_out"]["fvu"], rel=0.05)  # one document more is held out
     weights = (run / "dictionary" / "sae_weights.safetensors").read_bytes()
@@ -75,7 +75,7 @@ def test_activations_of_two_models(
         "eval: {rows: 200, documents: 0}\n"
     )
     assert main(["sae", "train", "mine.yaml", "--quiet"]) == 0
-    dictionary = load_dictionary("runs/mine/dictionary")
+    dictionary = load_sae("runs/mine/dictionary")
     assert (dictionary.d, dictionary.features) == (12, 24)
     metadata = read_metadata("runs/mine/dictionary")
     names = [model["name"] for model in metadata.models or []]
@@ -84,7 +84,7 @@ def test_activations_of_two_models(
     assert capsys.readouterr().out == f"run:        {Path('runs/mine')}\n"
 
 
-def test_what_is_said_of_mistakes(
+def test_what_is_reported_of_mistakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

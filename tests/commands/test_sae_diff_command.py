@@ -85,10 +85,10 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert {"frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
     assert len(compared["patching"]["changed"]) == 2
     assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
-    doses = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}
-    points = {f"{test} 2 at {dose}" for test, several in doses.items() for dose in several}
+    factors = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}
+    points = {f"{test} 2 at {factor}" for test, several in factors.items() for factor in several}
     assert set(compared["causal"]["verdicts"]) == points | {"given, slope", "scaled, slope"}
-    assert [len(rows) for rows in (compared["causal"][test] for test in doses)] == [2, 2, 2]
+    assert [len(rows) for rows in (compared["causal"][test] for test in factors)] == [2, 2, 2]
     assert not [p for p in (root / "one").iterdir() if p.name == "recipe.yaml"]  # it is no run of a training
 
 
@@ -99,7 +99,7 @@ def test_only_the_first_block_differs_so_its_output_recovers_everything(compared
     assert compared["patching"]["mean_vector"] < 1.0
 
 
-def test_the_page_says_what_was_found_and_needs_nothing_from_outside(compared: dict[str, Any], root: Path) -> None:
+def test_the_page_states_what_was_found_and_needs_nothing_from_outside(compared: dict[str, Any], root: Path) -> None:
     page = (root / "one" / "report.html").read_text()
     assert page == render_diff(compared)  # the page follows from diff.json alone
     assert re.search(r'<span class="tok[^>]*>·\w', page)  # a space in front of a token is to be seen
@@ -153,7 +153,7 @@ def test_the_features_of_its_dictionaries_are_read_as_those_of_others(compared: 
     assert json.loads(page.with_suffix(".json").read_text())["about"]["model"] != ""
 
 
-def test_a_model_beside_itself_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_next_to_itself_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sae", "diff", "tiny", "tiny", "--runs-dir", str(root), "--run", "same"]
     kept = {key: value for key, value in LITTLE.items() if key.split(".")[0] not in ("causal",)}
     given = [word for key, value in kept.items() for word in (f"--changes.{key}", value)]
@@ -181,12 +181,12 @@ def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     recipe = load_recipe("tiny/sft", [("train.steps", "2"), ("task.size", "64"), ("eval.every", "0")])
     path = tmp_path / "little.yaml"
     path.write_text(recipe.to_yaml())
-    said: list[str] = []
+    message: list[str] = []
     runs = tmp_path / "runs"
-    first = find_model(Compared(recipe=str(path)), runs, None, True, said.append)
+    first = find_model(Compared(recipe=str(path)), runs, None, True, message.append)
     assert first == str(runs / "little")
-    assert find_model(Compared(recipe=str(path)), runs, None, True, said.append) == first
-    assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
+    assert find_model(Compared(recipe=str(path)), runs, None, True, message.append) == first
+    assert [line.partition(": ")[2].partition(",")[0] for line in message] == [
         "no finished run; training one",
         "a finished run is there",
     ]

@@ -10,7 +10,7 @@ from posttrain.cli import main
 from posttrain.data.base import choose_task
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Message
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("no_curves")
     ("task", "recipe", "options"),
     [
         (None, None, {"split": "test"}),
-        (Word(name="stories", split="validation"), None, {"split": "validation"}),
+        (Component(name="stories", split="validation"), None, {"split": "validation"}),
         (None, ("tiny/grpo", [("task.max_steps", "2")]), {"max_steps": 2, "split": "test"}),
         (None, ("grpo-gsm8k", [("task.path", "train.jsonl")]), {"split": "validation"}),
         (None, ("grpo-hh-gpt2", []), {"test_share": 0.5, "split": "validation"}),
     ],
 )
 def test_choose_task_measures_what_was_not_trained_on(
-    task: Word | None, recipe: tuple[str, list[tuple[str, str]]] | None, options: dict[str, object]
+    task: Component | None, recipe: tuple[str, list[tuple[str, str]]] | None, options: dict[str, object]
 ) -> None:
     chosen = choose_task(task, "tiny" if recipe is None else "runs/x", load_recipe(*recipe) if recipe else None)
     assert {key: chosen.options.get(key) for key in options} == options
@@ -76,7 +76,7 @@ def test_generation_limit_rows_have_samples_each(capsys: pytest.CaptureFixture[s
     assert shown.startswith(capsys.readouterr().out.rstrip()), "the first row is that of one alone"
 
 
-def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_model_is_not_requested_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "1", "--eval.every", "0"]
     assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0
     assert "ask it" not in capsys.readouterr().out
@@ -113,11 +113,11 @@ def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
     source = find_source(str(folder), "elsewhere")
     assert (source.label, Path(source.path), source.run) == ("taught@step-000001", folder, run)
     assert source.recipe is not None
-    assert (source.template, source.max_tokens) == (Word(name="r1_zero", preamble="Think."), 17)
+    assert (source.template, source.max_tokens) == (Component(name="r1_zero", preamble="Think."), 17)
     with pytest.raises(UsageError, match=r"step-000009: the run .*taught has no such checkpoint. There: .*step-000002"):
         find_source(str(run / "checkpoints" / "step-000009"), run.parent)
     plain = find_source("tiny", run.parent)
-    assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Word(name="r1_zero"), 256)
+    assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Component(name="r1_zero"), 256)
 
 
 def test_a_checkpoint_has_its_own_weights_and_its_runs_template(run: Path) -> None:
@@ -136,8 +136,8 @@ def test_a_checkpoint_has_its_own_weights_and_its_runs_template(run: Path) -> No
 
 def test_the_runs_own_template_keeps_its_options_when_it_is_named(run: Path) -> None:
     source = find_source(str(run), "elsewhere")
-    assert complete_template(Word(name="r1_zero"), source) == Word(name="r1_zero", preamble="Think.")
-    assert complete_template(Word(name="r1_zero", preamble=""), source) == Word(name="r1_zero", preamble="")
-    assert complete_template(Word(name="", preamble="Go."), source) == Word(name="r1_zero", preamble="Go.")
-    assert complete_template(Word(name="boxed"), source) == Word(name="boxed")
+    assert complete_template(Component(name="r1_zero"), source) == Component(name="r1_zero", preamble="Think.")
+    assert complete_template(Component(name="r1_zero", preamble=""), source) == Component(name="r1_zero", preamble="")
+    assert complete_template(Component(name="", preamble="Go."), source) == Component(name="r1_zero", preamble="Go.")
+    assert complete_template(Component(name="boxed"), source) == Component(name="boxed")
     assert complete_template(None, source) is None

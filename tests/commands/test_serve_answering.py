@@ -133,14 +133,14 @@ ENDING = Sampling(99, stop_ids=frozenset({256}))
 
 
 @given(st.lists(st.sampled_from(["<tool>", "</tool>", "<", "<to", "a", "ool>", "x"]), max_size=8).map("".join))
-def test_text_from_a_call_on_is_told_with_the_last_token(text: str) -> None:
+def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
     answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, call_tag="<tool>"))
     tokens = [*text.encode(), 256]
-    told = [answer.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
-    assert "".join(told) == answer.text == text
+    output = [answer.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
+    assert "".join(output) == answer.text == text
     before = text.partition("<tool>")[0]
-    assert "".join(told[:-1]) == before[: len("".join(told[:-1]))]
-    held = len(before) - len("".join(told[:-1]))
+    assert "".join(output[:-1]) == before[: len("".join(output[:-1]))]
+    held = len(before) - len("".join(output[:-1]))
     assert held < len("<tool>"), "no more is held back than may be the beginning of a call"
     if "<tool>" in text:
         assert held == 0
@@ -155,17 +155,17 @@ def test_text_from_a_call_on_is_told_with_the_last_token(text: str) -> None:
 def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
     ids = list(text.encode())[: -1 if is_cut else None]
     answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, stops=tuple(stops), opening="<"))
-    said = []
+    message = []
     tokens = [*ids, 256]
     for place, token in enumerate(tokens):
-        said.append(answer.push(token, -0.5, is_last=place == len(tokens) - 1))
+        message.append(answer.push(token, -0.5, is_last=place == len(tokens) - 1))
         if answer.finish:
             break
     whole = bytes(ids).decode(errors="replace")
     places = [whole.find(stop) for stop in stops if stop in whole]
     wanted = whole[: min(places)] if places else whole
     # of several, the one that is complete first ends it
-    assert "".join(said) == answer.text[1:]
+    assert "".join(message) == answer.text[1:]
     assert whole.startswith(answer.text[1:])
     assert answer.finish == "stop"
     assert not any(stop in answer.text[1:] for stop in stops)
@@ -175,7 +175,7 @@ def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], 
         assert (answer.text[1:], answer.ids) == (whole, tokens)
 
 
-def ask(door: Access, headers: dict[str, str], method: str = "GET") -> tuple[int, dict[str, Any]]:
+def ask(gate: Access, headers: dict[str, str], method: str = "GET") -> tuple[int, dict[str, Any]]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -185,7 +185,7 @@ def ask(door: Access, headers: dict[str, str], method: str = "GET") -> tuple[int
         return {"type": "http.request", "body": b""}
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    run(lambda: door({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send))
+    run(lambda: gate({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], json.loads(body or b"{}")
 
@@ -214,8 +214,8 @@ HERE = {"host": f"127.0.0.1:{PORT}"}
 )
 def test_no_page_of_a_browser_may_ask(headers: dict[str, str], status: int) -> None:
     for method in ("GET", "POST"):
-        told, body = ask(Access(fine, "127.0.0.1"), headers, method)
-        assert told == status
+        output, body = ask(Access(fine, "127.0.0.1"), headers, method)
+        assert output == status
         assert status == 200 or body["error"]["code"] == "refused"
 
 

@@ -17,7 +17,7 @@ from posttrain.cli import main
 from posttrain.data.render import decode_response, encode_prompt
 from posttrain.randomness import derive_key
 from posttrain.runs.models import find_source
-from posttrain.sampling.judging import Judge, rate
+from posttrain.sampling.llm_judge import Judge, rate
 from posttrain.sampling.models import OpenedModel, open_model
 from posttrain.sampling.vllm.server import served_names
 from posttrain.types import Completion, Message
@@ -63,8 +63,8 @@ def chat_prompt(opened: OpenedModel) -> list[int]:
 def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temperature: float) -> None:
     prompt = chat_prompt(opened)
     wanted = sample(opened, prompt, 7, temperature, 40)
-    asked = {"messages": TURNS, "temperature": temperature, "seed": 7, "max_tokens": 40, "n": 2, "logprobs": True}
-    status, answer = served.ask(CHAT, asked | {"return_token_ids": True, "model": "tiny"})
+    request = {"messages": TURNS, "temperature": temperature, "seed": 7, "max_tokens": 40, "n": 2, "logprobs": True}
+    status, answer = served.ask(CHAT, request | {"return_token_ids": True, "model": "tiny"})
     assert status == 200
     (card,) = served.ask("/v1/models")[1]["data"]
     assert (card["id"], card["max_model_len"]) == (answer["model"], 1024)
@@ -75,18 +75,29 @@ def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temp
         assert choice["message"]["content"] == decode_response(opened.tokenizer, template, own.ids)
         assert (choice["token_ids"], choice["prompt_token_ids"]) == (list(own.ids), prompt)
         assert choice["finish_reason"] == own.finish
-        told = [token["logprob"] for token in choice["logprobs"]["content"]]
-        assert told == pytest.approx(list(own.logprobs), abs=1e-5)
+        output = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert output == pytest.approx(list(own.logprobs), abs=1e-5)
     num_sampled = sum(len(own.ids) for own in wanted)
     counts = {"prompt_tokens": len(prompt), "completion_tokens": num_sampled}
     assert answer["usage"] == counts | {"total_tokens": len(prompt) + num_sampled}
 
 
 def test_an_evaluation_over_http_equals_one_in_process(served: Served, folder: Path) -> None:
-    asked = ["evaluate", "tiny", "--task", "stories", "--limit", "12", "--max-tokens", "40", "--runs-dir", str(folder)]
-    assert main([*asked, "--out", str(folder / "native")]) == 0
+    request = [
+        "evaluate",
+        "tiny",
+        "--task",
+        "stories",
+        "--limit",
+        "12",
+        "--max-tokens",
+        "40",
+        "--runs-dir",
+        str(folder),
+    ]
+    assert main([*request, "--out", str(folder / "native")]) == 0
     over_http = ["--engine", "vllm", "--engine.url", served.url]
-    assert main([*asked, "--out", str(folder / "http"), *over_http]) == 0
+    assert main([*request, "--out", str(folder / "http"), *over_http]) == 0
     items = [(folder / name / "items.jsonl").read_text() for name in ("native", "http")]
     assert items[0] == items[1]
     assert len(items[0].splitlines()) == 12
@@ -112,11 +123,11 @@ def test_token_ids_in_and_out_with_log_probabilities_of_a_forward_pass(served: S
 @pytest.mark.parametrize(
     "more", [{}, {"stop": ["</think>", " the"]}, {"stop": "9", "temperature": 0}, {"logprobs": True}]
 )
-def test_a_stream_says_what_a_whole_answer_says(served: Served, more: dict[str, Any]) -> None:
-    asked = {"messages": TURNS, "temperature": 1.5, "seed": 11, "max_tokens": 60, "n": 2, "return_token_ids": True}
-    asked |= more
-    _, whole = served.ask(CHAT, asked)
-    events = served.events(CHAT, asked | {"stream_options": {"include_usage": True}})
+def test_a_stream_states_what_a_whole_answer_states(served: Served, more: dict[str, Any]) -> None:
+    request = {"messages": TURNS, "temperature": 1.5, "seed": 11, "max_tokens": 60, "n": 2, "return_token_ids": True}
+    request |= more
+    _, whole = served.ask(CHAT, request)
+    events = served.events(CHAT, request | {"stream_options": {"include_usage": True}})
     assert events.pop()["usage"] == whole["usage"]
     for index, choice in enumerate(whole["choices"]):
         own = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
@@ -124,12 +135,12 @@ def test_a_stream_says_what_a_whole_answer_says(served: Served, more: dict[str, 
         assert "".join(piece["delta"]["content"] for piece in own) == choice["message"]["content"]
         assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
         assert [i for piece in own for i in piece.get("token_ids", [])] == choice["token_ids"]
-        for stop in asked.get("stop", []):
+        for stop in request.get("stop", []):
             assert stop not in choice["message"]["content"].removeprefix("<think>")
         if "logprobs" in more:
             pieces = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-            for told, wanted in zip(pieces, choice["logprobs"]["content"], strict=True):
-                assert told["logprob"] == pytest.approx(wanted["logprob"], abs=1e-5)
+            for output, wanted in zip(pieces, choice["logprobs"]["content"], strict=True):
+                assert output["logprob"] == pytest.approx(wanted["logprob"], abs=1e-5)
 
 
 def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> None:
@@ -142,8 +153,8 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
     messages = [Message("system", "Be brief."), Message("user", "What is 2 + 3?")]
     messages += [Message("assistant", "5"), Message("user", "<answer> And 4?")]
     wanted = encode_prompt(opened.tokenizer, opened.grader.template, messages)
-    told = served.ask("/tokenize", {"messages": turns})[1]
-    assert told == {"count": len(wanted), "max_model_len": 1024, "tokens": wanted}
+    output = served.ask("/tokenize", {"messages": turns})[1]
+    assert output == {"count": len(wanted), "max_model_len": 1024, "tokens": wanted}
     answer = served.ask(CHAT, {"messages": turns, "temperature": 0, "max_tokens": 4})[1]
     assert answer["usage"]["prompt_tokens"] == len(wanted)
 
@@ -168,11 +179,11 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, b" " * 1_000_001, 413, None, "more than 1,000,000 bytes"),
     ],
 )
-def test_what_cannot_be_answered_is_told_in_openais_form(
+def test_what_cannot_be_answered_is_reported_in_openais_form(
     served: Served, path: str, body: Any, status: int, param: str | None, message: str
 ) -> None:
-    told, answer = served.ask(path, body)
-    assert told == status, answer
+    output, answer = served.ask(path, body)
+    assert output == status, answer
     error = answer["error"]
     assert message in error["message"]
     assert error["param"] == param
@@ -180,7 +191,7 @@ def test_what_cannot_be_answered_is_told_in_openais_form(
 
 
 def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, folder: Path) -> None:
-    asked = {
+    request = {
         "prompt": "Eva \u001b[2J has",
         "seed": 21,
         "max_tokens": 8,
@@ -188,8 +199,8 @@ def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, fol
         "return_token_ids": True,
         "logprobs": 0,
     }
-    _, whole = served.ask(COMPLETE, asked)
-    served.events(COMPLETE, asked | {"n": 1})
+    _, whole = served.ask(COMPLETE, request)
+    served.events(COMPLETE, request | {"n": 1})
     text = (folder / "asked" / "all.jsonl").read_text()
     assert text.isprintable() or all(c == "\n" or c.isprintable() for c in text)
     lines = [json.loads(line) for line in text.splitlines()]
@@ -212,31 +223,31 @@ def test_an_unmodified_client_of_openai(served: Served, opened: OpenedModel) -> 
     greedy = decode_response(
         opened.tokenizer, opened.grader.template, sample(opened, chat_prompt(opened), 0, 0.0, 40)[0].ids
     )
-    asked = {"model": model, "messages": TURNS, "temperature": 0, "max_tokens": 40}
-    assert client.chat.completions.create(**asked).choices[0].message.content == greedy
-    pieces = client.chat.completions.create(**asked, stream=True)
+    request = {"model": model, "messages": TURNS, "temperature": 0, "max_tokens": 40}
+    assert client.chat.completions.create(**request).choices[0].message.content == greedy
+    pieces = client.chat.completions.create(**request, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == greedy
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.field(**request) as stream:
         assert stream.get_final_completion().choices[0].message.content == greedy
     with pytest.raises(openai.BadRequestError, match="does not do that"):
-        client.chat.completions.create(**asked, presence_penalty=1)
+        client.chat.completions.create(**request, presence_penalty=1)
     with pytest.raises(openai.NotFoundError, match="there is no model"):
-        client.chat.completions.create(**(asked | {"model": "other"}))
+        client.chat.completions.create(**(request | {"model": "other"}))
 
 
 def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
     """``tiny`` is no judge, but it is asked as one: its reply is read, recorded and paid for."""
     opinions = Judge(served.url, structured=False, max_tokens=12, retries=0)
-    (told,) = opinions.ask([rate(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
-    assert (told.value, told.failure) == (None, "crash")
-    assert "the reply is no JSON: '<think>" in told.reason
+    (output,) = opinions.ask([rate(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
+    assert (output.value, output.failure) == (None, "crash")
+    assert "the reply is no JSON: '<think>" in output.reason
     line = json.loads((folder / "asked" / "all.jsonl").read_text().splitlines()[-1])
-    assert (told.tokens_in, told.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
-    (told,) = Judge(served.url, max_tokens=12).ask([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
-    assert "set judge.structured to false" in told.reason
+    assert (output.tokens_in, output.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
+    (output,) = Judge(served.url, max_tokens=12).ask([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
+    assert "set judge.structured to false" in output.reason
 
 
-def test_a_key_is_asked_for_and_ctrl_c_ends_the_server(tmp_path: Path) -> None:
+def test_a_key_is_requested_and_ctrl_c_ends_the_server(tmp_path: Path) -> None:
     key = "a-key-that-nobody-guesses"
     with serving(tmp_path, "tiny", "--api-key", key) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}):
@@ -252,16 +263,16 @@ def test_a_key_is_asked_for_and_ctrl_c_ends_the_server(tmp_path: Path) -> None:
 def test_mistakes_end_in_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(*arguments: str) -> str:
+    def output(*arguments: str) -> str:
         assert main(["serve", *arguments, "--runs-dir", str(tmp_path)]) == 2
         return capsys.readouterr().err
 
     for host in ("0.0.0.0", "::", "my-machine"):
-        assert "add --api-key" in told("tiny", "--host", host)
-    assert "16 to 256 letters" in told("tiny", "--api-key", "short")
-    assert "no/such/model" in told("no/such/model")
+        assert "add --api-key" in output("tiny", "--host", host)
+    assert "16 to 256 letters" in output("tiny", "--api-key", "short")
+    assert "no/such/model" in output("no/such/model")
     with serving(tmp_path, "tiny") as server:
-        assert f"port {server.port}: cannot be served" in told("tiny", "--port", str(server.port))
+        assert f"port {server.port}: cannot be served" in output("tiny", "--port", str(server.port))
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.chdir(tmp_path)
@@ -271,7 +282,7 @@ def test_mistakes_end_in_one_message(
             patch.setitem(sys.modules, package, None)
             patch.setitem(sys.modules, f"{package}.applications", None)
             patch.delitem(sys.modules, "posttrain.commands.serve.application", raising=False)
-            assert f"needs the package '{package}'" in told("tiny", "--port", str(free_port()))
+            assert f"needs the package '{package}'" in output("tiny", "--port", str(free_port()))
 
 
 def usage_error(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:

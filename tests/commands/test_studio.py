@@ -19,7 +19,7 @@ from posttrain.commands.chat.studio import TRAINING, Library, Side, answer, buil
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs.launch import launch
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import open_model
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    opened = open_model(find_source(str(TINY), "runs"), Word(name="r1_zero", preamble=""))
+    opened = open_model(find_source(str(TINY), "runs"), Component(name="r1_zero", preamble=""))
     monkeypatch.setattr(studio, "open_model", lambda source: opened)
     return Library(["one", "two"], tmp_path)
 
@@ -64,7 +64,7 @@ def test_two_models_answer_in_steps_and_keep_their_conversations(library: Librar
     first, second = (side.conversation for side in sides)
     assert first.text == second.text
     assert first.text.startswith("<think>")
-    assert f"{len(first.logprobs)} tokens, mean log-probability" in sides[1].facts
+    assert f"{len(first.logprobs)} tokens, mean log-probability" in sides[1].info
     again = last(library, sides, ["one", "two"], temperature=0.0, max_tokens=6)
     assert again[0] is sides[0]
     assert [m.role for m in again[0].conversation.messages] == ["user", "assistant"] * 2
@@ -72,9 +72,9 @@ def test_two_models_answer_in_steps_and_keep_their_conversations(library: Librar
     assert len(fresh.history) == 2
 
 
-def test_reply_that_fails_says_why_and_a_reward_stands_in_the_facts(library: Library) -> None:
+def test_reply_that_fails_states_why_and_a_reward_stands_in_the_facts(library: Library) -> None:
     *_, (side,) = answer(library, None, "word " * 3000, ["one"], Controls(max_tokens=2))
-    assert "no room" in side.facts or "context" in side.facts
+    assert "no room" in side.info or "context" in side.info
 
     def score(examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[Finish]) -> list[float]:
         assert examples[0].messages[-1].content == QUESTION
@@ -82,7 +82,7 @@ def test_reply_that_fails_says_why_and_a_reward_stands_in_the_facts(library: Lib
 
     library.reward_model = lambda name: SimpleNamespace(score=score)  # type: ignore[assignment]
     (side,) = last(library, None, ["one"], judge="rm", max_tokens=3)
-    assert side.facts.endswith(", reward 0.250")
+    assert side.info.endswith(", reward 0.250")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_page_is_served_without_api_files_or_other_origins(tmp_path: Path) -> No
         assert "How many coins" in shown["your message (Enter sends it)"]["value"]
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")
-        asked = urllib.request.Request(f"{address}config", headers={"Origin": "http://evil.example"})
-        with urllib.request.urlopen(asked) as foreign:
+        request = urllib.request.Request(f"{address}config", headers={"Origin": "http://evil.example"})
+        with urllib.request.urlopen(request) as foreign:
             assert foreign.headers["access-control-allow-origin"] is None
     finally:
         gradio.close_all()

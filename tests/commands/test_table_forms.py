@@ -26,7 +26,7 @@ def make_table() -> Table:
     return table
 
 
-def test_json_holds_every_cell_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_every_value_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     open_console().print(make_table())
     assert LONG in capsys.readouterr().out, "a pipe gets the whole width"
     with tables_as_json():

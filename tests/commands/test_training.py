@@ -79,7 +79,7 @@ def test_commands_of_a_report_can_be_typed(place: Path) -> None:
 
 def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
     chapter = chapter_of(place / "runs" / "mine", "Title", "Text")
-    assert chapter.facts[0] == ("steps", "3")
+    assert chapter.info[0] == ("steps", "3")
     reward = next(panel for panel in chapter.panels if panel.title == "Reward")
     assert reward.series[0].xs == [1.0, 2.0, 3.0]
     assert "a run of three steps" in chapter.recipe

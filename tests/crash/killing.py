@@ -68,7 +68,7 @@ def sft_recipe(steps: int, **train: Any) -> dict[str, Any]:
     }
 
 
-def ahead_recipe(steps: int, staleness: int = 1, **rollout: Any) -> dict[str, Any]:
+def prefetch_recipe(steps: int, staleness: int = 1, **rollout: Any) -> dict[str, Any]:
     """GRPO that samples ahead, with dropped groups and four updates per batch."""
     recipe = grpo_recipe(steps, ppo_epochs=2, num_minibatches=2)
     drops = {"drop_uniform_groups": True, "max_rounds": 3, "staleness": staleness, "max_tokens": 6}
@@ -106,7 +106,7 @@ RECIPES: dict[str, Callable[[int], dict[str, Any]]] = {
     "sft": sft_recipe,
     # Four updates per rollout batch, saved after every third: most checkpoints fall inside a batch.
     "grpo in passes": lambda steps: grpo_recipe(steps, ppo_epochs=2, num_minibatches=2),
-    "grpo ahead": ahead_recipe,
+    "grpo ahead": prefetch_recipe,
     **{f"turns with {name}": partial(turns_recipe, name) for name in PLAYED},
 }
 

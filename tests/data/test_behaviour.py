@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from given_rows import write_rows
+from sample_rows import write_rows
 
 from made_up_items import make_item
 from posttrain.data.base import Task
@@ -24,7 +24,7 @@ from posttrain.types import Example
 def answered(example: Example, *texts: str) -> SimpleNamespace:
     """An evaluated item: the grader's facts about each answer."""
     verdicts = grade("refusal", [Submission(text, text, None, example.meta) for text in texts])
-    samples = [SimpleNamespace(parts=dict(verdict.facts)) for verdict in verdicts]
+    samples = [SimpleNamespace(parts=dict(verdict.info)) for verdict in verdicts]
     return SimpleNamespace(id=example.id, meta=example.meta, samples=samples)
 
 

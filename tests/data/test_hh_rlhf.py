@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import fake_hub, needs_data, real_file, write_rows
+from sample_rows import fake_hub, needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.data.hh_rlhf import answer_text, hh_rlhf, merge_turns, parse_turns
@@ -228,25 +228,25 @@ def test_halves_are_disjoint_by_first_turn_in_every_split_and_the_others_are_cou
         assert [part.dropped["of the other half"] for part in parts] == [len(p.examples) for p in parts[::-1]]
 
 
-def said(*turns: tuple[str, str]) -> tuple[Message, ...]:
+def output(*turns: tuple[str, str]) -> tuple[Message, ...]:
     return tuple(Message({"H": "user", "A": "assistant"}[who], text) for who, text in turns)
 
 
 @pytest.mark.parametrize(
     ("text", "turns"),
     [
-        ("\n\nHuman: Hi\n\nAssistant: Hello.", said(("H", "Hi"), ("A", "Hello."))),
-        ("Human: Hi\n\nAssistant:Hello. ", said(("H", "Hi"), ("A", "Hello."))),
-        ("\n\nAssistant: Yes?\n\nHuman: Hi", said(("A", "Yes?"), ("H", "Hi"))),
+        ("\n\nHuman: Hi\n\nAssistant: Hello.", output(("H", "Hi"), ("A", "Hello."))),
+        ("Human: Hi\n\nAssistant:Hello. ", output(("H", "Hi"), ("A", "Hello."))),
+        ("\n\nAssistant: Yes?\n\nHuman: Hi", output(("A", "Yes?"), ("H", "Hi"))),
         # paragraphs belong to their turn, and so does everything that only looks like a marker
-        ("\n\nHuman: a\n\nb\n\nAssistant: c\n\n\n\nd", said(("H", "a\n\nb"), ("A", "c\n\n\n\nd"))),
-        ("\n\nHuman: Who is Human: he?\n\nAssistant: x", said(("H", "Who is Human: he?"), ("A", "x"))),
-        ("\n\nHuman: a\nAssistant: b\n\nAssistant: c", said(("H", "a\nAssistant: b"), ("A", "c"))),
-        ("\n\nHuman: a\n\nAssistant: Human: b", said(("H", "a"), ("A", "Human: b"))),
-        ("\n\nHuman: a\n\nhuman: b", said(("H", "a\n\nhuman: b"))),
+        ("\n\nHuman: a\n\nb\n\nAssistant: c\n\n\n\nd", output(("H", "a\n\nb"), ("A", "c\n\n\n\nd"))),
+        ("\n\nHuman: Who is Human: he?\n\nAssistant: x", output(("H", "Who is Human: he?"), ("A", "x"))),
+        ("\n\nHuman: a\nAssistant: b\n\nAssistant: c", output(("H", "a\nAssistant: b"), ("A", "c"))),
+        ("\n\nHuman: a\n\nAssistant: Human: b", output(("H", "a"), ("A", "Human: b"))),
+        ("\n\nHuman: a\n\nhuman: b", output(("H", "a\n\nhuman: b"))),
         # turns are kept as they stand: blank ones, and those of one role that follow one another
-        ("\n\nHuman: a\n\nAssistant: \n\nAssistant: b", said(("H", "a"), ("A", ""), ("A", "b"))),
-        ("\n\nHuman:\n\nAssistant:", said(("H", ""), ("A", ""))),
+        ("\n\nHuman: a\n\nAssistant: \n\nAssistant: b", output(("H", "a"), ("A", ""), ("A", "b"))),
+        ("\n\nHuman:\n\nAssistant:", output(("H", ""), ("A", ""))),
     ],
 )
 def test_parse_turns(text: str, turns: tuple[Message, ...]) -> None:
@@ -254,11 +254,11 @@ def test_parse_turns(text: str, turns: tuple[Message, ...]) -> None:
 
 
 def test_turns_of_one_role_become_one_message() -> None:
-    turns = said(("H", "a"), ("H", "b"), ("A", "c"), ("A", ""), ("A", "d"), ("H", "e"))
-    assert merge_turns(turns) == said(("H", "a\n\nb"), ("A", "c\n\nd"), ("H", "e"))
-    assert merge_turns(said(("H", ""), ("H", "a"))) == said(("H", "a"))
+    turns = output(("H", "a"), ("H", "b"), ("A", "c"), ("A", ""), ("A", "d"), ("H", "e"))
+    assert merge_turns(turns) == output(("H", "a\n\nb"), ("A", "c\n\nd"), ("H", "e"))
+    assert merge_turns(output(("H", ""), ("H", "a"))) == output(("H", "a"))
     with pytest.raises(Dropped, match=r"^a blank turn$"):
-        merge_turns(said(("H", "a"), ("A", ""), ("A", ""), ("H", "b")))
+        merge_turns(output(("H", "a"), ("A", ""), ("A", ""), ("H", "b")))
 
 
 @pytest.mark.parametrize(

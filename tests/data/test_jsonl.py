@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import write_rows
+from sample_rows import write_rows
 
 from posttrain.cli import main
 from posttrain.data.jsonl import jsonl
-from posttrain.errors import DataError, UnknownWord, UsageError
+from posttrain.errors import DataError, UnknownComponent, UsageError
 from posttrain.types import Call, Message, Turn
 
 
@@ -58,7 +58,7 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
     assert (plain.grader, plain.meta) == ("numeric", carried)
     (fewer,) = jsonl(path=path, split="all", ignore_keys=["noise", "choices"]).examples
     assert fewer.meta == {"subject": "sums"}
-    with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
+    with pytest.raises(UnknownComponent, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
         jsonl(path=path, grader="exct")
 
 
@@ -121,14 +121,16 @@ def test_only_correct_responses(tmp_path: Path) -> None:
         (["3n - 1"], "math", "1 of 1"),
     ],
 )
-def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: list[Any], grader: str, why: str) -> None:
+def test_grader_follows_the_gold_answers_and_states_why(
+    tmp_path: Path, golds: list[Any], grader: str, why: str
+) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
     task = jsonl(path=path, split="all")
     assert {example.grader for example in task.examples} == {grader}
-    (line,) = task.notices
+    (line,) = task.warnings
     assert line.startswith(f"task.grader: {grader}, because")
     assert re.search(why, line)
-    assert jsonl(path=path, split="all", grader="exact").notices == ()
+    assert jsonl(path=path, split="all", grader="exact").warnings == ()
 
 
 def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
@@ -141,24 +143,24 @@ def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path:
 
 # --- conversations with tools ---
 
-ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 20 plus 22?"}]
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 20 plus 22?"}]
 ANSWER = {"role": "assistant", "content": "It is 42."}
 
 
 def calling(*expressions: str, content: str | None = None, as_text: bool = True) -> dict[str, Any]:
-    stated = [{"expression": one} for one in expressions]
+    given_arguments = [{"expression": one} for one in expressions]
     calls = [
         {
             "id": "c",
             "type": "function",
             "function": {"name": "calculator", "arguments": json.dumps(a) if as_text else a},
         }
-        for a in stated
+        for a in given_arguments
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def told(content: str) -> dict[str, Any]:
+def output(content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "c", "content": content}
 
 
@@ -172,12 +174,12 @@ def read_messages(path: Path, *messages: dict[str, Any], **fields: Any) -> Any:
 def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
     example = read_messages(
         tmp_path,
-        *ASKED,
+        *QUESTION,
         calling("20 + 2", "2 + 20", content="Two ways.", as_text=as_text),
-        told("22"),
-        told("22"),
+        output("22"),
+        output("22"),
         calling("22 + 20", as_text=as_text),
-        told("42"),
+        output("42"),
         ANSWER,
         answer="42",
     )
@@ -194,29 +196,40 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        ([*ASKED, calling("1"), ANSWER], "message 4: a call has no result; a message of the role tool follows"),
-        ([*ASKED, told("1"), ANSWER], "message 3: a result of a tool that was not called"),
-        ([*ASKED, calling("1"), told("1"), told("2"), ANSWER], "message 5: a result of a tool that was not called"),
-        ([*ASKED, calling("1"), told("1")], "the key 'answer' is missing"),  # with one it is a prompt
-        ([*ASKED, calling("1"), told("1"), ASKED[1], calling("1"), told("1"), ANSWER], "message 5: a message amid"),
-        ([calling("1"), told("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
+        ([*QUESTION, calling("1"), ANSWER], "message 4: a call has no result; a message of the role tool follows"),
+        ([*QUESTION, output("1"), ANSWER], "message 3: a result of a tool that was not called"),
         (
-            [*ASKED, {**calling("1"), "tool_calls": "calculator"}, told("1"), ANSWER],
+            [*QUESTION, calling("1"), output("1"), output("2"), ANSWER],
+            "message 5: a result of a tool that was not called",
+        ),
+        ([*QUESTION, calling("1"), output("1")], "the key 'answer' is missing"),  # with one it is a prompt
+        (
+            [*QUESTION, calling("1"), output("1"), QUESTION[1], calling("1"), output("1"), ANSWER],
+            "message 5: a message amid",
+        ),
+        ([calling("1"), output("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
+        (
+            [*QUESTION, {**calling("1"), "tool_calls": "calculator"}, output("1"), ANSWER],
             "message 3: 'tool_calls' is a list",
         ),
-        ([*ASKED, calling("\ud800"), told("1"), ANSWER], "tool_calls 1 arguments' holds half of a surrogate pair"),
-        ([*ASKED, calling(float("nan")), told("1"), ANSWER], "a number that JSON has not"),  # type: ignore[arg-type]
+        ([*QUESTION, calling("\ud800"), output("1"), ANSWER], "tool_calls 1 arguments' holds half of a surrogate pair"),
+        ([*QUESTION, calling(float("nan")), output("1"), ANSWER], "a number that JSON has not"),  # type: ignore[arg-type]
         (
-            [*ASKED, {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, told("1"), ANSWER],
+            [
+                *QUESTION,
+                {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                output("1"),
+                ANSWER,
+            ],
             "messages 3 tool_calls 1': a call is",
         ),
         (
-            [*ASKED, {**calling(), "tool_calls": [{"function": {}}]}, told("1"), ANSWER],
+            [*QUESTION, {**calling(), "tool_calls": [{"function": {}}]}, output("1"), ANSWER],
             "1 name' must be text",
         ),
-        ([*ASKED, {**calling(), "tool_calls": [None]}, told("1"), ANSWER], "1 name' must be text"),
-        ([*ASKED, calling("1", content=3), told("1"), ANSWER], "messages 3 content' must be text"),  # type: ignore[arg-type]
-        ([*ASKED, None, calling("1"), told("1"), ANSWER], "message 3: needs the keys"),
+        ([*QUESTION, {**calling(), "tool_calls": [None]}, output("1"), ANSWER], "1 name' must be text"),
+        ([*QUESTION, calling("1", content=3), output("1"), ANSWER], "messages 3 content' must be text"),  # type: ignore[arg-type]
+        ([*QUESTION, None, calling("1"), output("1"), ANSWER], "message 3: needs the keys"),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], what: str) -> None:
@@ -227,5 +240,5 @@ def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], w
 
 
 def test_a_null_instead_of_calls_is_none(tmp_path: Path) -> None:
-    example = read_messages(tmp_path, *ASKED, {**ANSWER, "tool_calls": None}, answer="42")
+    example = read_messages(tmp_path, *QUESTION, {**ANSWER, "tool_calls": None}, answer="42")
     assert (example.turns, example.demonstration) == ((), "It is 42.")

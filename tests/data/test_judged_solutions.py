@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from given_rows import needs_data, real_file, write_rows
+from sample_rows import needs_data, real_file, write_rows
 
 from posttrain.data.steps import judged_solutions
 from posttrain.errors import DataError

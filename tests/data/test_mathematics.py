@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import fake_datasets, needs_data, real_file, write_rows
+from sample_rows import fake_datasets, needs_data, real_file, write_rows
 
 from posttrain.data.base import Task, build_task
 from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed, parse_quantity, same_answer
 from posttrain.graders.grading import Submission, grade
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
 
 SUITES = ("math500", "aime24", "aime25", "amc", "minerva_math", "olympiad_bench")
@@ -29,14 +29,14 @@ SOLUTION = "First $\\boxed{1}$, no: it is $\\boxed{\\left\\{\\frac{1}{2}, 3\\rig
 
 def read(name: str, folder: Path, *rows: dict[str, Any], **options: Any) -> Task:
     path = write_rows(folder / "x.jsonl", rows)
-    return build_task(Word(name=name, path=path, **({"split": "test"} | options)))
+    return build_task(Component(name=name, path=path, **({"split": "test"} | options)))
 
 
 def test_gsm8k_row_gives_solution_without_notes_and_result(tmp_path: Path) -> None:
     task = read("gsm8k", tmp_path, GSM8K)
     solution = "He has 48/2 = 24.\nThat is 1,024+24=1,048."
-    asked = (Message("user", "How many?"),)
-    assert list(task.examples) == [Example("gsm8k/test/1", asked, answer="1,048", solution=solution)]
+    request = (Message("user", "How many?"),)
+    assert list(task.examples) == [Example("gsm8k/test/1", request, answer="1,048", solution=solution)]
     assert (task.name, task.split, task.dropped) == ("gsm8k", "test", {})
     rows = [{"question": "q", "answer": "2+2=<<2+2=4>>4", "final_answer": 4}, {"question": "q", "answer": "#### 5"}]
     first, second = read("gsm8k", tmp_path, *rows).examples
@@ -59,7 +59,7 @@ def test_math_answer_is_the_last_box_or_its_own(tmp_path: Path) -> None:
     assert [e.meta for e in examples] == subjects
 
 
-def test_math_several_boxes_are_the_answer_and_each_is_right_where_one_is_asked_for(tmp_path: Path) -> None:
+def test_math_several_boxes_are_the_answer_and_each_is_right_where_one_is_requested(tmp_path: Path) -> None:
     both = "so $x = \\boxed{-2}$ or $x = \\boxed{1}.$"
     rows = [
         {"problem": "Find all.", "solution": both, "answer": "1"},
@@ -157,13 +157,13 @@ def test_bad_rows_are_refused_with_line_and_key(tmp_path: Path, task: str, row: 
 
 def test_hub_names_and_splits_are_those_of_each_set(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"problem": "p", "answer": "#### 1", "question": "q", "Body": "b", "Question": "q", "Answer": 1}
-    asked = fake_datasets(monkeypatch, lambda: [row, row | {"question": "other"}])
-    sizes = [len(build_task(Word(name="gsm8k", split=s)).examples) for s in ("train", "validation", "test")]
+    request = fake_datasets(monkeypatch, lambda: [row, row | {"question": "other"}])
+    sizes = [len(build_task(Component(name="gsm8k", split=s)).examples) for s in ("train", "validation", "test")]
     assert sizes == [1, 1, 2]
     for name in SUITES:
-        assert len(build_task(Word(name=name)).examples) == 2
-    assert build_task(Word(name="amc", path="hf:math-ai/amc23@test")).examples[0].answer == "#### 1"
-    assert asked == [
+        assert len(build_task(Component(name=name)).examples) == 2
+    assert build_task(Component(name="amc", path="hf:math-ai/amc23@test")).examples[0].answer == "#### 1"
+    assert request == [
         *(("openai/gsm8k", "main", split) for split in ("train", "train", "test")),
         ("HuggingFaceH4/MATH-500", None, "test"),
         ("HuggingFaceH4/aime_2024", None, "train"),
@@ -178,8 +178,8 @@ def test_hub_names_and_splits_are_those_of_each_set(monkeypatch: pytest.MonkeyPa
 @needs_data
 def test_gsm8k_real_rows_have_the_published_results() -> None:
     train, test = real_file("gsm8k/gsm8k_train"), real_file("gsm8k/gsm8k_test")
-    words = [Word(name="gsm8k", path=train, split=split) for split in ("train", "validation")]
-    tasks = [build_task(word) for word in (*words, Word(name="gsm8k", path=test, split="test"))]
+    words = [Component(name="gsm8k", path=train, split=split) for split in ("train", "validation")]
+    tasks = [build_task(word) for word in (*words, Component(name="gsm8k", path=test, split="test"))]
     assert [len(task.examples) for task in tasks] == [7119, 354, 1019]
     assert len({e.messages for task in tasks for e in task.examples}) == 7473 + 1019
     with gzip.open(test, "rt", encoding="utf-8") as stream:
@@ -193,19 +193,19 @@ def test_gsm8k_real_rows_have_the_published_results() -> None:
 @pytest.mark.parametrize(("name", "size", "dropped"), [("math_train", 7466, 2), ("math_test", 4700, 0)])
 def test_math_real_rows_have_their_boxes_as_answers(name: str, size: int, dropped: int) -> None:
     path = real_file(f"math/{name}")
-    task = build_task(Word(name="math", split="test", path=path))
+    task = build_task(Component(name="math", split="test", path=path))
     assert (len(task.examples), sum(task.dropped.values())) == (size, dropped)
     for example in task.examples:
         box = last_boxed(example.solution or f"\\boxed{{{example.answer}}}") or "no box"
         assert same_answer(example.answer or "", box) or (example.answer or "").endswith(f", {box}")
-    splits = [build_task(Word(name="math", split=split, path=path)).examples for split in ("train", "validation")]
+    splits = [build_task(Component(name="math", split=split, path=path)).examples for split in ("train", "validation")]
     assert sum(map(len, splits)) == size
 
 
 @needs_data
 @pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_math_official_solutions_are_right_against_their_own_gold(step: int) -> None:
-    examples = build_task(Word(name="math", split="test", path=real_file("math/math_test"))).examples[::step]
+    examples = build_task(Component(name="math", split="test", path=real_file("math/math_test"))).examples[::step]
     submissions = [Submission(e.solution or "", last_boxed(e.solution or ""), e.answer, e.meta) for e in examples]
     assert {verdict.outcome for verdict in grade("any_answer", submissions)} == {"right"}
 
@@ -214,7 +214,9 @@ def test_math_official_solutions_are_right_against_their_own_gold(step: int) -> 
 def test_suites_real_rows_are_read_whole() -> None:
     files = {"math500": "math/math500", "minerva_math": "math_evals/minerva"}
     names = ("math500", "aime24", "amc", "minerva_math", "olympiad_bench")
-    tasks = {name: build_task(Word(name=name, path=real_file(files.get(name, f"math_evals/{name}")))) for name in names}
+    tasks = {
+        name: build_task(Component(name=name, path=real_file(files.get(name, f"math_evals/{name}")))) for name in names
+    }
     assert [len(task.examples) for task in tasks.values()] == [500, 30, 83, 272, 675]
     assert all(not task.dropped for task in tasks.values())
     graders = {name: dict(Counter(e.grader for e in task.examples)) for name, task in tasks.items()}

@@ -16,7 +16,7 @@ from posttrain.data.mixture import next_turn, take_turns
 from posttrain.errors import DataError, UsageError
 from posttrain.evaluation.items import break_down, summarize
 from posttrain.recipes.recipe import load_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
 from posttrain.untrusted import declare_code
 
@@ -25,7 +25,7 @@ HARD: dict[str, Any] = {"name": "stories", "min_steps": 2, "size": 60}
 
 
 def mix(*parts: dict[str, Any]) -> Task:
-    return build_task(Word(name="mixture", parts=list(parts)))
+    return build_task(Component(name="mixture", parts=list(parts)))
 
 
 def names_of(task: Task) -> list[str]:
@@ -68,7 +68,7 @@ def test_examples_are_those_of_the_parts_and_say_whose_they_are() -> None:
     assert names_of(task).count("easy") == 30
     assert len(task.examples) == 90
     own = [example for example in task.examples if example.meta["part"] == "easy"]
-    for example, alone in zip(own, build_task(Word(**EASY)).examples, strict=True):
+    for example, alone in zip(own, build_task(Component(**EASY)).examples, strict=True):
         assert example.id == f"easy/{alone.id}"
         assert (example.messages, example.answer, example.grader) == (alone.messages, alone.answer, alone.grader)
         assert example.meta == {"part": "easy", **alone.meta}
@@ -84,22 +84,22 @@ def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
         {"task": {"name": "jsonl", "path": str(file), "size": 50}, "name": "rows"},
         {"task": {"name": "stories", "size": 200}, "weight": 3},
     ]
-    word = Word(name="mixture", parts=parts)
+    word = Component(name="mixture", parts=parts)
     trained, held_out = build_task(word), build_task(held_out_task(word))
     assert names_of(trained).count("rows") == 50
     assert held_out.split == "validation"
-    num_rows = len(build_task(Word(name="jsonl", path=str(file), split="validation")).examples)
+    num_rows = len(build_task(Component(name="jsonl", path=str(file), split="validation")).examples)
     assert names_of(held_out).count("rows") == num_rows > 5
     assert names_of(held_out)[:8].count("rows") == 2, "in turns by weight"
     questions = {e.messages for e in trained.examples if e.meta["part"] == "rows"}
     assert not questions & {e.messages for e in held_out.examples}
 
     recipe = load_recipe("tiny/grpo", [("task", json.dumps({"name": "mixture", "parts": parts}))]).resolve()
-    asked = choose_task(None, "runs/x", recipe)
-    splits = [part["task"]["split"] for part in asked.options["parts"]]
+    request = choose_task(None, "runs/x", recipe)
+    splits = [part["task"]["split"] for part in request.options["parts"]]
     assert splits == ["validation", "test"], "of a file that was trained on, the part that was held out"
-    assert build_task(choose_task(Word(name="", split="train"), "runs/x", recipe)).split == "train"
-    named = build_task(choose_task(Word(name="mixture", parts=[{"task": EASY}]), "tiny", None))
+    assert build_task(choose_task(Component(name="", split="train"), "runs/x", recipe)).split == "train"
+    named = build_task(choose_task(Component(name="mixture", parts=[{"task": EASY}]), "tiny", None))
     assert (named.split, len(named.examples)) == ("test", 30)
 
 
@@ -121,7 +121,7 @@ def no_examples() -> Task:
     return Task("none", "train", [])
 
 
-def test_tasks_of_ones_own_that_do_not_fit_are_told() -> None:
+def test_tasks_of_ones_own_that_do_not_fit_are_reported() -> None:
     declare_code(["test_mixture:with_a_part", "test_mixture:no_examples"])
     with pytest.raises(UsageError, match=r"task\.parts: rows of part 'with_a_part' have a key 'part'.*call that key"):
         names_of(mix({"task": EASY}, {"task": "test_mixture:with_a_part"}))
@@ -131,7 +131,7 @@ def test_tasks_of_ones_own_that_do_not_fit_are_told() -> None:
         mix({"task": EASY}, {"task": {"name": "jsonl", "path": "nowhere.jsonl"}, "name": "rows"})
 
 
-def test_accuracy_is_told_by_part_beside_the_whole() -> None:
+def test_accuracy_is_reported_by_part_next_to_the_whole() -> None:
     task = mix({"task": EASY, "name": "easy"}, {"task": HARD, "name": "hard"})
     items = [make_item(0, "r", part="easy"), make_item(1, "r", part="easy"), make_item(2, "w", part="easy")]
     items += [make_item(3, "w", part="hard"), make_item(4, "u", part="hard"), make_item(5, "", part="hard")]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import needs_data, real_file, write_rows
+from sample_rows import needs_data, real_file, write_rows
 
 from posttrain.data.verifiable.suites import mmlu
 from posttrain.errors import DataError

@@ -149,4 +149,4 @@ def test_parquet_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
     columns = {"messages": array([row["messages"]], list_(message))}
     parquet.write_table(table(columns, schema=schema([("messages", list_(message))])), tmp_path / "rows.parquet")
     (example,) = jsonl(path=str(tmp_path / "rows.parquet"), split="all").examples
-    assert example.conversation[1].calls[0].stated == '{"a": 1}'
+    assert example.conversation[1].calls[0].raw_arguments == '{"a": 1}'

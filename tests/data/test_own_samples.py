@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import write_rows
+from sample_rows import write_rows
 
 from posttrain.cli import main
 from posttrain.data.base import build_task
@@ -19,7 +19,7 @@ from posttrain.data.render.template import build_template
 from posttrain.data.steps import judged_solutions
 from posttrain.errors import DataError
 from posttrain.evaluation.items import Item, ItemSample, write_items
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.types import Message, Response
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -43,7 +43,7 @@ def items_file(folder: Path) -> str:
 
 
 def test_an_answer_is_read_back_with_the_tokens_that_were_sampled(tmp_path: Path, tokenizer) -> None:
-    template = build_template(Word(name="plain"))
+    template = build_template(Component(name="plain"))
     whole = tokenizer.encode("four")
     apart = [token for letter in "four" for token in tokenizer.encode(letter)]
     assert whole != apart
@@ -108,7 +108,7 @@ def test_items_without_a_pair_are_refused_with_the_reasons(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("samples", "says"),
+    ("samples", "message"),
     [
         ({"a": 1}, "'samples' must be the list of answers"),
         ([{"outcome": "right"}], "samples 1 has no 'text'"),
@@ -117,23 +117,23 @@ def test_items_without_a_pair_are_refused_with_the_reasons(tmp_path: Path) -> No
         ([{"text": "4", "outcome": ["right"]}], "samples 1: 'outcome' must be one of right, wrong"),
     ],
 )
-def test_other_items_are_refused_by_line(tmp_path: Path, samples: Any, says: str) -> None:
+def test_other_items_are_refused_by_line(tmp_path: Path, samples: Any, message: str) -> None:
     row = {"id": "a", "index": 0, "question": "q", "samples": samples}
     path = write_rows(tmp_path / "x.jsonl", [row])
     for read in (judged_solutions, preferences):
-        with pytest.raises(DataError, match=rf"x\.jsonl:1: {says}"):
+        with pytest.raises(DataError, match=rf"x\.jsonl:1: {message}"):
             read(path=path)
 
 
 def test_evaluate_then_train_with_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two commands of the recipe's comment, with the embedded model on one-step problems in GSM8K's layout."""
     monkeypatch.chdir(tmp_path)
-    stories = build_task(Word(name="stories", size=12, max_steps=1)).examples
+    stories = build_task(Component(name="stories", size=12, max_steps=1)).examples
     problems = [{"question": e.messages[0].content, "answer": f"{e.solution}\n#### {e.answer}"} for e in stories]
     write_rows(tmp_path / "problems.jsonl", problems)
-    asked = ["--task", "gsm8k", "--task.path", "problems.jsonl", "--task.split", "test", "--template", "plain"]
+    request = ["--task", "gsm8k", "--task.path", "problems.jsonl", "--task.split", "test", "--template", "plain"]
     drawn = ["--samples", "8", "--max-tokens", "24", "--quiet", "--out", "own"]
-    assert main(["evaluate", "tiny", *asked, *drawn]) == 0
+    assert main(["evaluate", "tiny", *request, *drawn]) == 0
     items = [json.loads(line) for line in (tmp_path / "own/items.jsonl").read_text().splitlines()]
     outcomes = [sample["outcome"] for item in items for sample in item["samples"] if sample["text"].strip()]
     assert {"right", "wrong"} <= set(outcomes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import needs_data, real_file, write_rows
+from sample_rows import needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.data.base import Task
@@ -22,11 +22,11 @@ Read = Callable[..., Task]
 def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
     """A conversation that the user begins."""
     roles = ("user", "assistant")
-    said = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    return [{"role": "system", "content": system}, *said] if system else said
+    output = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *output] if system else output
 
 
-def said(text: str) -> list[dict[str, str]]:
+def output(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
@@ -43,7 +43,7 @@ def read(tmp_path: Path) -> Read:
 PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
 JUDGED = {"prompt": "1+1?", "completion": "2", "label": True}
 STEPS = {"prompt": "1+1+1?", "completions": ["1+1=2.", "2+1=4."], "labels": [True, False]}
-ASKED = (Message("user", "1+1?"),)
+QUESTION = (Message("user", "1+1?"),)
 
 
 # --- pairs ---
@@ -51,7 +51,7 @@ ASKED = (Message("user", "1+1?"),)
 
 def test_a_pair_of_texts(read: Read) -> None:
     (example,) = read([PAIR]).examples
-    assert (example.id, example.messages) == ("preferences/all/1", ASKED)
+    assert (example.id, example.messages) == ("preferences/all/1", QUESTION)
     assert (example.answer, example.solution) == (None, None)
     assert example.responses == (Response("2", 1.0), Response("3", 0.0))
 
@@ -59,9 +59,9 @@ def test_a_pair_of_texts(read: Read) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": turns("1+1?"), "chosen": said("2"), "rejected": said("3")},
+        {"prompt": turns("1+1?"), "chosen": output("2"), "rejected": output("3")},
         {"prompt": turns("1+1?"), "chosen": "2", "rejected": "3"},
-        {"prompt": "1+1?", "chosen": said("2"), "rejected": said("3")},
+        {"prompt": "1+1?", "chosen": output("2"), "rejected": output("3")},
         {"chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3")},
         {"prompt": "1+1?", "chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3")},
         {"prompt": None, "chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3"), "source": "x"},
@@ -69,15 +69,15 @@ def test_a_pair_of_texts(read: Read) -> None:
 )
 def test_the_same_pair_in_every_form(read: Read, row: dict[str, Any]) -> None:
     (example,) = read([row]).examples
-    assert example.messages == ASKED
+    assert example.messages == QUESTION
     assert [(r.text, r.score) for r in example.responses] == [("2", 1.0), ("3", 0.0)]
 
 
 def test_longer_conversations_share_all_turns_but_the_last(read: Read) -> None:
     shared = turns("Hi", "Hello.", "1+1?", system="Be brief.")
     rows = [
-        {"chosen": [*shared, *said("2")], "rejected": [*shared, *said("3")]},
-        {"prompt": "Hi", "chosen": [*shared, *said("2")], "rejected": [*shared, *said("3")]},  # its first turn
+        {"chosen": [*shared, *output("2")], "rejected": [*shared, *output("3")]},
+        {"prompt": "Hi", "chosen": [*shared, *output("2")], "rejected": [*shared, *output("3")]},  # its first turn
         {"prompt": shared, "chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3")},  # more than they share
     ]
     expected = tuple(Message(m["role"], m["content"]) for m in shared)
@@ -127,12 +127,12 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
             PAIR | {"prompt": None},
             PAIR | {"prompt": []},
             {"chosen": "2", "rejected": "3"},
-            PAIR | {"chosen": said(""), "rejected": said("3")},
+            PAIR | {"chosen": output(""), "rejected": output("3")},
             JUDGED,
             {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "x", "c", "e")},
             {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b")},
             {"prompt": "q", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
-            {"chosen": said("2"), "rejected": said("3")},
+            {"chosen": output("2"), "rejected": output("3")},
         ]
     )
     assert len(task.examples) == 1
@@ -153,10 +153,10 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
     ("row", "message"),
     [
         (PAIR | {"chosen": 2}, "must both be text, or both lists"),
-        (PAIR | {"chosen": said("2")}, "must both be text, or both lists"),
+        (PAIR | {"chosen": output("2")}, "must both be text, or both lists"),
         (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
         ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
-        ({"chosen": turns("a", "b") + said("c"), "rejected": turns("a", "b") + said("d")}, "follow one another"),
+        ({"chosen": turns("a", "b") + output("c"), "rejected": turns("a", "b") + output("d")}, "follow one another"),
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
         (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
         (PAIR | {"score_chosen": 1, "score_rejected": float("nan")}, "'score_rejected' must be a finite number"),
@@ -169,8 +169,8 @@ def test_malformed_pairs_are_refused_with_their_line(read: Read, row: dict[str, 
 
 
 def sharegpt(*contents: str, system: str = "") -> list[dict[str, str]]:
-    said = [{"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)]
-    return [{"from": "system", "value": system}, *said] if system else said
+    output = [{"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)]
+    return [{"from": "system", "value": system}, *output] if system else output
 
 
 @pytest.mark.parametrize("form", ["message", "list", "text", "role and content"])
@@ -182,7 +182,7 @@ def test_sharegpt_pairs(read: Read, form: str) -> None:
     elif form == "text":
         answers = {"chosen": "2", "rejected": "3"}
     elif form == "role and content":
-        answers = {"chosen": said("2")[0], "rejected": said("3")[0]}
+        answers = {"chosen": output("2")[0], "rejected": output("3")[0]}
     (example,) = read([{"conversations": sharegpt("Hi", "Hello.", "1+1?", system="Be brief.")} | answers]).examples
     assert [(m.role, m.content) for m in example.messages] == [
         ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "1+1?"),
@@ -215,7 +215,7 @@ def test_judged_conversations(read: Read) -> None:
         {"messages": turns("Hi", "Hello.", "1+1?", "2"), "label": False},
         {"messages": sharegpt("1+1?", "2"), "label": True},
         {"messages": turns("1+1?"), "label": True},
-        {"messages": said("2"), "label": True},
+        {"messages": output("2"), "label": True},
         {"messages": turns("1+1?", ""), "label": True},
         {"messages": turns("1+1?", "2"), "label": None},
         {"messages": [], "label": True},
@@ -224,7 +224,7 @@ def test_judged_conversations(read: Read) -> None:
     first, second = task.examples
     assert [m.content for m in first.messages] == ["Hi", "Hello.", "1+1?"]
     assert (first.responses, second.responses) == ((Response("2", 0.0),), (Response("2", 1.0),))
-    assert second.messages == ASKED
+    assert second.messages == QUESTION
     assert task.dropped == {
         "'messages' does not end with the assistant's message, which 'label' would be about": 1,
         "'messages' holds nothing but the assistant's message": 1,
@@ -245,7 +245,7 @@ def test_a_rating_is_read_as_a_score(read: Read, key: str, answer: dict[str, Any
 
 def test_a_completion_may_be_the_conversation(read: Read) -> None:
     task = read([JUDGED | {"completion": turns("1+1?", "2")}, JUDGED | {"completion": turns("a", "b")}])
-    assert [(e.messages, e.responses) for e in task.examples] == [(ASKED, (Response("2", 1.0),))]
+    assert [(e.messages, e.responses) for e in task.examples] == [(QUESTION, (Response("2", 1.0),))]
     assert task.dropped == {"'prompt' is not what the conversations begin with": 1}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'completion' must end with the assistant's message"):
         read([JUDGED | {"completion": turns("a")}])
@@ -334,9 +334,9 @@ def test_the_first_row_tells_the_layout(read: Read, row: dict[str, Any], message
 def test_conversations_that_begin_alike_are_on_one_side(read: Read) -> None:
     rows = [{"messages": turns(f"{i % 60}?", *("a", "b") * (i // 60), "c"), "label": True} for i in range(180)]
     sides = [read(rows, split=split, validation_share=0.3).examples for split in ("train", "validation", "test")]
-    asked = [{example.messages[0] for example in side} for side in sides]
-    assert sum(map(len, asked)) == len(set.union(*asked)) == 60
-    assert [len(side) for side in sides] == [3 * len(side) for side in asked]
+    request = [{example.messages[0] for example in side} for side in sides]
+    assert sum(map(len, request)) == len(set.union(*request)) == 60
+    assert [len(side) for side in sides] == [3 * len(side) for side in request]
     entry = registry.find("task", "preferences")
     assert entry.traits["held_out"] == "validation"
     with pytest.raises(RecipeError, match=r"task\.path"):
@@ -394,7 +394,7 @@ def test_ultrafeedback_real_rows() -> None:
 
 
 def test_judged_answers_have_truth_values(read: Read) -> None:
-    rows = [JUDGED, JUDGED | {"label": 0}, JUDGED | {"label": 1}, JUDGED | {"completion": said("3"), "label": False}]
+    rows = [JUDGED, JUDGED | {"label": 0}, JUDGED | {"label": 1}, JUDGED | {"completion": output("3"), "label": False}]
     responses = [response for example in read(rows).examples for response in example.responses]
     assert responses == [Response("2", 1.0), Response("2", 0.0), Response("2", 1.0), Response("3", 0.0)]
     for label in ("yes", 2, 0.5, [1], -1):

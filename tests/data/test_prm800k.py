@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import fake_hub, needs_data, real_file, write_rows
+from sample_rows import fake_hub, needs_data, real_file, write_rows
 
 from posttrain.data.steps import prm800k
 from posttrain.errors import DataError, UsageError
@@ -53,7 +53,7 @@ def paths(example: Example) -> list[tuple[str, tuple[int | None, ...]]]:
     return [(response.text.replace("\n", " "), response.step_labels) for response in example.responses]
 
 
-def test_a_solution_and_the_candidates_beside_it(tmp_path: Path) -> None:
+def test_a_solution_and_the_candidates_next_to_it(tmp_path: Path) -> None:
     task = read(tmp_path, [TREE])
     (example,) = task.examples
     assert (example.id, example.messages) == ("prm800k/test/1", (Message("user", "What is 2 + 3 + 4?"),))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import needs_data, write_rows
+from sample_rows import needs_data, write_rows
 
 from posttrain.data.verifiable.suites import humaneval, mbpp
 from posttrain.errors import DataError
@@ -41,9 +41,9 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
 
 
 def outcomes(examples: Sequence[Example], texts: Sequence[str | None]) -> list[str]:
-    asked = [Submission(t or "", None, None, e.meta) for e, t in zip(examples, texts, strict=True)]
+    request = [Submission(t or "", None, None, e.meta) for e, t in zip(examples, texts, strict=True)]
     assert {example.grader for example in examples} == {"code_tests"}
-    return [one.outcome for one in grade("code_tests", asked, {"sandbox": KIND, "timeout_seconds": 60})]
+    return [one.outcome for one in grade("code_tests", request, {"sandbox": KIND, "timeout_seconds": 60})]
 
 
 def test_a_row_of_humaneval(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_row_of_mbpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "row", "said"),
+    ("read", "row", "message"),
     [
         (humaneval, HUMANEVAL | {"entry_point": "a b"}, "'entry_point' must be the name of a function; got 'a b'"),
         (humaneval, {"prompt": "x"}, "the key 'entry_point' is missing"),
@@ -88,10 +88,10 @@ def test_a_row_of_mbpp(tmp_path: Path) -> None:
         (mbpp, MBPP | {"code": None}, "'code' must be text"),
     ],
 )
-def test_rows_that_cannot_be_used(read: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used(read: Any, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as error:
         read(path=write(tmp_path, row))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from given_rows import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_rows import write_rows
 
 from posttrain import registry
 from posttrain.data.base import build_task, held_out_task
@@ -26,7 +26,7 @@ from posttrain.data.reading import Row
 from posttrain.data.verifiable.suites import gsm8k
 from posttrain.errors import DataError, DataNotThere, RecipeError
 from posttrain.evaluation.statistics import wilson_interval
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
 
 MAKERS = {"stories", "reasoning_gym", "episodes", "sums"}  # these make as many examples as ``size`` says
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> str:
     return write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(1000)])
 
 
-def test_every_task_says_how_many_examples() -> None:
+def test_every_task_states_how_many_examples() -> None:
     for name, entry in registry.entries("task").items():
         fields = entry.options_model.model_fields
         if name in MADE_OF_TASKS:
@@ -59,7 +59,7 @@ def test_size_is_a_function_of_the_seed_and_nests(path: str) -> None:
     assert len(set(first) & set(chosen(100, seed=1))) < 30, "about ten of a hundred"
     assert first != [f"jsonl/all/{n}" for n in range(1, 101)]
     with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
-        build_task(Word(name="jsonl", path=path, size=0))
+        build_task(Component(name="jsonl", path=path, size=0))
 
 
 def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> None:
@@ -67,13 +67,13 @@ def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> No
     few = jsonl(path=path, size=10)
     assert few.dropped == {"beyond task.size=10": len(whole.examples) - 10}
     assert jsonl(path=path, size=5000).examples == whole.examples
-    word = Word(name="jsonl", path=path, size=10, seed=3)
+    word = Component(name="jsonl", path=path, size=10, seed=3)
     held_out = build_task(held_out_task(word))
     assert held_out.examples == jsonl(path=path, split="validation").examples
     assert len(held_out.examples) > 10
     with pytest.raises(RecipeError, match="names no held-out split"):
-        held_out_task(Word(name="refusals"))
-    stories = held_out_task(Word(name="stories", size=64, seed=3))
+        held_out_task(Component(name="refusals"))
+    stories = held_out_task(Component(name="stories", size=64, seed=3))
     assert (stories.options["size"], stories.options["seed"]) == (64, 3), "a maker's size is what it makes"
 
 
@@ -82,7 +82,7 @@ MADE_OF_TASKS = {"mixture"}
 BUNDLED = {"refusals"}  # their prompts come with the package
 
 
-def test_every_task_says_where_its_rows_are_to_be_had() -> None:
+def test_every_task_states_where_its_rows_are_to_be_had() -> None:
     assert set(_places()) == set(registry.names("task")) - MAKERS - OWN_FILES - BUNDLED - MADE_OF_TASKS
     for name, place in _places().items():
         assert place.keys() <= {"files", "also", "url", "licence", "get"}, name
@@ -122,7 +122,7 @@ def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.M
     ):
         gsm8k(path=str(tmp_path / "nothere.jsonl"))
     with pytest.raises(DataNotThere, match=r"task.path: no file is named. .*simpleRL-reason .*\(licence: MIT\)"):
-        build_task(Word(name="judged_solutions"))
+        build_task(Component(name="judged_solutions"))
     with pytest.raises(DataNotThere, match=r"no such file.*jsonl reads a file of yours: name it as task.path, or by"):
         jsonl(path=str(tmp_path / "nothere.jsonl"))
 
@@ -211,8 +211,8 @@ def test_choose_split_small_file_fills_three_parts(prompts: list[str], shares: t
     ]
     assert all(parts)
     assert sorted(e.id for part in parts for e in part) == sorted(e.id for e in examples)
-    asked = [{e.messages for e in part} for part in parts]
-    assert sum(map(len, asked)) == len(set.union(*asked))
+    request = [{e.messages for e in part} for part in parts]
+    assert sum(map(len, request)) == len(set.union(*request))
 
 
 def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -> None:
@@ -220,14 +220,14 @@ def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -
     path = write_rows(tmp_path / "x.jsonl", rows)
     few, many, train = (jsonl(path=path, split=split, grader="exact") for split in ("validation", "test", "train"))
     n = len(few.examples)
-    assert few.notices == (
+    assert few.warnings == (
         f"jsonl/validation: {n} of 1,000 rows, which split train leaves out; task.split all takes every row. A share "
         f"of so few has a 95 % interval of up to ±{98 / (n + 3.84) ** 0.5:.0f} points: raise task.validation_share",
     )
-    assert many.notices == (
+    assert many.warnings == (
         f"jsonl/test: {len(many.examples)} of 1,000 rows, which split train leaves out; task.split all takes every row",
     )
-    assert train.notices == ()
+    assert train.warnings == ()
     low, high = wilson_interval(n / 2, n)
     assert 50 * (high - low) == pytest.approx(98 / (n + 3.84) ** 0.5, rel=1e-3)
 
@@ -263,26 +263,29 @@ def test_nothing_held_out() -> None:
 
 
 def test_the_opening_is_all_up_to_the_first_user_message() -> None:
-    def asked(*turns: tuple[str, str]) -> Example:
+    def request(*turns: tuple[str, str]) -> Example:
         return Example("x", tuple(Message(role, content) for role, content in turns))
 
     system, first, answer, second = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")
-    alone = asked(first)
+    alone = request(first)
     assert (
         prompt_hash(alone, by_opening=True)
-        == prompt_hash(asked(first, answer, second), by_opening=True)
+        == prompt_hash(request(first, answer, second), by_opening=True)
         == prompt_hash(alone)
     )
-    assert prompt_hash(asked(system, first), by_opening=True) == prompt_hash(
-        asked(system, first, answer, second), by_opening=True
+    assert prompt_hash(request(system, first), by_opening=True) == prompt_hash(
+        request(system, first, answer, second), by_opening=True
     )
     assert (
         len(
-            {prompt_hash(asked(*turns), by_opening=True) for turns in ((first,), (system, first), (second,), (system,))}
+            {
+                prompt_hash(request(*turns), by_opening=True)
+                for turns in ((first,), (system, first), (second,), (system,))
+            }
         )
         == 4
     )
-    examples = [asked(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
+    examples = [request(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
     sides = [choose_split(examples, split, 0.2, "f", by_opening=True) for split in ("train", "validation")]
     openings = [{example.messages[0] for example in side} for side in sides]
     assert not openings[0] & openings[1]

@@ -104,9 +104,9 @@ def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_messages_of_sharegpt_and_single_messages() -> None:
-    said = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    message = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     row = Row(
-        "f", 1, {"list": said, "one": {"role": "user", "content": "q"}, "mixed": [{"role": "human", "content": "q"}]}
+        "f", 1, {"list": message, "one": {"role": "user", "content": "q"}, "mixed": [{"role": "human", "content": "q"}]}
     )
     assert read_messages(row, "list") == (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
     assert read_messages(row, "one") == (Message("user", "q"),)
@@ -120,10 +120,10 @@ def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     from huggingface_hub.errors import EntryNotFoundError
 
     (tmp_path / "part.jsonl").write_text(lines_of(ROWS), encoding="utf-8")
-    asked: list[tuple[str, str, str]] = []
+    request: list[tuple[str, str, str]] = []
 
     def hf_hub_download(repo_id: str, filename: str, repo_type: str) -> str:
-        asked.append((repo_id, filename, repo_type))
+        request.append((repo_id, filename, repo_type))
         if repo_id == "no/entry":
             raise EntryNotFoundError("404")
         if repo_id == "no/network":
@@ -135,7 +135,7 @@ def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [(row.place, row.line, row.data) for row in rows] == [
         ("hub:some/set/a/part.jsonl", line, data) for line, data in enumerate(ROWS, start=1)
     ]
-    assert asked == [("some/set", "a/part.jsonl", "dataset")]
+    assert request == [("some/set", "a/part.jsonl", "dataset")]
     for name in ("no/entry", "no/network"):
         with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*give a local file"):
             list(read_file(f"hf:{name}/x.jsonl"))
@@ -158,17 +158,17 @@ def test_a_data_set_by_its_hub_name_from_a_folder(tmp_path: Path, monkeypatch: p
         list(read_file(f"hf:{folder}@dev"))
 
 
-def test_streaming_reads_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streaming_reads_no_further_than_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    asked: list[dict[str, Any]] = []
+    request: list[dict[str, Any]] = []
 
     def load_dataset(name: str, config: str | None, **options: Any) -> Any:
-        asked.append({"name": name, "config": config, **options})
+        request.append({"name": name, "config": config, **options})
         return ({"a": str(read.append(i) or i)} for i in range(10**9))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert len(list(read_file("hf:big/set:en@train#4"))) == 4
-    assert asked == [{"name": "big/set", "config": "en", "split": "train", "streaming": True}]
+    assert request == [{"name": "big/set", "config": "en", "split": "train", "streaming": True}]
     assert read == [0, 1, 2, 3]
     for wrong in ("hf:", "hf:a@", "hf:a#0", "hf:a#many", "hf:a@b@c"):
         with pytest.raises(DataError, match="is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000"):

@@ -17,7 +17,7 @@ from posttrain.data.verifiable.reasoning_gym import (
     reasoning_gym,
     split_of,
 )
-from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
 
@@ -157,7 +157,7 @@ def types_of(value: Any) -> Any:
     [
         (
             {"dataset": "chain_sums"},
-            UnknownWord,
+            UnknownComponent,
             r"no data set named 'chain_sums'. Did you mean 'chain_sum'\? There are \d\d+",
         ),
         (

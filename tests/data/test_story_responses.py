@@ -49,7 +49,7 @@ TOGETHER = Story(  # 12; 5 more: 17; half of nothing; both together
 
 
 @pytest.mark.parametrize(
-    ("story", "step", "stated", "written"),
+    ("story", "step", "given_arguments", "written"),
     [
         (PURSE, 0, 14, "4 * 3 = 14. 20 - 14 = 6. 6 + 5 = 11."),
         (PURSE, 1, 7, "4 * 3 = 12. 20 - 12 = 7. 7 + 5 = 12."),
@@ -58,8 +58,8 @@ TOGETHER = Story(  # 12; 5 more: 17; half of nothing; both together
         (TOGETHER, 1, 21, "12 + 5 = 17. 17 + 3 = 21. 17 + 21 = 38."),
     ],
 )
-def test_a_slip_is_carried_on_by_hand(story: Story, step: int, stated: int, written: str) -> None:
-    working = carry_on(story, step, stated)
+def test_a_slip_is_carried_on_by_hand(story: Story, step: int, given_arguments: int, written: str) -> None:
+    working = carry_on(story, step, given_arguments)
     assert working is not None
     assert (working.written, working.wrong) == (written, step)
     assert working.answer == written.rstrip(".").split(" ")[-1]
@@ -70,18 +70,18 @@ def test_only_arithmetic_tells_a_pair_apart(options: dict[str, Any]) -> None:
     places: Counter[tuple[int, int]] = Counter()
     limit = options.get("max_value", 99)
     for example in stories(responses="pair", size=800, **options).examples:
-        right, wrong = example.responses
-        assert (right.score, wrong.score) == (1.0, 0.0)
-        assert right.text == example.solution
-        assert right.answer == example.answer != wrong.answer
-        good, bad = parse(right.text), parse(wrong.text)
+        correct, wrong = example.responses
+        assert (correct.score, wrong.score) == (1.0, 0.0)
+        assert correct.text == example.solution
+        assert correct.answer == example.answer != wrong.answer
+        good, bad = parse(correct.text), parse(wrong.text)
         assert first_wrong(good) == []
         slip = first_wrong(bad)
         assert len(slip) == 1, wrong.text  # one wrong result, and everything behind it follows
         assert good[: slip[0]] == bad[: slip[0]]
         assert [sign for _, sign, _, _ in good] == [sign for _, sign, _, _ in bad]
-        assert [len(word) for word in right.text.split()] == [len(word) for word in wrong.text.split()]
-        assert len(right.answer) == len(wrong.answer)
+        assert [len(word) for word in correct.text.split()] == [len(word) for word in wrong.text.split()]
+        assert len(correct.answer) == len(wrong.answer)
         assert all(0 <= number <= limit for a, _, b, c in bad for number in (a, b, c))
         assert wrong.answer == str(bad[-1][3])
         # operands are the story's own numbers, or stated results in place of the right ones
@@ -96,12 +96,12 @@ def test_only_arithmetic_tells_a_pair_apart(options: dict[str, Any]) -> None:
 
 def test_judged_and_steps_are_the_pair_in_random_order() -> None:
     pairs, judged, steps = (stories(responses=kind, size=400).examples for kind in ("pair", "judged", "steps"))
-    first_is_right = Counter()
+    first_is_correct = Counter()
     for pair, single, labelled in zip(pairs, judged, steps, strict=True):
         assert pair.messages == single.messages == labelled.messages
         assert sorted(pair.responses, key=lambda r: r.score) == sorted(single.responses, key=lambda r: r.score)
         assert [f" {r.text}" for r in single.responses] == [r.text for r in labelled.responses]
-        first_is_right[single.responses[0].score] += 1
+        first_is_correct[single.responses[0].score] += 1
         for response in labelled.responses:
             assert response.text == "".join(response.steps)
             assert all(step.startswith(" ") and step.endswith(".") for step in response.steps)
@@ -109,7 +109,7 @@ def test_judged_and_steps_are_the_pair_in_random_order() -> None:
             k = wrong[0] if wrong else len(response.steps)
             assert response.step_labels == (1,) * k + (0,) * (len(response.steps) - k)
             assert response.score == float(not wrong)
-    assert abs(first_is_right[1.0] - 200) < 50  # five standard deviations
+    assert abs(first_is_correct[1.0] - 200) < 50  # five standard deviations
 
 
 def test_responses_are_a_function_of_seed_split_and_index() -> None:

@@ -47,7 +47,7 @@ def test_a_share_of_the_demonstrations_calls_whatever_the_numbers() -> None:
     for example in called:
         (turn,), (call,) = example.turns, example.turns[0].calls
         assert (turn.text, call.tool, call.result, call.outcome) == ("", "calculator", example.answer, "ok")
-        assert f"What is {json.loads(call.stated)['expression']}?" == example.messages[0].content
+        assert f"What is {json.loads(call.raw_arguments)['expression']}?" == example.messages[0].content
         assert example.solution is None
     plain = [e.messages for e in sums(size=1000).examples]
     assert [e.messages for e in examples] == plain, "who calls does not change what is asked"
@@ -65,5 +65,5 @@ def test_an_evaluation_tells_what_share_was_computed_by_a_tool() -> None:
         parts = [{"correct": 1.0} | ({} if number is None else {"tool_calls": number}) for number in calls]
         return SimpleNamespace(id="sums/test/0", meta={}, samples=[SimpleNamespace(parts=one) for one in parts])
 
-    told = sums(split="test").shares([item(0.0, 2.0, 1.0, 0.0), item(1.0), item(None), item()])
-    assert told == {"called": [0.5, 1.0]}
+    output = sums(split="test").shares([item(0.0, 2.0, 1.0, 0.0), item(1.0), item(None), item()])
+    assert output == {"called": [0.5, 1.0]}

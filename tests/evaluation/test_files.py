@@ -41,7 +41,7 @@ def test_a_finished_evaluation_leaves_three_files(tmp_path: Path) -> None:
     assert (finished.label, finished.kinds, finished.timing) == ("tiny", {"level": {}}, {"generate_seconds": 0.5})
 
 
-def test_a_cell_counts_as_finished_with_the_same_settings_alone(tmp_path: Path) -> None:
+def test_a_trial_counts_as_finished_with_the_same_settings_alone(tmp_path: Path) -> None:
     assert finished_before(tmp_path, SETTINGS) is None
     (tmp_path / "results.json").write_text(
         '{"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {"samples": 2, "model": "tiny", "ks": [1, 2]}}'
@@ -89,7 +89,7 @@ def test_what_is_replaced_is_named(tmp_path: Path) -> None:
     assert settings_replaced(tmp_path, SETTINGS) == []
 
 
-def test_an_evaluation_that_was_asked_otherwise_keeps_its_folder(tmp_path: Path) -> None:
+def test_files_other_settings_keep_their_folder(tmp_path: Path) -> None:
     wanted = tmp_path / "sums-test"
     own = SETTINGS | {"weights": "aa"}
     assert folder_of_its_own(wanted, {"": own}) == wanted

@@ -13,10 +13,10 @@ from posttrain.data.render import encode_prompt, stop_ids
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.evaluation.statistics import wilson_interval
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Sampling
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Sampler, build_grader
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Example, Message
 
 
@@ -33,7 +33,7 @@ def test_items_are_fixed_and_spread() -> None:
 @pytest.fixture(scope="module")
 def grader():
     template = registry.find("template", "r1_zero").bind({"preamble": ""})()
-    return build_grader([RewardWord(name="correct"), RewardWord(name="xml_format", weight=0.5)], template)
+    return build_grader([RewardComponent(name="correct"), RewardComponent(name="xml_format", weight=0.5)], template)
 
 
 GOOD = " so. </think> <answer> {} </answer>"
@@ -47,14 +47,14 @@ def make_task(size: int, long: tuple[int, ...] = (), worked=None) -> Task:
     return Task("sums", "test", examples, worked=worked)
 
 
-def ask(sampler: Sampler, asked: Questions, options: dict[str, Any]) -> Evaluation:
+def ask(sampler: Sampler, request: Questions, options: dict[str, Any]) -> Evaluation:
     """Evaluate with options of the sampler, of the questions, or of ``evaluate``."""
     options = dict(options)
-    sampler, asked = (
+    sampler, request = (
         replace(one, **{f.name: options.pop(f.name) for f in fields(one) if f.name in options})
-        for one in (sampler, asked)
+        for one in (sampler, request)
     )
-    return evaluate(sampler, asked, **options)
+    return evaluate(sampler, request, **options)
 
 
 def measure(tokenizer, grader, task: Task, answers: dict[int, str], n: int = 100, **options):
@@ -63,7 +63,7 @@ def measure(tokenizer, grader, task: Task, answers: dict[int, str], n: int = 100
     for i, item in enumerate(task.examples):
         ids = tokenizer.encode(answers.get(i, GOOD.format(i + 1)))
         scripts[tuple(encode_prompt(tokenizer, grader.template, item.messages))] = [[*ids, tokenizer.eos_token_id]]
-    engine = ScriptedEngine(scripts, logprob=-1.0)
+    engine = FakeEngine(scripts, logprob=-1.0)
     sampling = Sampling(max_tokens=40, temperature=0.0, stop_ids=stop_ids(tokenizer, grader.template))
     return ask(Sampler(engine, tokenizer, grader, 128), Questions(task, sampling, n, step=3), options), engine
 
@@ -110,7 +110,7 @@ def test_an_empty_task_is_refused(tokenizer, grader) -> None:
 def drawn(tokenizer, grader, task: Task, choices: list[str], **options):
     """Evaluate an engine that draws every answer out of ``choices`` by its key."""
     ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in choices]
-    engine = ScriptedEngine(ids, logprob=-1.0)
+    engine = FakeEngine(ids, logprob=-1.0)
     sampling = Sampling(max_tokens=40, stop_ids=stop_ids(tokenizer, grader.template))
     return ask(Sampler(engine, tokenizer, grader, 128), Questions(task, sampling, 100), options), engine
 
@@ -118,7 +118,7 @@ def drawn(tokenizer, grader, task: Task, choices: list[str], **options):
 CHOICES = [GOOD.format(i) for i in (1, 2, 3)]
 
 
-def test_answers_do_not_depend_on_batches_nor_on_what_else_is_asked(tokenizer, grader) -> None:
+def test_answers_do_not_depend_on_batches_nor_on_what_else_is_requested(tokenizer, grader) -> None:
     task = make_task(7)
     whole, engine = drawn(tokenizer, grader, task, CHOICES, samples=3)
     assert len(engine.calls) == 1
@@ -136,37 +136,37 @@ def test_answers_do_not_depend_on_batches_nor_on_what_else_is_asked(tokenizer, g
     assert [[s.text for s in item.samples] for item in fewer.items] == [row[:2] for row in texts]
 
 
-def test_batches_are_told_as_they_come(tokenizer, grader) -> None:
-    told = []
+def test_batches_are_reported_as_they_come(tokenizer, grader) -> None:
+    output = []
     task = make_task(5, long=(4,))
-    evaluation, _ = drawn(tokenizer, grader, task, CHOICES, batch=2, observe=told.append)
+    evaluation, _ = drawn(tokenizer, grader, task, CHOICES, batch=2, observe=output.append)
     assert len(evaluation.rollouts) == 4
-    assert [(a.phase, a.num_done, a.num_items) for a in told] == [("sampling", 3, 5), ("sampling", 5, 5)]
-    assert told[-1].num_right == sum(item.share for item in evaluation.items)
-    assert told[-1].num_tokens == sum(s.num_tokens for item in evaluation.items for s in item.samples)
+    assert [(a.phase, a.num_done, a.num_items) for a in output] == [("sampling", 3, 5), ("sampling", 5, 5)]
+    assert output[-1].num_correct == sum(item.share for item in evaluation.items)
+    assert output[-1].num_tokens == sum(s.num_tokens for item in evaluation.items for s in item.samples)
 
 
 class LengthScorer:
     """Longer is better; texts with a 3 cannot be scored."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.request: list[tuple[str, str]] = []
 
     def score(self, examples, texts, finishes):
-        self.asked += [(example.id, text) for example, text in zip(examples, texts, strict=True)]
+        self.request += [(example.id, text) for example, text in zip(examples, texts, strict=True)]
         return [None if "3" in text else float(len(text)) for text in texts]
 
 
-def test_a_scorer_is_asked_about_every_answer(tokenizer, grader) -> None:
+def test_a_scorer_is_queried_about_every_answer(tokenizer, grader) -> None:
     scorer = LengthScorer()
     evaluation, _ = drawn(
         tokenizer, grader, make_task(4, long=(1,)), [*CHOICES, "x"], samples=3, ks=(1, 3), scorer=scorer, batch=3
     )
-    assert scorer.asked == [(item.id, s.text) for item in evaluation.items for s in item.samples]
+    assert scorer.request == [(item.id, s.text) for item in evaluation.items for s in item.samples]
     for item in evaluation.items:
         for sample in item.samples:
             assert sample.score == (None if "3" in sample.text else float(len(sample.text)))
-    unscored = sum("3" in text for _, text in scorer.asked)
+    unscored = sum("3" in text for _, text in scorer.request)
     assert unscored > 0
     assert evaluation.results["unscored"] == unscored / 12
     assert {"best_of@1", "best_of@3", "best_of@3_low"} <= set(evaluation.results)

@@ -12,9 +12,9 @@ from made_up_items import make_item, make_sample
 from posttrain import registry
 from posttrain.errors import DataError
 from posttrain.evaluation.items import Item, digest_of, read_items, sample_of, write_items
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Sampler, build_grader
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Completion, Example, Message, Rollout
 
 
@@ -39,15 +39,15 @@ def make_rollout(text: str, ids: list[int], **changes) -> Rollout:
 @pytest.fixture
 def sampler(tokenizer) -> Sampler:
     template = registry.find("template", "r1_zero").bind({"preamble": ""})()
-    grader = build_grader([RewardWord(name="correct"), RewardWord(name="xml_format")], template)
-    return Sampler(ScriptedEngine([]), tokenizer, grader, 128)
+    grader = build_grader([RewardComponent(name="correct"), RewardComponent(name="xml_format")], template)
+    return Sampler(FakeEngine([]), tokenizer, grader, 128)
 
 
 def test_a_sample_keeps_text_verdict_and_length(sampler) -> None:
     ids = [*sampler.tokenizer.encode(" two </think> <answer> 2 </answer>"), sampler.tokenizer.eos_token_id]
     sample = sample_of(make_rollout("<think> two </think> <answer> 2 </answer>", ids), sampler)
     assert (sample.num_tokens, sample.finish, sample.reward, sample.in_format) == (len(ids), "stop", 1.25, True)
-    assert sample.is_right
+    assert sample.is_correct
     assert (sample.transcript, sample.response_ids) == (None, None)
     assert not sample_of(make_rollout("x", ids, parts={"xml_format": 0.0}), sampler).in_format
     assert sample_of(make_rollout("x", ids, parts={"correct": 1.0}), sampler).in_format is None
@@ -106,7 +106,7 @@ def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> No
         read_items(path)
 
 
-def test_a_digest_follows_what_is_asked_and_what_is_right() -> None:
+def test_a_digest_follows_what_is_requested_and_what_is_right() -> None:
     example = Example("made/0", (Message("user", "1 + 1?"),), "2", meta={"tags": frozenset("abc"), "level": 1})
     changed = [
         replace(example, messages=(Message("user", "1 + 2?"),)),

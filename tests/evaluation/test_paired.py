@@ -79,7 +79,7 @@ def test_other_items_are_refused() -> None:
         pair_items(make_items(["r"]), changed)
 
 
-def test_other_settings_are_refused_or_told() -> None:
+def test_other_settings_are_refused_or_reported() -> None:
     base = {"samples": 1, "max_tokens": 64, "temperature": 0.0, "template": {"name": "boxed"}, "model": "a", "seed": 0}
     with pytest.raises(UsageError, match=r"\(max_tokens: 64 and 32; temperature: 0\.0 and 1\.0\)"):
         settings_apart(base, base | {"max_tokens": 32, "temperature": 1.0})

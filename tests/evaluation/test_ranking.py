@@ -45,30 +45,30 @@ def test_the_area_by_hand() -> None:
 def test_the_area_is_the_pair_accuracy_over_all_pairs() -> None:
     rng = random.Random(1)
     for _ in range(30):
-        right, wrong = rough_scores(rng, rng.randint(1, 9)), rough_scores(rng, rng.randint(1, 9))
-        pairs = list(itertools.product(right, wrong))
-        assert area_under_curve(right, wrong) == statistics.fmean(pair_wins(*zip(*pairs, strict=True)))
-        assert area_under_curve(right, wrong) + area_under_curve(wrong, right) == pytest.approx(1.0, abs=1e-15)
-        assert area_under_curve(right, right) == 0.5
+        correct, wrong = rough_scores(rng, rng.randint(1, 9)), rough_scores(rng, rng.randint(1, 9))
+        pairs = list(itertools.product(correct, wrong))
+        assert area_under_curve(correct, wrong) == statistics.fmean(pair_wins(*zip(*pairs, strict=True)))
+        assert area_under_curve(correct, wrong) + area_under_curve(wrong, correct) == pytest.approx(1.0, abs=1e-15)
+        assert area_under_curve(correct, correct) == 0.5
 
 
 # --- best of n ---
 
 
-def brute_best(scores: Sequence[float], right: Sequence[float], k: int) -> float:
+def brute_best(scores: Sequence[float], correct: Sequence[float], k: int) -> float:
     """The mean over every subset of k, in each of which one of the best is drawn."""
     gained = []
     for subset in itertools.combinations(range(len(scores)), k):
         top = max(scores[i] for i in subset)
-        gained.append(statistics.fmean(right[i] for i in subset if scores[i] == top))
+        gained.append(statistics.fmean(correct[i] for i in subset if scores[i] == top))
     return statistics.fmean(gained)
 
 
 def test_best_of_n_by_hand() -> None:
-    scores, right = [3.0, 2.0, 1.0], [0.0, 1.0, 1.0]
-    assert best_of_n(scores, right, 1) == pytest.approx(2 / 3)
-    assert best_of_n(scores, right, 2) == pytest.approx(1 / 3)  # only the pair without the best one is right
-    assert best_of_n(scores, right, 3) == 0.0
+    scores, correct = [3.0, 2.0, 1.0], [0.0, 1.0, 1.0]
+    assert best_of_n(scores, correct, 1) == pytest.approx(2 / 3)
+    assert best_of_n(scores, correct, 2) == pytest.approx(1 / 3)  # only the pair without the best one is right
+    assert best_of_n(scores, correct, 3) == 0.0
     assert best_of_n([1.0, 1.0, 0.0], [1.0, 0.0, 1.0], 3) == 0.5
     assert best_of_n([-math.inf, -math.inf, 0.0], [1.0, 1.0, 0.0], 2) == pytest.approx(1 / 3)
     assert best_of_n([-math.inf, -math.inf], [1.0, 0.0], 2) == 0.5
@@ -78,19 +78,19 @@ def test_best_of_n_equals_the_mean_over_all_subsets() -> None:
     rng = random.Random(2)
     for _ in range(40):
         n = rng.randint(1, 8)
-        scores, right = rough_scores(rng, n), [float(rng.random() < 0.4) for _ in range(n)]
+        scores, correct = rough_scores(rng, n), [float(rng.random() < 0.4) for _ in range(n)]
         for k in range(1, n + 1):
-            assert best_of_n(scores, right, k) == pytest.approx(brute_best(scores, right, k), abs=1e-12)
+            assert best_of_n(scores, correct, k) == pytest.approx(brute_best(scores, correct, k), abs=1e-12)
 
 
 def test_best_of_many_neither_overflows_nor_depends_on_the_order() -> None:
     rng = random.Random(3)
-    scores, right = rough_scores(rng, 2000), [float(rng.random() < 0.4) for _ in range(2000)]
+    scores, correct = rough_scores(rng, 2000), [float(rng.random() < 0.4) for _ in range(2000)]
     order = rng.sample(range(2000), 2000)
-    found = best_of_n(scores, right, 1000)
-    top = [r for s, r in zip(scores, right, strict=True) if s == 4.0]
+    found = best_of_n(scores, correct, 1000)
+    top = [r for s, r in zip(scores, correct, strict=True) if s == 4.0]
     assert found == pytest.approx(statistics.fmean(top))  # some top answer is in every half
-    assert best_of_n([scores[i] for i in order], [right[i] for i in order], 1000) == pytest.approx(found, abs=1e-12)
+    assert best_of_n([scores[i] for i in order], [correct[i] for i in order], 1000) == pytest.approx(found, abs=1e-12)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -85,11 +85,11 @@ def test_the_interval_covers_where_items_differ() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(n: int) -> None:
-    for right in range(n + 1):
-        samples = [True] * right + [False] * (n - right)
+    for correct in range(n + 1):
+        samples = [True] * correct + [False] * (n - correct)
         for k in range(1, n + 1):
             subsets = list(combinations(samples, k))
-            assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+            assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
 def all_resamples(a: list[float], b: list[float]) -> list[float]:
@@ -142,7 +142,7 @@ def test_no_difference_is_none() -> None:
         paired_bootstrap([], [])
 
 
-def test_the_p_of_the_bootstrap_is_small_as_often_as_it_says() -> None:
+def test_the_p_of_the_bootstrap_is_small_as_often_as_it_states() -> None:
     random = np.random.default_rng(2)
     ps = []
     for _ in range(400):

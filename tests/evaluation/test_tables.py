@@ -58,7 +58,7 @@ def test_what_a_reader_must_know() -> None:
     ]
 
 
-def test_each_limit_is_told_with_what_moves_it() -> None:
+def test_each_limit_is_reported_with_what_moves_it() -> None:
     played = RESULTS | {"truncated": 0.5, "out_of_turns": 0.25, "tool_failed": 0.125}
     assert notes_on([Row("m", None, "x/test", played)], {}) == [
         "x/test · m: 12.5% of the answers were cut off; --max-tokens lets them grow longer",

@@ -12,7 +12,7 @@ from posttrain.data.base import build_task
 from posttrain.evaluation.plan import count_trained
 from posttrain.evaluation.tables import Row, notes_on
 from posttrain.recipes.recipe import Recipe, validate_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.models import ModelSource
 
 
@@ -32,12 +32,12 @@ def run_on(task: dict[str, Any]) -> ModelSource:
 
 @pytest.mark.parametrize(("split", "expected"), [("test", 0), ("validation", 0), ("train", 50)])
 def test_count_trained_parts_of_one_file_share_no_row(file: dict[str, Any], split: str, expected: int) -> None:
-    task = build_task(Word(**file, split=split))
+    task = build_task(Component(**file, split=split))
     assert count_trained(run_on(file), task, 50) == {"trained_rows": min(expected, len(task.examples))}
 
 
 def test_count_trained_whole_file_counts_the_training_part(file: dict[str, Any]) -> None:
-    whole, trained = (build_task(Word(**file, split=split)) for split in ("all", "train"))
+    whole, trained = (build_task(Component(**file, split=split)) for split in ("all", "train"))
     found = count_trained(run_on(file), whole, 500)
     assert found == {"trained_rows": len(trained.examples)}
     row = Row("x", None, "jsonl/all", {"n": 200.0, "truncated": 0.0} | found)
@@ -47,7 +47,7 @@ def test_count_trained_whole_file_counts_the_training_part(file: dict[str, Any])
 
 
 def test_count_trained_nothing_to_compare_is_empty(file: dict[str, Any], tmp_path: Path) -> None:
-    task = build_task(Word(**file, split="all"))
+    task = build_task(Component(**file, split="all"))
     assert count_trained(ModelSource("tiny", "tiny", "tiny"), task, 500) == {}
     assert count_trained(run_on({"name": "sums", "size": 10}), task, 500) == {}
     source = run_on(file)
@@ -58,7 +58,7 @@ def test_count_trained_nothing_to_compare_is_empty(file: dict[str, Any], tmp_pat
 def test_count_trained_made_up_examples_are_compared_within_a_split() -> None:
     word = {"name": "sums", "size": 20, "seed": 3}
     source = run_on(word)
-    assert count_trained(source, build_task(Word(**word)), 10) == {"trained_rows": 10}
-    assert count_trained(source, build_task(Word(**word, split="test")), 10) == {}
+    assert count_trained(source, build_task(Component(**word)), 10) == {"trained_rows": 10}
+    assert count_trained(source, build_task(Component(**word, split="test")), 10) == {}
     mixture = {"name": "mixture", "parts": [{"task": word}, {"name": "more", "task": word | {"seed": 4}}]}
-    assert count_trained(run_on(mixture), build_task(Word.model_validate(mixture)), 40) == {"trained_rows": 40}
+    assert count_trained(run_on(mixture), build_task(Component.model_validate(mixture)), 40) == {"trained_rows": 40}

@@ -37,11 +37,11 @@ def test_other_answers_vote_apart(left: str, right: str) -> None:
 
 
 def test_majority_by_hand() -> None:
-    answers, right = ["7", "7.0", "8", None], [True, True, False, False]
-    assert majority_at_k(answers, right, 4) == 1.0
-    assert majority_at_k(answers, right, 1) == 0.5  # no answer votes for nothing
+    answers, correct = ["7", "7.0", "8", None], [True, True, False, False]
+    assert majority_at_k(answers, correct, 4) == 1.0
+    assert majority_at_k(answers, correct, 1) == 0.5  # no answer votes for nothing
     # pairs: 77 → 1, 78 → ½ twice, 7– → 1 twice, 8– → 0
-    assert majority_at_k(answers, right, 2) == pytest.approx((1 + 0.5 + 0.5 + 1 + 1 + 0) / 6)
+    assert majority_at_k(answers, correct, 2) == pytest.approx((1 + 0.5 + 0.5 + 1 + 1 + 0) / 6)
 
 
 def test_ties_are_shared() -> None:
@@ -55,13 +55,13 @@ def test_a_vote_that_was_graded_both_ways_is_worth_its_share() -> None:
     assert majority_at_k(["5", "5 kg", "6"], [True, False, False], 3) == 0.5
 
 
-def brute_force(answers: list[str | None], right: list[bool], k: int) -> float:
+def brute_force(answers: list[str | None], correct: list[bool], k: int) -> float:
     total = []
     for subset in combinations(range(len(answers)), k):
         counts = Counter(answers[i] for i in subset if answers[i] is not None)
         top = max(counts.values(), default=0)
         tied = [a for a, count in counts.items() if count == top]
-        worths = [[right[i] for i in range(len(answers)) if answers[i] == a] for a in tied]
+        worths = [[correct[i] for i in range(len(answers)) if answers[i] == a] for a in tied]
         total.append(sum(sum(w) / len(w) for w in worths) / len(worths) if worths else 0.0)
     return sum(total) / len(total)
 
@@ -71,6 +71,6 @@ def test_majority_is_the_mean_over_all_subsets() -> None:
     for _ in range(150):
         n = draw.randint(1, 8)
         answers = [draw.choice(["1", "2", "3", "4", None]) for _ in range(n)]
-        right = [a == "2" or (a == "3" and draw.random() < 0.5) for a in answers]
+        correct = [a == "2" or (a == "3" and draw.random() < 0.5) for a in answers]
         for k in range(1, n + 1):
-            assert majority_at_k(answers, right, k) == pytest.approx(brute_force(answers, right, k), abs=1e-12)
+            assert majority_at_k(answers, correct, k) == pytest.approx(brute_force(answers, correct, k), abs=1e-12)

@@ -12,17 +12,17 @@ from contextlib import nullcontext
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.evaluation.drift import answers_as_batch, kl_of_states
+from posttrain.evaluation.kl_from_initial import answers_as_batch, kl_of_states
 from posttrain.evaluation.statistics import item_interval
 from posttrain.evaluation.win_rate import (
-    Contest,
+    HeadToHeadItem,
     measure_kl,
     measure_wins,
     pair_up,
     summarize_kl,
 )
 from posttrain.models.forward.forward import Forward
-from posttrain.reports.evaluation import contest_table, write_contest_page
+from posttrain.reports.evaluation import head_to_head_table, write_head_to_head_page
 from posttrain.types import Completion, Example, Message, Rollout
 
 TEMPERATURE = 1.3
@@ -44,11 +44,13 @@ def by_text(rollouts: Sequence[Rollout]) -> list[float | None]:
 
 
 def test_wins_by_hand() -> None:
-    contests = [
-        Contest(0, (answer(0, "2"), answer(0, "1")), (answer(0, "1"), answer(0, "0"))),
-        Contest(3, (answer(3, "0 long long"), answer(3, "4 much longer still")), (answer(3, "3"), answer(3, "none"))),
+    items = [
+        HeadToHeadItem(0, (answer(0, "2"), answer(0, "1")), (answer(0, "1"), answer(0, "0"))),
+        HeadToHeadItem(
+            3, (answer(3, "0 long long"), answer(3, "4 much longer still")), (answer(3, "3"), answer(3, "none"))
+        ),
     ]
-    found = measure_wins(contests, by_text)
+    found = measure_wins(items, by_text)
     # first: 2>1, 2>0, 1=1, 1>0; second: 0<3, 0>none, 4>3, 4>none
     assert [item["win_rate"] for item in found.items] == [3.5 / 4, 3 / 4]
     assert [(item["wins"], item["ties"], item["losses"]) for item in found.items] == [(0.75, 0.25, 0), (0.75, 0, 0.25)]
@@ -91,7 +93,7 @@ def test_answers_meet_by_their_item() -> None:
 
 
 def test_divergences_are_those_of_each_answer_alone(tiny_random) -> None:
-    """``test_drift.py`` holds the divergence of one token against a slow reference."""
+    """``test_kl_from_initial.py`` holds the divergence of one token against a slow reference."""
     rng = random.Random(1)
     answers = [answer(i, ids=[rng.randrange(300) for _ in range(1 + 2 * i)]) for i in range(5)]
     forwards = [Forward(tiny_random("qwen3", seed=seed), TEMPERATURE) for seed in (0, 1)]
@@ -129,16 +131,16 @@ def test_the_summary_of_divergences_by_hand() -> None:
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    contests = [Contest(0, (answer(0, "2 ``` x"),), (answer(0, "1"),))]
-    found = measure_wins(contests, by_text)
+    items = [HeadToHeadItem(0, (answer(0, "2 ``` x"),), (answer(0, "1"),))]
+    found = measure_wins(items, by_text)
     found.results |= summarize_kl("kl_ab", [answer(0)], [1.5])
-    table = contest_table("sums/test", "mine", "theirs", found.results, {})
+    table = head_to_head_table("sums/test", "mine", "theirs", found.results, {})
     assert table.title == "sums/test: mine against theirs, n = 1"
     assert ["mine wins", "100.0%", f"{found.results['win_rate_low']:.1%} – 100.0%"] in table.lines
     assert ["better / equally good / worse", "100.0% / 0.0% / 0.0%", "–"] in table.lines
     assert ["KL(mine ‖ theirs), nats per answer", "1.5", "1.5 – 1.5"] in table.lines
     assert not any("lengths alike" in line[0] or "right" in line[0] for line in table.lines)
-    page = write_contest_page(table, ["no KL the other way"], {"seed": 0}, found.items)
+    page = write_head_to_head_page(table, ["no KL the other way"], {"seed": 0}, found.items)
     assert "- no KL the other way\n" in page
     assert "What is it?\n```\n\ngold answer: `5`\n" in page
     assert "A: wrong, score 2\n\n````\n2 ``` x\n````" in page  # a fence in the text does not end its block

@@ -59,18 +59,18 @@ def test_loss_and_gradient_agree_on_the_same_batch(example: ModuleType):
         for _ in range(4):
             answer = [rng.randrange(61) for _ in range(rng.randint(1, 7))]
             blank = [0.0] * len(prompt)
-            streams = {
+            fields = {
                 "advantages": blank + [rng.gauss(0, 1)] * len(answer),
                 "old_logprobs": blank + [rng.gauss(-4.1, 0.3) for _ in answer],
             }
             samples.append(
-                Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group, len(prompt), streams)
+                Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group, len(prompt), fields)
             )
     batch = collate(samples)
 
     logprobs = example.token_logprobs(model, batch.tokens, batch.lengths)
     loss = example.grpo_loss(
-        logprobs, batch.streams["old_logprobs"], batch.streams["advantages"], batch.mask, clip_high=0.28
+        logprobs, batch.fields["old_logprobs"], batch.fields["advantages"], batch.mask, clip_high=0.28
     )
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpu_stand_in import nvidia_gpu
+from fake_gpu import nvidia_gpu
 
-if os.environ.get("POSTTRAIN_GPU_TESTS_ON") == "stand-in":  # from now on: modules ask for a GPU as they are imported
-    _stand_in = nvidia_gpu()
-    _stand_in.__enter__()
+if os.environ.get("POSTTRAIN_GPU_TESTS_ON") == "fake":  # from now on: modules ask for a GPU as they are imported
+    _fake = nvidia_gpu()
+    _fake.__enter__()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.training.build import prepare
-from posttrain.training.memory import Memory, stated_memory
+from posttrain.training.memory import Memory, estimate_memory
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Sample, collate
 
@@ -90,7 +90,7 @@ def number_of(events: Counter[str], *names: str) -> int:
 def test_kernel_is_right_on_long_ragged_runs(head_dim: int) -> None:
     """Outputs and gradients, against the scores written out: behind a shared prompt, and beyond 512 tokens."""
     dtype = torch.bfloat16
-    assert varlen.is_right(varlen.varlen, DEVICE, dtype, 8, 2, head_dim)
+    assert varlen.is_correct(varlen.varlen, DEVICE, dtype, 8, 2, head_dim)
     runs, at = [Run(0, 300)], 300
     for length in (1, 700, 33, 128, 900):
         runs.append(Run(at, length, 0, 300))
@@ -124,7 +124,7 @@ def test_which_kernel_attends(dtype: torch.dtype, kernel: str) -> None:
         assert by_sdpa == [f"aten::_scaled_dot_product_efficient_attention{part}" for part in ("", "_backward")]
 
 
-@pytest.mark.parametrize("precision", ["fp32"] if PLACE == "stand-in" else ["fp32", "bf16"])  # autocast passes it by
+@pytest.mark.parametrize("precision", ["fp32"] if PLACE == "fake" else ["fp32", "bf16"])  # autocast passes it by
 def test_products_in_bfloat16_over_weights_in_fp32(precision: Any) -> None:
     model, batch = wide_model(torch.float32), long_batch()
     forward = Forward(model, precision=precision)
@@ -200,8 +200,8 @@ def test_memory_of_an_update_is_what_was_planned(checkpointing: bool, tmp_path: 
         "train.gradient_checkpointing": str(checkpointing).lower(), "eval.every": "0", "task.size": "40",
     }  # fmt: skip
     recipe = load_recipe("tiny/grpo", list(keys.items())).resolve()
-    said, parts = stated_memory(recipe), prepare(recipe)
-    assert isinstance(said, Memory)
+    message, parts = estimate_memory(recipe), prepare(recipe)
+    assert isinstance(message, Memory)
     mask = [False] * 300 + [True] * 700
     prompt, rng = list(range(300)), torch.Generator().manual_seed(0)
     answers = torch.randint(0, len(tokenizer), (8, 700), generator=rng).tolist()
@@ -215,8 +215,8 @@ def test_memory_of_an_update_is_what_was_planned(checkpointing: bool, tmp_path: 
     torch.cuda.reset_peak_memory_stats()
     accumulate(method, batch, recipe.train)
     measured = torch.cuda.max_memory_allocated() - before
-    print(f"planned {said.activations + said.logits:,}, measured {measured:,} bytes")
-    assert said.activations + said.logits == pytest.approx(measured, rel=0.3)
+    print(f"planned {message.activations + message.logits:,}, measured {measured:,} bytes")
+    assert message.activations + message.logits == pytest.approx(measured, rel=0.3)
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from engines.respondents import Scripted, wordy
+from sampling.respondents import Scripted, wordy
 
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key

@@ -62,10 +62,10 @@ def ragged_batch(groups: int = 4, size: int = 4) -> Batch:
             n = int(torch.randint(1, 41, (1,), generator=generator))
             answer = torch.randint(0, 301, (n,), generator=generator).tolist()
             blank = [0.0] * len(prompt)
-            streams = {name: blank + torch.randn(n, generator=generator).tolist() for name in ("advantages",)}
-            samples.append(Sample(prompt + answer, [False] * len(prompt) + [True] * n, group, len(prompt), streams))
+            fields = {name: blank + torch.randn(n, generator=generator).tolist() for name in ("advantages",)}
+            samples.append(Sample(prompt + answer, [False] * len(prompt) + [True] * n, group, len(prompt), fields))
     alone = torch.randint(0, 301, (9,), generator=generator).tolist()
-    samples.append(Sample(alone, [False] + [True] * 8, group=99, streams={"advantages": [0.5] * 9}))
+    samples.append(Sample(alone, [False] + [True] * 8, group=99, fields={"advantages": [0.5] * 9}))
     return collate(samples)
 
 
@@ -171,9 +171,9 @@ def test_a_run_on_cuda_stops_and_resumes(model: dict[str, Any], tmp_path: Path) 
     def stop() -> bool:
         return len(steps) >= 3
 
-    def note(event: str, facts: dict[str, Any]) -> None:
+    def note(event: str, info: dict[str, Any]) -> None:
         if event == "step":
-            steps.append(facts["step"])
+            steps.append(info["step"])
 
     train(recipe, RunFiles.within(tmp_path / "whole"))
     first = train(recipe, RunFiles.within(tmp_path / "cut"), observer=note, should_stop=stop)

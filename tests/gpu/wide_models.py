@@ -1,7 +1,7 @@
 """Where the tests of this folder compute, a model of the shape that people train, and what a profile calls things.
 
 On a machine without a GPU ``POSTTRAIN_GPU_TESTS_ON`` runs those that count nothing that only a GPU does: with ``cpu``
-there, with ``stand-in`` on what stands in for a GPU (``gpu_stand_in``), where nothing may lie on another device.
+there, with ``fake`` on what stands in for a GPU (``fake_gpu``), where nothing may lie on another device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.types import Completion, Sample, collate
 
 PLACE = os.environ.get("POSTTRAIN_GPU_TESTS_ON", "cuda")
-DEVICE = torch.device("cuda" if PLACE == "stand-in" else PLACE)
+DEVICE = torch.device("cuda" if PLACE == "fake" else PLACE)
 needs_device = pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs CUDA")
 on_cuda = pytest.mark.skipif(PLACE != "cuda", reason="counts what a GPU does")
 VOCABULARY = 301

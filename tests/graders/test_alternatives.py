@@ -21,11 +21,11 @@ def test_any_of_the_answers_is_right() -> None:
     assert [v.outcome for v in found] == ["right", "right", "wrong", "no_answer", "right", "ungraded"]
 
 
-def test_a_grading_that_was_stopped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
+def test_a_grading_that_was_stopped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    request: list[str | None] = []
 
     def grade(name: str, submissions: list[Submission]) -> list[Verdict]:
-        asked.extend(submission.answer for submission in submissions)
+        request.extend(submission.answer for submission in submissions)
         outcomes = {"slow": Verdict("timeout"), "no": Verdict("wrong", "x"), "yes": Verdict("right", "y")}
         return [outcomes[submission.answer or ""] for submission in submissions]
 
@@ -33,4 +33,4 @@ def test_a_grading_that_was_stopped_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     golds = [("no", "slow"), ("slow", "yes"), ("no", "no")]
     found = any_answer([Submission("", "z", own[0], {"answers": own}) for own in golds])
     assert [(v.outcome, v.extracted) for v in found] == [("timeout", None), ("right", "y"), ("wrong", "x")]
-    assert asked == ["no", "slow", "slow", "yes", "no", "no"]
+    assert request == ["no", "slow", "slow", "yes", "no", "no"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.data.render.words import boxed_answer, chat, tagged_answer
+from posttrain.data.render.templates import boxed_answer, chat, tagged_answer
 from posttrain.graders.grading import Submission, grade, is_blank
 from posttrain.graders.rewards import xml_format
 

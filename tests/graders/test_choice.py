@@ -42,7 +42,7 @@ def test_a_choice_that_is_taken_back_or_reported_is_none(text: str, form: str) -
 
 
 @pytest.mark.parametrize("text", read_cases("choice_texts.txt", "standing"))
-def test_what_is_said_of_other_letters_leaves_a_choice_standing(text: str) -> None:
+def test_what_is_reported_of_other_letters_leaves_a_choice_unchanged(text: str) -> None:
     assert verdict(text, "B", choices=WORLD).outcome == "right"
 
 

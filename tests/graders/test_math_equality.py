@@ -20,7 +20,7 @@ def test_different_both_ways(gold: str, given: str) -> None:
 
 
 @pytest.mark.parametrize("gold", ["x+y=5", "a+b=12", "x - y = 5"])
-def test_a_sum_that_an_answer_names_is_a_value_and_an_equation_that_was_asked_for_is_none(gold: str) -> None:
+def test_a_sum_that_an_answer_names_is_a_value_and_an_equation_that_was_requested_is_none(gold: str) -> None:
     value = gold.partition("=")[2].strip()
     assert compare_answers([value, gold, 0.0]) is True
     assert compare_answers([gold, value, 0.0]) is False

@@ -76,7 +76,7 @@ def test_the_answer_of_a_solution(text: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize(("text", "extracted", "answer"), read_cases("answers.txt", "template and text"))
-def test_what_the_template_found_and_what_the_text_says(text: str, extracted: str | None, answer: str | None) -> None:
+def test_what_the_template_found_and_what_the_text_states(text: str, extracted: str | None, answer: str | None) -> None:
     assert find_answer(text, extracted) == answer
 
 

@@ -55,8 +55,8 @@ def test_outcomes_come_in_order_with_what_was_graded() -> None:
 
 
 def test_the_same_pair_gets_the_same_verdict_wherever_it_stands() -> None:
-    right, wrong = Submission("\\boxed{1+x}", "1+x", "x+1"), Submission("\\boxed{1-x}", "1-x", "x+1")
-    batch = [right, wrong, right, right, wrong] * 20
+    correct, wrong = Submission("\\boxed{1+x}", "1+x", "x+1"), Submission("\\boxed{1-x}", "1-x", "x+1")
+    batch = [correct, wrong, correct, correct, wrong] * 20
     expected = ["right", "wrong", "right", "right", "wrong"] * 20
     for num_workers in (1, 2):
         assert [verdict.outcome for verdict in math(batch, num_workers=num_workers)] == expected
@@ -126,7 +126,7 @@ def test_the_cases_of_other_graders_suites() -> None:
     verdicts = math([Submission(row["prediction"], None, row["gold"]) for row in cases])
     found = [(row["expected"], verdict.outcome == "right") for row, verdict in zip(cases, verdicts, strict=True)]
     assert (False, True) not in found
-    assert sum(expected == right for expected, right in found) >= 0.97 * len(cases)
+    assert sum(expected == correct for expected, correct in found) >= 0.97 * len(cases)
     assert {verdict.outcome for verdict in verdicts} <= {"right", "wrong", "no_answer"}
 
 

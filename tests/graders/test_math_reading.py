@@ -13,6 +13,7 @@ from posttrain.graders.math.reading import (
     MAX_ITEMS,
     BasedNumber,
     Collection,
+    Words,
     Expression,
     Form,
     Matrix,
@@ -20,7 +21,6 @@ from posttrain.graders.math.reading import (
     Number,
     Relation,
     Union,
-    Words,
     read_answer,
     split,
 )
@@ -30,7 +30,7 @@ def number(value: int | Fraction, unit: str = "", percent: bool = False) -> Numb
     return Number(Quantity(Fraction(value), percent, unit))
 
 
-ONE, TWO, THREE = number(1), number(2), number(3)
+SINGLE_PROCESS, TWO, THREE = number(1), number(2), number(3)
 X = Expression("x")
 
 
@@ -61,27 +61,30 @@ X = Expression("x")
         ("No  solution", Words("no solution")),
         ("\\text{(C)}", Expression("C")),
         ("\\text{4:30 p.m.}", Words("4:30pm")),
-        ("1, 2", Collection("", "", (ONE, TWO))),
-        ("1 and 2", Collection("", "", (ONE, TWO))),
-        ("1\\text{, and }2", Collection("", "", (ONE, TWO))),
+        ("1, 2", Collection("", "", (SINGLE_PROCESS, TWO))),
+        ("1 and 2", Collection("", "", (SINGLE_PROCESS, TWO))),
+        ("1\\text{, and }2", Collection("", "", (SINGLE_PROCESS, TWO))),
         ("\\text{A,B}", Collection("", "", (Expression("A"), Expression("B")))),
-        ("(1, 2)", Collection("(", ")", (ONE, TWO))),
-        ("\\left[1, 2\\right)", Collection("[", ")", (ONE, TWO))),
-        ("\\{1, 2\\}", Collection("{", "}", (ONE, TWO))),
+        ("(1, 2)", Collection("(", ")", (SINGLE_PROCESS, TWO))),
+        ("\\left[1, 2\\right)", Collection("[", ")", (SINGLE_PROCESS, TWO))),
+        ("\\{1, 2\\}", Collection("{", "}", (SINGLE_PROCESS, TWO))),
         ("\\{\\}", Collection("{", "}", ())),
-        ("\\pm 1", Collection("", "", (ONE, number(-1)))),
-        ("2, \\pm 1", Collection("", "", (TWO, ONE, number(-1)))),
+        ("\\pm 1", Collection("", "", (SINGLE_PROCESS, number(-1)))),
+        ("2, \\pm 1", Collection("", "", (TWO, SINGLE_PROCESS, number(-1)))),
         (
             "(\\pm 1, 2)",
-            Collection("", "", (Collection("(", ")", (ONE, TWO)), Collection("(", ")", (number(-1), TWO)))),
+            Collection("", "", (Collection("(", ")", (SINGLE_PROCESS, TWO)), Collection("(", ")", (number(-1), TWO)))),
         ),
-        ("1:2", Collection(":", "", (ONE, TWO))),
-        ("(1,2)\\cup[1,2]", Union((Collection("(", ")", (ONE, TWO)), Collection("[", "]", (ONE, TWO))))),
+        ("1:2", Collection(":", "", (SINGLE_PROCESS, TWO))),
+        (
+            "(1,2)\\cup[1,2]",
+            Union((Collection("(", ")", (SINGLE_PROCESS, TWO)), Collection("[", "]", (SINGLE_PROCESS, TWO)))),
+        ),
         ("x = 1, 2", Relation(("x", "1, 2"), ("=",))),
         ("x = 1,000", Relation(("x", "1,000"), ("=",))),
         ("0 \\le x < 1", Relation(("0", "x", "1"), ("<=", "<"))),
         ("f(1,2) = 3", Relation(("f(1,2)", "3"), ("=",))),
-        ("\\begin{pmatrix} 1 & 2 \\\\ 3 & x \\end{pmatrix}", Matrix(((ONE, TWO), (THREE, X)), "")),
+        ("\\begin{pmatrix} 1 & 2 \\\\ 3 & x \\end{pmatrix}", Matrix(((SINGLE_PROCESS, TWO), (THREE, X)), "")),
     ],
 )
 def test_forms(text: str, form: Form) -> None:
@@ -122,20 +125,22 @@ def test_what_relations_say() -> None:
         return resolve(relation)
 
     infinity, minus = Expression("\\infty"), Expression("-\\infty")
-    assert (say("x = 2").name, say("x = 2").said) == ("x", TWO)
-    assert say("x = 1 + 1 = 2").said == TWO
-    assert (say("x \\approx 2").name, say("x \\approx 2").said) == ("x", TWO)
-    assert say("x = 2 \\approx 3").said == TWO
-    assert (say("1 + 1 = 2").name, say("1 + 1 = 2").said) == ("", TWO)
-    assert say("x + 1 = 2").said is None
-    assert say("1 = x + 2").said is None
-    assert say("x \\in (1, 2]").said == Collection("(", "]", (ONE, TWO))
-    assert say("x > 1") == Statement("x", Collection("(", ")", (ONE, infinity)), ("1", "x"), ("<",))
-    assert say("1 \\ge x").said == Collection("(", "]", (minus, ONE))
-    assert say("2 > x \\ge 1").said == Collection("[", ")", (ONE, TWO))
-    assert say("x \\ne 1").said == Union((Collection("(", ")", (minus, ONE)), Collection("(", ")", (ONE, infinity))))
-    assert say("x < y").said is None
-    assert say("x + y < 1").said is None
+    assert (say("x = 2").name, say("x = 2").content) == ("x", TWO)
+    assert say("x = 1 + 1 = 2").content == TWO
+    assert (say("x \\approx 2").name, say("x \\approx 2").content) == ("x", TWO)
+    assert say("x = 2 \\approx 3").content == TWO
+    assert (say("1 + 1 = 2").name, say("1 + 1 = 2").content) == ("", TWO)
+    assert say("x + 1 = 2").content is None
+    assert say("1 = x + 2").content is None
+    assert say("x \\in (1, 2]").content == Collection("(", "]", (SINGLE_PROCESS, TWO))
+    assert say("x > 1") == Statement("x", Collection("(", ")", (SINGLE_PROCESS, infinity)), ("1", "x"), ("<",))
+    assert say("1 \\ge x").content == Collection("(", "]", (minus, SINGLE_PROCESS))
+    assert say("2 > x \\ge 1").content == Collection("[", ")", (SINGLE_PROCESS, TWO))
+    assert say("x \\ne 1").content == Union(
+        (Collection("(", ")", (minus, SINGLE_PROCESS)), Collection("(", ")", (SINGLE_PROCESS, infinity)))
+    )
+    assert say("x < y").content is None
+    assert say("x + y < 1").content is None
     with pytest.raises(NotUnderstood):
         say("= 2")
 

@@ -62,14 +62,14 @@ def test_what_is_ambiguous_or_no_value_is_refused(latex: str) -> None:
         parse_latex(latex)
 
 
-def test_integers_of_thousands_of_digits_are_told_apart() -> None:
+def test_integers_of_thousands_of_digits_are_distinguished() -> None:
     assert not same("2^{2005}", "2^{2005} + 1")
     assert not same("3^{9000} - 1", "3^{9000}")
     assert same("3^{9000} - 1", "(3^{4500} - 1)(3^{4500} + 1)")
     assert not same("1000!", "1000! + 1")
 
 
-def test_numbers_that_agree_to_many_digits_are_told_apart() -> None:
+def test_numbers_that_agree_to_many_digits_are_distinguished() -> None:
     """e^(π√163) is 262537412640768744 less 7.5e-13."""
     assert not same("e^{\\pi \\sqrt{163}}", "262537412640768744")
     assert not same("1", "1 + 10^{-45}")
@@ -111,7 +111,7 @@ def test_other_variables_are_other_functions() -> None:
     assert same("f(x) + 1", "1 + f(x)")
 
 
-def test_matrices_by_cell() -> None:
+def test_matrices_by_entry() -> None:
     unit = "\\begin{pmatrix} 1 & 0 \\\\ 0 & 1 \\end{pmatrix}"
     assert same(f"{unit} + {unit}", "2 \\begin{pmatrix} 1 & 0 \\\\ 0 & 1 \\end{pmatrix}")
     assert same("\\begin{vmatrix} 2 & 1 \\\\ 1 & 2 \\end{vmatrix}", "3")

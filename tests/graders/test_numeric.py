@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
-from posttrain.data.render.words import plain
-from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.data.render.templates import plain
+from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission
 from posttrain.graders.numeric import exact, is_number, numeric
 from posttrain.graders.rewards import bind_reward, correct, overlong
@@ -107,7 +107,7 @@ def test_correct_asks_the_grader_of_each_example_and_keeps_the_order() -> None:
     }
     verdicts = correct(**columns)
     assert [v.outcome for v in verdicts] == ["right", "wrong", "right", "wrong"]
-    assert [dict(v.facts) for v in verdicts[2:]] == [{"task_score": 1.0}, {"task_score": 0.75}]
+    assert [dict(v.info) for v in verdicts[2:]] == [{"task_score": 1.0}, {"task_score": 0.75}]
     assert [v.outcome for v in correct(**columns, mode="numeric")] == ["right", "right", "ungraded", "ungraded"]
     assert correct(**columns, mode={"name": "numeric", "tolerance": 1.0})[0].value == 1.0
     near = {key: values[:1] for key, values in columns.items()} | {"extracted": ["2.5"]}
@@ -118,14 +118,16 @@ def test_correct_asks_the_grader_of_each_example_and_keeps_the_order() -> None:
 
 def test_a_grader_that_is_not_there_is_refused_before_anything_is_sampled() -> None:
     entry = registry.find("reward", "correct")
-    with pytest.raises(UnknownWord, match=r"rewards.0.mode: there is no grader named 'numerc'. Did you mean 'numeric'"):
+    with pytest.raises(
+        UnknownComponent, match=r"rewards.0.mode: there is no grader named 'numerc'. Did you mean 'numeric'"
+    ):
         bind_reward(entry, {"mode": "numerc"}, "rewards.0")
     with pytest.raises(RecipeError, match=r"rewards.0.mode.tolerence"):
         bind_reward(entry, {"mode": {"name": "numeric", "tolerence": 1}}, "rewards.0")
     with pytest.raises(UsageError, match=r"rewards.0.mode: a grader has a name"):
         bind_reward(entry, {"mode": {"tolerance": 1}}, "rewards.0")
     recipe = load_recipe("tiny/grpo", [("rewards", '[{"name": "correct", "mode": "numerc"}]')])
-    with pytest.raises(UnknownWord, match=r"rewards.0.mode: there is no grader named 'numerc'"):
+    with pytest.raises(UnknownComponent, match=r"rewards.0.mode: there is no grader named 'numerc'"):
         recipe.resolve()  # so that a dry run refuses it, too
 
 

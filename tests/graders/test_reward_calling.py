@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.errors import RewardFailure, UnknownWord, UsageError
+from posttrain.errors import RewardFailure, UnknownComponent, UsageError
 from posttrain.graders.rewards import BoundReward, bind_reward
 from posttrain.untrusted import declare_code
 
@@ -58,7 +58,7 @@ def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     reward = bind_reward(registry.find("reward", "shoutiness:shout"), {"bonus": 0.5})
     assert reward({**GIVEN, "text": "HEY"}) == 0.5
     assert reward({**GIVEN, "text": "hey"}) == 0.0
-    with pytest.raises(UnknownWord, match="Did you mean 'shout'"):
+    with pytest.raises(UnknownComponent, match="Did you mean 'shout'"):
         registry.find("reward", "shoutiness:shuot")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from posttrain.errors import RewardFailure
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import find
 from posttrain.sampling.rollout import Attempt, build_grader
 from posttrain.types import Completion, Example, Message
@@ -22,7 +22,7 @@ def grade(function: Callable[..., object], weight: float, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "some_rewards", module)
     declare_code("some_rewards:reward")
     grader = build_grader(
-        [RewardWord(name="some_rewards:reward", weight=weight)], find("template", "r1_zero").bind({})()
+        [RewardComponent(name="some_rewards:reward", weight=weight)], find("template", "r1_zero").bind({})()
     )
     example = Example("a/1", (Message("user", "?"),), "2")
     return grader.grade([Attempt(example, "?", "2", Completion((1,), (-1.0,), "stop"))])[0].reward

@@ -20,7 +20,7 @@ def scorer(kind: str) -> WorkerScorer:
 
 def outcomes(kinds: list[str], answer: str | None) -> list[tuple[str, float]]:
     submissions = [Submission("", answer, None, {"score": scorer(kind)}) for kind in kinds]
-    return [(verdict.outcome, verdict.facts["task_score"]) for verdict in grade("scored", submissions)]
+    return [(verdict.outcome, verdict.info["task_score"]) for verdict in grade("scored", submissions)]
 
 
 def test_a_scorer_that_raises_or_hangs_is_an_outcome_and_the_others_are_scored() -> None:
@@ -39,7 +39,7 @@ def test_partial_and_missing_scores() -> None:
     for blank in (None, "", " \u200b\n", "\x00"):
         assert outcomes(["echo", "raise"], blank) == [("no_answer", 0.0)] * 2
     [verdict] = grade("scored", [Submission("", "1", "1", {})])
-    assert (verdict.outcome, verdict.facts) == ("ungraded", {"task_score": 0.0})
+    assert (verdict.outcome, verdict.info) == ("ungraded", {"task_score": 0.0})
 
 
 def test_equal_answers_to_a_question_are_scored_once_and_in_order() -> None:
@@ -50,7 +50,7 @@ def test_equal_answers_to_a_question_are_scored_once_and_in_order() -> None:
         return float(answer)
 
     one, other = scorer("echo"), scorer("pid")
-    asked: list[tuple[Any, str | None]] = [
+    request: list[tuple[Any, str | None]] = [
         (one, "0.5"),
         (other, "1"),
         (own, "2"),
@@ -58,7 +58,7 @@ def test_equal_answers_to_a_question_are_scored_once_and_in_order() -> None:
         (other, "1"),
         (one, "3"),
     ]
-    results = score_answers(asked)
+    results = score_answers(request)
     assert results[:1] + results[2:4] + results[5:] == [Result("value", value) for value in (0.5, 2.0, 0.5, 3.0)]
     assert results[1] == results[4]
     assert calls == ["2"]

@@ -165,8 +165,8 @@ def test_a_worker_runs_no_text(pool: WorkerPool, kind: str, text: str) -> None:
 
 
 def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPool) -> None:
-    facts = values(pool.run([["facts", 0]] * 8))
-    assert facts == [[[], facts[0][1], "0", True]] * 8
+    info = values(pool.run([["facts", 0]] * 8))
+    assert info == [[[], info[0][1], "0", True]] * 8
 
 
 def test_a_worker_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.causal import (
     Added,
     Trial,
@@ -22,6 +21,7 @@ from posttrain.interpret.differences.causal import (
     write_with,
 )
 from posttrain.interpret.differences.recipe import CausalSection
+from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Sampling
@@ -29,24 +29,24 @@ from posttrain.sampling.native.engine import NativeEngine
 
 
 @pytest.fixture
-def made() -> Dictionary:
-    dictionary = Dictionary(16, 8, kind="l1", seed=0).requires_grad_(False)
-    dictionary.b_dec.normal_(generator=torch.Generator().manual_seed(1))
-    return dictionary
+def made() -> SparseAutoencoder:
+    sae = SparseAutoencoder(16, 8, kind="l1", seed=0).requires_grad_(False)
+    sae.b_dec.normal_(generator=torch.Generator().manual_seed(1))
+    return sae
 
 
 def states(seed: int = 2) -> torch.Tensor:
     return torch.randn(15, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_factor_of_one_and_a_dose_of_nothing_leave_the_model_itself(made: Dictionary) -> None:
-    x, donor = states(), states(3)
+def test_a_factor_of_one_and_a_steering_factor_of_zero_leave_the_model_itself(made: SparseAutoencoder) -> None:
+    x, patch_source = states(), states(3)
     zero = torch.zeros_like(x)
-    assert torch.equal(scale_features(made, [0, 5], 1.0)(x, donor), zero)
-    assert torch.equal(move_features(made, [0, 5], 0.0)(x, donor), zero)
+    assert torch.equal(scale_features(made, [0, 5], 1.0)(x, patch_source), zero)
+    assert torch.equal(move_features(made, [0, 5], 0.0)(x, patch_source), zero)
 
 
-def test_factors_scale_a_feature_along_its_direction(made: Dictionary) -> None:
+def test_factors_scale_a_feature_along_its_direction(made: SparseAutoencoder) -> None:
     x = states()
     features = made.encode(x)
     expected = 1.5 * (features[:, 2:3] * made.W_dec[2] + features[:, 6:7] * made.W_dec[6])
@@ -54,21 +54,21 @@ def test_factors_scale_a_feature_along_its_direction(made: Dictionary) -> None:
     assert float(expected.abs().max()) > 0.1
 
 
-def test_moving_a_feature_brings_it_to_where_the_donor_has_it(made: Dictionary) -> None:
-    x, donor = states(), states(3)
-    change = made.encode(donor) - made.encode(x)
-    for dose in (1.0, 0.5):
-        expected = dose * (change[:, [1, 4]] @ made.W_dec[[1, 4]])
-        assert torch.allclose(move_features(made, [1, 4], dose)(x, donor), expected, atol=1e-5)
+def test_moving_a_feature_brings_it_to_where_the_patch_source_has_it(made: SparseAutoencoder) -> None:
+    x, patch_source = states(), states(3)
+    change = made.encode(patch_source) - made.encode(x)
+    for factor in (1.0, 0.5):
+        expected = factor * (change[:, [1, 4]] @ made.W_dec[[1, 4]])
+        assert torch.allclose(move_features(made, [1, 4], factor)(x, patch_source), expected, atol=1e-5)
     assert float(expected.abs().max()) > 0.1
 
 
-def test_large_activations_stay_as_they_are(made: Dictionary) -> None:
-    x, donor = states(), states(3)
+def test_large_activations_stay_as_they_are(made: SparseAutoencoder) -> None:
+    x, patch_source = states(), states(3)
     x[4] *= 1000
-    donor[6] *= 1000
-    scaled = scale_features(made, range(8), 0.0, limit=100.0)(x, donor)
-    moved = move_features(made, range(8), 1.0, limit=100.0)(x, donor)
+    patch_source[6] *= 1000
+    scaled = scale_features(made, range(8), 0.0, limit=100.0)(x, patch_source)
+    moved = move_features(made, range(8), 1.0, limit=100.0)(x, patch_source)
     assert not scaled[4].any()
     assert scaled[6].any()  # the donor plays no part here
     assert not moved[4].any()
@@ -79,19 +79,19 @@ def test_large_activations_stay_as_they_are(made: Dictionary) -> None:
 class FakeTrial:
     """Its outcome: the mean of coordinate 0 of fixed activations after each treatment."""
 
-    def outcomes(self, treatments: list[Added]) -> list[float]:
+    def outcomes(self, interventions: list[Added]) -> list[float]:
         x = torch.ones(4, 16)
-        return [float((x + treat(x, x))[:, 0].mean()) for treat in treatments]
+        return [float((x + treat(x, x))[:, 0].mean()) for treat in interventions]
 
 
 def test_try_factors_changed_and_random_features_side_by_side() -> None:
     """Feature j of this dictionary is coordinate j itself."""
-    plain = Dictionary(16, 16, kind="l1").requires_grad_(False)
+    plain = SparseAutoencoder(16, 16, kind="l1").requires_grad_(False)
     plain.W_enc.copy_(torch.eye(16))
     plain.W_dec.copy_(torch.eye(16))
 
-    def treat(features: Any, dose: float) -> Added:
-        return scale_features(plain, features, dose)
+    def treat(features: Any, factor: float) -> Added:
+        return scale_features(plain, features, factor)
 
     trial = cast(Trial, FakeTrial())
     found = try_factors(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
@@ -125,7 +125,7 @@ def test_the_verdict_is_students(differences: list[float], half_width: Any, sepa
     ],
 )
 def test_every_point_of_a_test_is_planned_once(test: str, points: list[tuple[int, float]]) -> None:
-    settings = CausalSection(counts=[8, 2], features=2, doses=[0.5, 1.0], factors=[0.0, 2.0])
+    settings = CausalSection(counts=[8, 2], features=2, steering_factors=[0.5, 1.0], factors=[0.0, 2.0])
     assert plan_of(test, settings) == points
 
 
@@ -142,7 +142,7 @@ def writer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def donor(writer: Any) -> Any:
+def patch_source(writer: Any) -> Any:
     """The writer with its first two blocks disturbed: all that differs is in the residual stream after layer 2."""
     changed = copy.deepcopy(writer)
     torch.manual_seed(1)
@@ -158,8 +158,8 @@ def greedy(model: Any) -> list[list[int]]:
     return [list(group[0].ids) for group in found]
 
 
-def write(writer: Any, donor: Any, treatments: list[Added], site: str = "resid.2") -> list[list[list[int]]]:
-    return write_with(writer, donor, site, PROMPTS, treatments, max_tokens=MAX_TOKENS, stop_ids=STOPS)
+def write(writer: Any, patch_source: Any, interventions: list[Added], site: str = "resid.2") -> list[list[list[int]]]:
+    return write_with(writer, patch_source, site, PROMPTS, interventions, max_tokens=MAX_TOKENS, stop_ids=STOPS)
 
 
 def nothing(x: Tensor, _: Tensor) -> Tensor:
@@ -184,23 +184,23 @@ def test_ids_beyond_the_tokenizer_are_not_written(writer: Any) -> None:
     assert largest not in {id for ids in write_within(largest) for id in ids}
 
 
-def test_treatments_side_by_side_are_each_what_they_are_alone(writer: Any, donor: Any) -> None:
-    own, other = greedy(writer), greedy(donor)
+def test_interventions_side_by_side_are_each_what_they_are_alone(writer: Any, patch_source: Any) -> None:
+    own, other = greedy(writer), greedy(patch_source)
     assert own != other
     assert len({len(ids) for ids in own}) > 1  # rows end at different times
-    assert write(writer, donor, [nothing, everything, nothing]) == [own, other, own]
-    assert write(donor, writer, [everything]) == [own]
+    assert write(writer, patch_source, [nothing, everything, nothing]) == [own, other, own]
+    assert write(patch_source, writer, [everything]) == [own]
 
 
 @pytest.mark.parametrize("site", ["resid.1", "resid.4"])
-def test_a_donor_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: str) -> None:
+def test_a_patch_source_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: str) -> None:
     def far(x: Tensor, other: Tensor) -> Tensor:
         return 100.0 * (other - x)
 
     assert write(writer, writer, [far], site) == [greedy(writer)]
 
 
-def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) -> None:
+def test_interventions_see_the_same_tokens_of_both_models(writer: Any, patch_source: Any) -> None:
     """Along one answer, the rows that a treatment is given are those of a forward pass over the whole text."""
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -209,10 +209,10 @@ def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) 
         return torch.zeros_like(x)
 
     prompt = PROMPTS[0]
-    ids = write_with(writer, donor, "resid.2", [prompt], [look], max_tokens=6, stop_ids=frozenset())[0][0]
+    ids = write_with(writer, patch_source, "resid.2", [prompt], [look], max_tokens=6, stop_ids=frozenset())[0][0]
     assert len(ids) == 6
     read = [*prompt, *ids[:-1]]
-    for index, model in enumerate((writer, donor)):
+    for index, model in enumerate((writer, patch_source)):
         rows = torch.cat([pair[index] for pair in seen])
         assert torch.allclose(rows, families.activations_of(model, [read], ["resid.2"])["resid.2"].float(), atol=1e-4)
 

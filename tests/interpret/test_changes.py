@@ -11,7 +11,6 @@ from planted import plant, plant_change
 from torch import Tensor
 
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import (
     Changes,
     Seen,
@@ -26,6 +25,7 @@ from posttrain.interpret.differences.changes import (
     unpaired_changes,
 )
 from posttrain.interpret.differences.comparison import WINDOW, feature_contexts, mean_differences, overlap
+from posttrain.interpret.saes.sae import SparseAutoencoder
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])
 BASE = torch.tensor([[1.0], [0.0], [2.0], [0.0], [1.0], [0.0]])
@@ -99,7 +99,7 @@ def test_chance_is_not_flagged_though_tokens_hang_together() -> None:
     assert min(by_tokens) > 30  # of 150: what tokens alone would call changed
 
 
-def test_a_model_beside_itself_and_halves_of_its_documents_flag_nothing() -> None:
+def test_a_model_next_to_itself_and_halves_of_its_documents_flag_nothing() -> None:
     base, _, place = clustered(3)
     same = changes_of(base, base, place)
     assert float(same.change.abs().max()) == 0.0
@@ -245,9 +245,9 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-def axes() -> Dictionary:
+def axes() -> SparseAutoencoder:
     """Feature j is coordinate j where it is above 0."""
-    made = Dictionary(WIDTH, WIDTH, kind="l1").requires_grad_(False)
+    made = SparseAutoencoder(WIDTH, WIDTH, kind="l1").requires_grad_(False)
     made.W_enc.copy_(torch.eye(WIDTH))
     made.W_dec.copy_(torch.eye(WIDTH))
     return made

@@ -17,10 +17,10 @@ def found(null: int = 0, separates: bool | None = True) -> dict[str, Any]:
     point = {"features": 4, "dose": 1.0, "changed": 0.5, "random": [0.2, 0.3], "difference": 0.25}
     scaled = point | {"dose": 0.0, "changed": 0.25, "random": [0.75, 0.75]}
     nulls = {name: counts(null if name == "halves" else 0) for name in ("itself", "swapped", "halves")}
-    dictionary = {"counts": counts(3), "rate_within_a_fifth": 0.75, "null": nulls}
+    sae = {"counts": counts(3), "rate_within_a_fifth": 0.75, "null": nulls}
     pairs = [{"first": a, "second": 1 - a, "share": 0.5, "by_chance": 0.1, "cosine": 0.9, "count": 3} for a in (0, 1)]
     return {
-        "dictionaries": [dictionary, dictionary],
+        "dictionaries": [sae, sae],
         "overlap": {"pairs": pairs, "share": 0.5},
         "divergence": {
             "per_answer": 2.0,
@@ -63,7 +63,7 @@ def test_the_findings_are_the_numbers() -> None:
     assert "no feature is flagged" in lines[-1]
 
 
-def test_what_separates_and_what_does_not_is_said_plainly() -> None:
+def test_what_separates_and_what_does_not_is_reported_plainly() -> None:
     given, returned, scaled = causal_lines(found()["causal"])
     assert "the base's reward from 0.250 into 0.500, random features like them into 0.250" in given
     assert "(all activations there: 0.900); difference +0.150 to +0.350, 95 % over 2 seeds" in given

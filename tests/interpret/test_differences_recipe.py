@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import RecipeError, UnknownWord
+from posttrain.errors import RecipeError, UnknownComponent
 from posttrain.interpret.differences.recipe import load_diff_recipe
 from posttrain.recipes.document import interpretation_names
 
@@ -58,7 +58,7 @@ def test_mistakes_are_named(key: str, value: str, message: str) -> None:
 
 
 def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownWord, match="batchtopk"):
+    with pytest.raises(UnknownComponent, match="batchtopk"):
         load_diff_recipe(["tiny", "tiny"], [("changes.dictionary", "batchtop")]).resolve()
     with pytest.raises(RecipeError, match="compares no models"):
         load_diff_recipe(["tiny/sft"])

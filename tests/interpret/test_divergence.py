@@ -10,8 +10,8 @@ import pytest
 import torch
 from families import activations_of
 
-from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.divergence import Patcher, divergence, feature_patch, locate_divergence, token_kl
+from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 
@@ -35,8 +35,10 @@ def post(base: Any) -> Any:
     return changed
 
 
-def dictionary(kind: str = "batchtopk") -> Dictionary:
-    made = Dictionary(128, 40, kind=kind, options={"k": 8} if kind == "topk" else {}, seed=1).requires_grad_(False)
+def sae(kind: str = "batchtopk") -> SparseAutoencoder:
+    made = SparseAutoencoder(128, 40, kind=kind, options={"k": 8} if kind == "topk" else {}, seed=1).requires_grad_(
+        False
+    )
     if made.architecture == "jumprelu":
         made.threshold.fill_(0.4)
     made.b_enc.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
@@ -93,7 +95,7 @@ def test_the_mean_difference_is_over_real_tokens(base: Any, post: Any) -> None:
 
 
 def test_a_patch_of_features_is_their_change_along_their_directions() -> None:
-    made = dictionary()
+    made = sae()
     torch.manual_seed(3)
     before, after = torch.randn(2, 20, 128)
     change = made.encode(after) - made.encode(before)
@@ -105,7 +107,7 @@ def test_a_patch_of_features_is_their_change_along_their_directions() -> None:
 
 @pytest.mark.parametrize("kind", ["batchtopk", "topk", "l1"])
 def test_some_features_are_those_of_the_whole(kind: str) -> None:
-    made = dictionary(kind)
+    made = sae(kind)
     made.b_dec.normal_(generator=torch.Generator().manual_seed(5))
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(4))
     chosen = torch.tensor([3, 0, 22])

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.interpret.activations.shards import write_tensors
-from posttrain.interpret.dictionaries.dictionary import (
-    Dictionary,
-    load_dictionary,
+from posttrain.interpret.saes.sae import (
+    SparseAutoencoder,
+    load_sae,
     read_metadata,
-    save_dictionary,
+    save_sae,
     site_of_hook,
 )
 
@@ -25,30 +25,30 @@ D, F = 12, 40
 KINDS = ["l1", "topk", "batchtopk"]
 
 
-def trained(kind: str) -> tuple[Dictionary, torch.Tensor]:
+def trained(kind: str) -> tuple[SparseAutoencoder, torch.Tensor]:
     """A dictionary with weights like those after training, and raw activations that it is used on."""
     torch.manual_seed(2)
-    dictionary = Dictionary(D, F, kind, {"k": 5} if "topk" in kind else {})
+    sae = SparseAutoencoder(D, F, kind, {"k": 5} if "topk" in kind else {})
     x = torch.randn(64, D) * 30 + 5
-    dictionary.prepare(x)
+    sae.prepare(x)
     with torch.no_grad():
-        dictionary.W_enc.add_(torch.randn_like(dictionary.W_enc) * 0.1)
-        dictionary.b_enc.normal_(std=0.5)
-        if dictionary.architecture == "jumprelu":
-            dictionary.threshold.uniform_(0.2, 1.5)
-    return dictionary, x
+        sae.W_enc.add_(torch.randn_like(sae.W_enc) * 0.1)
+        sae.b_enc.normal_(std=0.5)
+        if sae.architecture == "jumprelu":
+            sae.threshold.uniform_(0.2, 1.5)
+    return sae, x
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_dictionary_gives_what_was_saved(kind: str, tmp_path: Path) -> None:
-    dictionary, x = trained(kind)
-    before = {name: value.clone() for name, value in dictionary.state_dict().items()}
-    save_dictionary(dictionary, tmp_path / "new" / "folder", {"model_name": "tiny", "layer": 2})
-    loaded = load_dictionary(tmp_path / "new" / "folder")
+    sae, x = trained(kind)
+    before = {name: value.clone() for name, value in sae.state_dict().items()}
+    save_sae(sae, tmp_path / "new" / "folder", {"model_name": "tiny", "layer": 2})
+    loaded = load_sae(tmp_path / "new" / "folder")
     assert loaded.kind == kind
-    torch.testing.assert_close(loaded(x), dictionary(x), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(loaded.encode(x) * dictionary.input_scale, dictionary.encode(x), rtol=1e-4, atol=1e-4)
-    for name, value in dictionary.state_dict().items():
+    torch.testing.assert_close(loaded(x), sae(x), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(loaded.encode(x) * sae.input_scale, sae.encode(x), rtol=1e-4, atol=1e-4)
+    for name, value in sae.state_dict().items():
         assert torch.equal(value, before[name]), f"saving changed {name}"
     assert read_metadata(tmp_path / "new" / "folder").model_name == "tiny"
 
@@ -60,7 +60,7 @@ def change(folder: Path, **changes: Any) -> None:
 
 def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        load_dictionary(tmp_path)
+        load_sae(tmp_path)
     for changes, message in (
         ({"architecture": "gated"}, "cannot be used here .architecture: Input should be 'standard', 'topk' or"),
         ({"normalize_activations": "layer_norm"}, "normalize_activations: Input should be 'none'"),
@@ -73,22 +73,22 @@ def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"metadata": "x"}, "metadata: "),
         ({"metadata": {"models": [1]}}, r"metadata\.models\.0: "),
     ):
-        save_dictionary(trained("l1")[0], tmp_path)
+        save_sae(trained("l1")[0], tmp_path)
         change(tmp_path, **changes)
         with pytest.raises(DataError, match=message):
-            load_dictionary(tmp_path)
+            load_sae(tmp_path)
     (tmp_path / "sae_weights.safetensors").write_bytes(b"no tensors")
     change(tmp_path, metadata={}, architecture="standard")
     with pytest.raises(DataError, match="cannot be read"):
-        load_dictionary(tmp_path)
+        load_sae(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_loads_ours(kind: str, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens", reason="the peer whose layout this is")
-    dictionary, x = trained(kind)
-    save_dictionary(dictionary, tmp_path, {"model_name": "tiny", "hook_name": "blocks.1.hook_resid_post"})
-    theirs, ours = sae_lens.SAE.load_from_disk(tmp_path, device="cpu"), load_dictionary(tmp_path)
+    sae, x = trained(kind)
+    save_sae(sae, tmp_path, {"model_name": "tiny", "hook_name": "blocks.1.hook_resid_post"})
+    theirs, ours = sae_lens.SAE.load_from_disk(tmp_path, device="cpu"), load_sae(tmp_path)
     torch.testing.assert_close(theirs.encode(x), ours.encode(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(theirs(x), ours(x), rtol=1e-5, atol=1e-5)
     assert theirs.cfg.metadata.hook_name == "blocks.1.hook_resid_post"
@@ -112,7 +112,7 @@ def test_we_load_those_of_saelens(architecture: str, tmp_path: Path) -> None:
         getattr(made, name).data.normal_()
     made.W_dec.data.mul_(torch.linspace(0.5, 2, F)[:, None])
     made.save_model(tmp_path)
-    x, loaded = torch.randn(30, D), load_dictionary(tmp_path)
+    x, loaded = torch.randn(30, D), load_sae(tmp_path)
     torch.testing.assert_close(loaded.encode(x), made.encode(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loaded(x), made(x), rtol=1e-5, atol=1e-5)
 
@@ -164,7 +164,7 @@ def published(folder: Path, kind: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_features_and_outputs_worked_by_hand(kind: str, tmp_path: Path) -> None:
-    loaded = load_dictionary(published(tmp_path, kind))
+    loaded = load_sae(published(tmp_path, kind))
     assert loaded.encode(X).tolist() == FEATURES[kind]
     assert loaded.decode(torch.tensor(FEATURES[kind])).tolist() == OUTPUTS[kind]
     assert loaded(X).tolist() == OUTPUTS[kind]
@@ -184,13 +184,13 @@ def test_load_dictionary_whose_tensors_do_not_match_is_refused(
     path = tmp_path / "sae_weights.safetensors"
     save_file({name: tensor for name, tensor in (load_file(path) | changes).items() if tensor is not None}, path)
     with pytest.raises(DataError, match=message):
-        load_dictionary(tmp_path)
+        load_sae(tmp_path)
 
 
 def test_load_dictionary_with_a_scaling_factor_of_ones_is_used(tmp_path: Path) -> None:
     path = published(tmp_path, "standard") / "sae_weights.safetensors"
     save_file(WEIGHTS | {"scaling_factor": torch.ones(3)}, path)
-    assert load_dictionary(tmp_path)(X).tolist() == OUTPUTS["standard"]
+    assert load_sae(tmp_path)(X).tolist() == OUTPUTS["standard"]
 
 
 def test_read_metadata_finds_the_site_in_old_files_and_new_ones(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from posttrain.interpret.activations.shards import (
     describe_rows,
     write_tensors,
 )
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import StoreRows
 from posttrain.interpret.features.features import (
     NUM_BINS,
     Lens,
@@ -31,15 +29,17 @@ from posttrain.interpret.features.features import (
     find_contexts,
     hash_prefixes,
 )
+from posttrain.interpret.saes.fitting import StoreRows
+from posttrain.interpret.saes.sae import SparseAutoencoder
 
 
-def coordinates(d: int) -> Dictionary:
+def coordinates(d: int) -> SparseAutoencoder:
     """Feature i is coordinate i where it is positive."""
-    dictionary = Dictionary(d, d, kind="l1")
+    sae = SparseAutoencoder(d, d, kind="l1")
     with torch.no_grad():
-        dictionary.W_dec.copy_(torch.eye(d))
-        dictionary.W_enc.copy_(torch.eye(d))
-    return dictionary
+        sae.W_dec.copy_(torch.eye(d))
+        sae.W_enc.copy_(torch.eye(d))
+    return sae
 
 
 def store_of(
@@ -54,7 +54,7 @@ def store_of(
     return writer.finish()
 
 
-def make_random(folder: Path, features: Dictionary) -> tuple[ActivationStore, list[list[int]], Tensor]:
+def make_random(folder: Path, features: SparseAutoencoder) -> tuple[ActivationStore, list[list[int]], Tensor]:
     """Documents that often begin alike; their activations depend on the tokens so far, as a model's do."""
     draws = torch.Generator().manual_seed(3)
     documents: list[list[int]] = []
@@ -77,15 +77,15 @@ def make_random(folder: Path, features: Dictionary) -> tuple[ActivationStore, li
 
 @pytest.mark.parametrize("kind", ["l1", "topk"])
 def test_what_a_plain_loop_finds(kind: str, tmp_path: Path) -> None:
-    dictionary = Dictionary(6, 9, kind=kind, options={"k": 3} if kind == "topk" else {})
-    store, documents, _ = make_random(tmp_path / "s", dictionary)
+    sae = SparseAutoencoder(6, 9, kind=kind, options={"k": 3} if kind == "topk" else {})
+    store, documents, _ = make_random(tmp_path / "s", sae)
     rows = StoreRows(store)
     every = torch.arange(store.num_rows)
-    values = dictionary.encode(rows.gather(every)).detach()
+    values = sae.encode(rows.gather(every)).detach()
     places = list(zip(store.documents(every).tolist(), store.positions(every).tolist(), strict=True))
     row_of = {place: row for row, place in enumerate(places)}
     before, after, wanted = 3, 2, 7
-    whole = find_contexts(dictionary, rows, contexts=wanted, before=before, after=after)
+    whole = find_contexts(sae, rows, contexts=wanted, before=before, after=after)
     for feature in range(9):
         column = values[:, feature]
         best: dict[int, tuple[float, int]] = {}
@@ -119,12 +119,12 @@ def test_what_a_plain_loop_finds(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_chunks_do_not_matter(tmp_path: Path) -> None:
-    dictionary = Dictionary(6, 9, kind="l1")
-    store, _, _ = make_random(tmp_path / "s", dictionary)
+    sae = SparseAutoencoder(6, 9, kind="l1")
+    store, _, _ = make_random(tmp_path / "s", sae)
     rows, chosen = StoreRows(store), torch.tensor([8, 2])
-    whole = find_contexts(dictionary, rows, contexts=5)
+    whole = find_contexts(sae, rows, contexts=5)
     for size in (1, 17, 100):
-        parts = find_contexts(dictionary, rows, features=chosen, contexts=5, chunk_rows=size)
+        parts = find_contexts(sae, rows, features=chosen, contexts=5, chunk_rows=size)
         for name, one in vars(whole).items():
             other = getattr(parts, name)
             if isinstance(one, Tensor) and name != "chosen":
@@ -132,7 +132,7 @@ def test_the_chunks_do_not_matter(tmp_path: Path) -> None:
                 torch.testing.assert_close(other, picked, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_prefixes_are_told_apart() -> None:
+def test_prefixes_are_distinguished() -> None:
     one, other = hash_prefixes([5, 6, 7, 5]), hash_prefixes([5, 7, 6, 5])
     assert one[0] == other[0]
     assert not (one[1:] == other[1:]).any()  # the same tokens in another order are another text
@@ -160,19 +160,19 @@ def store(tmp_path: Path) -> ActivationStore:
 
 
 @pytest.fixture
-def dictionary() -> Dictionary:
+def sae() -> SparseAutoencoder:
     return coordinates(3)  # the third is silent
 
 
-def describe(dictionary: Dictionary, store: ActivationStore, **options) -> Report:
+def describe(sae: SparseAutoencoder, store: ActivationStore, **options) -> Report:
     unembedding = torch.zeros(40, 3)
     unembedding[33, 0], unembedding[34, 0], unembedding[35, 1] = 2.0, -1.0, 8.0
     lens = Lens(unembedding, torch.tensor([1.0, 0.5, 1.0]), centres=False)
-    return describe_features(dictionary, StoreRows(store), lens=lens, tokenizer=Letters(), tokens=2, **options)
+    return describe_features(sae, StoreRows(store), lens=lens, tokenizer=Letters(), tokens=2, **options)
 
 
-def test_numbers_contexts_and_tokens(dictionary: Dictionary, store: ActivationStore) -> None:
-    report = describe(dictionary, store, about={"dictionary": "mine"})
+def test_numbers_contexts_and_tokens(sae: SparseAutoencoder, store: ActivationStore) -> None:
+    report = describe(sae, store, about={"dictionary": "mine"})
     first, second, third = report["features"]
     assert [first[key] for key in ("feature", "active", "density", "mean", "max")] == [0, 5, 0.5, 12 / 5, 4.0]
     assert first["histogram"]["bin_width"] == 8 / 32
@@ -193,11 +193,11 @@ def test_numbers_contexts_and_tokens(dictionary: Dictionary, store: ActivationSt
     assert about["active_per_row"] == pytest.approx(0.6)
 
 
-def test_windows_around_the_strongest_token(dictionary: Dictionary, tmp_path: Path) -> None:
+def test_windows_around_the_strongest_token(sae: SparseAutoencoder, tmp_path: Path) -> None:
     x = torch.zeros(200, 3)
     x[150, 0], x[3, 1] = 1.0, 1.0
     store = write_tensors(tmp_path / "long", {"resid.1": x}, documents=[list(range(200))])
-    first, second, _ = describe_features(dictionary, StoreRows(store))["features"]
+    first, second, _ = describe_features(sae, StoreRows(store))["features"]
     context = first["contexts"][0]
     assert (context["position"], context["start"]) == (150, 130)
     assert context["tokens"] == [f"<{i}>" for i in range(130, 161)]  # without a model ids stand for tokens
@@ -205,14 +205,14 @@ def test_windows_around_the_strongest_token(dictionary: Dictionary, tmp_path: Pa
     assert (second["contexts"][0]["start"], len(second["contexts"][0]["tokens"])) == (0, 14)
 
 
-def test_only_some_features(dictionary: Dictionary, store: ActivationStore) -> None:
-    every = describe(dictionary, store)["features"]
-    some = describe(dictionary, store, features=[1, 0, 1], contexts=1)["features"]
+def test_only_some_features(sae: SparseAutoencoder, store: ActivationStore) -> None:
+    every = describe(sae, store)["features"]
+    some = describe(sae, store, features=[1, 0, 1], contexts=1)["features"]
     assert [feature["feature"] for feature in some] == [1, 0]
     assert some[0] == every[1]
     assert some[1]["contexts"] == every[0]["contexts"][:1]
     with pytest.raises(UsageError, match="feature 3: this dictionary has 3, from 0 to 2"):
-        check_features(dictionary, [0, 3])
+        check_features(sae, [0, 3])
 
 
 # The logit lens.
@@ -243,8 +243,8 @@ def test_it_is_what_norm_and_head_say(family: str) -> None:
     size = inner.square().mean(1, keepdim=True).sqrt()
     normed = getattr(backbone, norm)
     # far above the norm's epsilon, so that it does not matter
-    said = (head(normed(1e4 * unit)) - head(normed(-1e4 * unit))) / 2 * size
-    torch.testing.assert_close(lens.logits(5 * u), said - said.mean(1, keepdim=True), rtol=1e-3, atol=1e-4)
+    message = (head(normed(1e4 * unit)) - head(normed(-1e4 * unit))) / 2 * size
+    torch.testing.assert_close(lens.logits(5 * u), message - message.mean(1, keepdim=True), rtol=1e-3, atol=1e-4)
 
 
 def test_build_lens_a_backbone_is_refused() -> None:

@@ -14,17 +14,17 @@ from torch import Tensor
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.activations.sites import replaced
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import (
+from posttrain.interpret.saes.fitting import (
     RowBatches,
     StoreRows,
     first_held_out,
-    fit_dictionary,
+    fit_sae,
     measure,
     median_norm,
     recover,
 )
-from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
+from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
+from posttrain.interpret.saes.sae import SparseAutoencoder
 
 X = torch.arange(60.0).view(30, 2)
 
@@ -101,12 +101,12 @@ def test_whole_documents_are_not_cut(tmp_path: Path) -> None:
 ROWS = 12_000
 
 
-def word(name: str, k: float, features: int) -> DictionaryWord:
-    return DictionaryWord.model_validate({"name": name, "k": k, "features": features})
+def word(name: str, k: float, features: int) -> SaeComponent:
+    return SaeComponent.model_validate({"name": name, "k": k, "features": features})
 
 
-def settings(steps: int, batch: int = 1024) -> DictionaryTrainSection:
-    return DictionaryTrainSection(steps=steps, batch=batch, lr=3e-3, precision="fp32")
+def settings(steps: int, batch: int = 1024) -> SaeTrainSection:
+    return SaeTrainSection(steps=steps, batch=batch, lr=3e-3, precision="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def planted() -> tuple[Planted, PlantedChange]:
 def test_a_dictionary_of_the_difference_finds_what_was_changed(planted: tuple[Planted, PlantedChange]) -> None:
     made, change = planted
     rows = TensorRows(change.post - change.base)
-    fitted = fit_dictionary(rows, ROWS, word("topk", 1, 48), settings(300), seed=0)
+    fitted = fit_sae(rows, ROWS, word("topk", 1, 48), settings(300), seed=0)
     changed = torch.cat([(change.factors != 1).nonzero()[:, 0], change.added])
     assert len(changed) == 24
     cosine = (made.directions[changed] @ fitted.W_dec.T).abs().max(1).values
@@ -127,9 +127,7 @@ def test_a_dictionary_of_the_difference_finds_what_was_changed(planted: tuple[Pl
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(planted: tuple[Planted, PlantedChange]) -> None:
     rows = TensorRows(planted[1].base)
-    one, same, other = (
-        fit_dictionary(rows, ROWS, word("batchtopk", 4, 32), settings(5), seed=seed) for seed in (3, 3, 4)
-    )
+    one, same, other = (fit_sae(rows, ROWS, word("batchtopk", 4, 32), settings(5), seed=seed) for seed in (3, 3, 4))
     assert torch.equal(one.W_dec, same.W_dec)
     assert not torch.equal(one.W_dec, other.W_dec)
     assert float(one.input_scale) == 1.0  # it takes raw activations
@@ -138,11 +136,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(planted: t
 def test_a_frozen_decoder_stays_random_and_explains_less(planted: tuple[Planted, PlantedChange]) -> None:
     rows = TensorRows(planted[1].base)
     kind = word("batchtopk", 6, 96)
-    frozen = fit_dictionary(rows, ROWS, kind, settings(120), seed=1, frozen_decoder=True)
-    start = Dictionary(64, 96, kind="batchtopk", options={"k": 6}, seed=1)
+    frozen = fit_sae(rows, ROWS, kind, settings(120), seed=1, frozen_decoder=True)
+    start = SparseAutoencoder(64, 96, kind="batchtopk", options={"k": 6}, seed=1)
     assert torch.allclose(frozen.W_dec, start.W_dec, atol=1e-6)
     assert not torch.allclose(frozen.W_enc, start.W_enc, atol=1e-2)
-    learnt = fit_dictionary(rows, ROWS, kind, settings(120), seed=1)
+    learnt = fit_sae(rows, ROWS, kind, settings(120), seed=1)
     x = rows.gather(torch.arange(4000))
     assert measure(learnt, [x]).fvu < 0.6 * measure(frozen, [x]).fvu
 
@@ -152,42 +150,42 @@ def test_a_frozen_decoder_stays_random_and_explains_less(planted: tuple[Planted,
 
 def test_fvu_has_one_mean_for_all_rows() -> None:
     """A dictionary that keeps the first coordinate (when positive) and gives the mean of the second."""
-    dictionary = Dictionary(2, 1, kind="l1")
+    sae = SparseAutoencoder(2, 1, kind="l1")
     with torch.no_grad():
-        dictionary.W_enc.copy_(torch.tensor([[1.0], [0.0]]))
-        dictionary.W_dec.copy_(torch.tensor([[1.0, 0.0]]))
-        dictionary.b_dec.copy_(torch.tensor([0.0, 3.0]))
+        sae.W_enc.copy_(torch.tensor([[1.0], [0.0]]))
+        sae.W_dec.copy_(torch.tensor([[1.0, 0.0]]))
+        sae.b_dec.copy_(torch.tensor([0.0, 3.0]))
     x = torch.tensor([[2.0, 3.0], [4.0, 5.0], [0.0, 1.0], [-2.0, 3.0]])
     # errors: 0, 2² (second), 2² (second), 2² (first) = 12; about the mean (1, 3): 1+9+1+9 and 0+4+4+0 = 28
-    quality = measure(dictionary, [x[:1], x[1:]])
+    quality = measure(sae, [x[:1], x[1:]])
     assert quality.fvu == pytest.approx(12 / 28)
     assert quality.l0 == 0.5
     assert quality.dense == 1.0
     assert quality.silent == 0.0
     assert quality.rows == 4
-    assert measure(dictionary, [x]).fvu == pytest.approx(quality.fvu)
+    assert measure(sae, [x]).fvu == pytest.approx(quality.fvu)
 
 
 def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
     x = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)).double() + 1e4
-    dictionary = Dictionary(8, 4, kind="l1")
+    sae = SparseAutoencoder(8, 4, kind="l1")
     with torch.no_grad():
-        dictionary.b_dec.copy_(x.float().double().mean(0))
-        dictionary.W_dec.zero_()
-    assert measure(dictionary, x.float().split(100)).fvu == pytest.approx(1.0, rel=1e-4)
+        sae.b_dec.copy_(x.float().double().mean(0))
+        sae.W_dec.zero_()
+    assert measure(sae, x.float().split(100)).fvu == pytest.approx(1.0, rel=1e-4)
 
 
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
 
 
-def exact(d: int) -> Dictionary:
+def exact(d: int) -> SparseAutoencoder:
     """Features ± each coordinate: it gives back what it is given."""
-    dictionary = Dictionary(d, 2 * d, kind="l1")
+    sae = SparseAutoencoder(d, 2 * d, kind="l1")
     with torch.no_grad():
         both = torch.cat([torch.eye(d), -torch.eye(d)])
-        dictionary.W_dec.copy_(both)
-        dictionary.W_enc.copy_(both.T)
-    return dictionary
+        sae.W_dec.copy_(both)
+        sae.W_enc.copy_(both.T)
+    return sae
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])

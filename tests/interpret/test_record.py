@@ -32,7 +32,7 @@ from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
-from posttrain.recipes.sections import AdapterSection, ModelSection, Word
+from posttrain.recipes.sections import AdapterSection, Component, ModelSection
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -193,9 +193,9 @@ def test_record_other_settings_or_documents_do_not_go_on(other: str, tmp_path: P
         ({"sites": ["resid.1"]}, "sites"),
         ({"documents": documents[:-1]}, "documents"),
     ):
-        asked = {"models": "tiny", "documents": documents, "sites": ["resid.2"], **changes}
+        request = {"models": "tiny", "documents": documents, "sites": ["resid.2"], **changes}
         with pytest.raises(UsageError, match=f"recorded with another `{key}`"):
-            record(folder=tmp_path / "s", **asked)
+            record(folder=tmp_path / "s", **request)
 
 
 def test_plans_of_shards_and_batches() -> None:
@@ -210,7 +210,7 @@ def test_plans_of_shards_and_batches() -> None:
 # Documents.
 
 QUESTIONS = ("Tom has 7 apples.", "Eva starts with 19 shells. She finds 12 at the beach.", "Two?")
-STORIES, R1_ZERO = Word(name="stories", size=3), Word(name="r1_zero")
+STORIES, R1_ZERO = Component(name="stories", size=3), Component(name="r1_zero")
 
 
 def rollout(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Rollout:
@@ -363,8 +363,8 @@ def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.Capture
 def test_activations_much_is_written_only_when_it_is_wanted(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["tiny", "--layer", "1", "--max-rows", "100", "--out", "s"]
+    request = ["tiny", "--layer", "1", "--max-rows", "100", "--out", "s"]
     monkeypatch.setattr(recording, "LARGE_BYTES", 26_000)
-    assert "100 tokens x 268 bytes = 0.0 MB at most: add --yes to record them" in refused(capsys, *asked)
+    assert "100 tokens x 268 bytes = 0.0 MB at most: add --yes to record them" in refused(capsys, *request)
     assert not (here / "s").exists()
-    assert main(["activations", *asked, "--yes"]) == 0
+    assert main(["activations", *request, "--yes"]) == 0

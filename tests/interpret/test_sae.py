@@ -20,9 +20,9 @@ from planted import TensorRows, match, plant
 from posttrain.errors import CheckpointError, DataError, NonFiniteLoss, PosttrainError, RecipeError, UsageError
 from posttrain.interpret.activations import record
 from posttrain.interpret.activations.shards import ActivationStore, StoreWriter
-from posttrain.interpret.dictionaries.fitting import first_held_out, fit_dictionary
-from posttrain.interpret.dictionaries.recipe import SaeRecipe, load_sae_recipe
-from posttrain.interpret.dictionaries.training import Trained, open_or_record, train_dictionary
+from posttrain.interpret.saes.fitting import first_held_out, fit_sae
+from posttrain.interpret.saes.recipe import SaeRecipe, load_sae_recipe
+from posttrain.interpret.saes.training import Trained, open_or_record, train_sae
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.metrics import MetricsLog
@@ -52,7 +52,7 @@ def rows(d: int = 16, count: int = 1500) -> TensorRows:
 
 def train(folder: Path, given: SaeRecipe, data: TensorRows | None = None, **options: Any) -> Trained:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return train_dictionary(
+    return train_sae(
         data or rows(),
         given,
         checkpoints=folder / "checkpoints",
@@ -70,12 +70,12 @@ def metrics_of(folder: Path) -> list[Any]:
 
 
 def stop_after(step: int) -> Callable[[], bool]:
-    asked = 0
+    request = 0
 
     def should_stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked >= step
+        nonlocal request
+        request += 1
+        return request >= step
 
     return should_stop
 
@@ -106,13 +106,13 @@ def test_a_training_in_memory_is_the_same_training(tmp_path: Path) -> None:
     given, data = recipe(steps=12), rows()
     trained = train(tmp_path, given, data).dictionary.requires_grad_(False).fold()
     start = first_held_out(data, given.eval.rows, given.train.batch)
-    fitted = fit_dictionary(data, start, given.dictionary, given.train, seed=given.train.seed)
+    fitted = fit_sae(data, start, given.dictionary, given.train, seed=given.train.seed)
     assert all(torch.equal(value, fitted.state_dict()[name]) for name, value in trained.state_dict().items())
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    trained = train(tmp_path, recipe(), observer=lambda event, facts: events.append((event, facts)))
+    trained = train(tmp_path, recipe(), observer=lambda event, info: events.append((event, info)))
     recorded = metrics_of(tmp_path)
     assert [step for step, metrics in recorded if "loss" in metrics] == [1, 4, 8, 12, 16, 20, 24]
     evaluated = [(step, metrics) for step, metrics in recorded if "loss" not in metrics]
@@ -123,7 +123,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     assert last["l0"] == pytest.approx(4, abs=1.5)
     assert events[0] == ("start", {"steps": 24, "num_examples": 1244, "resumed_from": None, "dropped": {}})
     assert events[-1] == ("finish", {"step": 24, "reason": "finished"})
-    assert [facts["step"] for event, facts in events if event == "checkpoint"] == [5, 10, 15, 20, 24]
+    assert [info["step"] for event, info in events if event == "checkpoint"] == [5, 10, 15, 20, 24]
 
 
 def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
@@ -153,11 +153,14 @@ def test_a_checkpoint_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 1
     state.write_bytes(bytes(content))
-    notices: list[str] = []
+    warnings: list[str] = []
     again = train(
-        tmp_path / "cut", recipe(), resume=True, observer=lambda e, f: notices.append(str(f)) if e == "notice" else None
+        tmp_path / "cut",
+        recipe(),
+        resume=True,
+        observer=lambda e, f: warnings.append(str(f)) if e == "notice" else None,
     )
-    assert "checkpoint of step 12 is damaged" in notices[0]
+    assert "checkpoint of step 12 is damaged" in warnings[0]
     assert state_of(again) == state_of(whole)
     for folder in (tmp_path / "cut" / "checkpoints").glob("step-*"):
         (folder / "state.ckpt").write_bytes(b"")
@@ -224,20 +227,20 @@ STORIES = {"name": "stories", "split": "train", "seed": 1, "size": 30}
 
 def made(run: Path, folder: str | None = None, **changes: Any) -> tuple[ActivationStore, list[str]]:
     run.mkdir(exist_ok=True)
-    notices: list[str] = []
+    warnings: list[str] = []
     section = {"model": {"name": "tiny"}, "site": "resid.1", "task": STORIES, "dtype": "fp32"} | changes
     data = {"activations": {"folder": folder} if folder else section, "dictionary": "topk"}
     data |= {"train": {"batch": 64}, "eval": {"rows": 64}}
-    return open_or_record(SaeRecipe.model_validate(data), run, notices.append), notices
+    return open_or_record(SaeRecipe.model_validate(data), run, warnings.append), warnings
 
 
 def test_open_or_record_twice_records_once_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, notices = made(tmp_path / "one")
+    first, warnings = made(tmp_path / "one")
     assert first.folder == tmp_path / "one" / "activations"
-    assert "recording activations: " in notices[0]
+    assert "recording activations: " in warnings[0]
     monkeypatch.setattr(record, "read_rows", None)
-    again, notices = made(tmp_path / "one")
-    assert notices == []
+    again, warnings = made(tmp_path / "one")
+    assert warnings == []
     rows = torch.arange(first.num_rows)
     assert torch.equal(first.gather(rows), again.gather(rows))
     named, _ = made(tmp_path / "two", str(first.folder))

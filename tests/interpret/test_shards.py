@@ -38,7 +38,7 @@ def index_of(sites: dict[str, int], **settings) -> StoreIndex:
     return StoreIndex(widths=sites, sources=[Source(name="model", model="m")], dtype="fp32", settings=settings)
 
 
-def test_store_gives_rows_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_store_gives_rows_in_the_order_requested(tmp_path: Path) -> None:
     store = written(tmp_path / "s")
     assert [shard.rows for shard in store.index.shards] == [3, 3, 2]
     assert (store.num_rows, store.num_documents, store.sites, store.sources) == (8, 3, ("resid.2",), ("model",))
@@ -170,8 +170,8 @@ def test_writer_adds_up_what_was_dropped(tmp_path: Path) -> None:
     index.dropped = {"empty_documents": 2}
     writer = StoreWriter(tmp_path / "s", index, Documents(DOCUMENTS, [2, 0, 4]))
     for part, dropped in ((rows(3), {"outlier": 1}), (rows(0), {"outlier": 3, "first_token": 1})):
-        facts = {name: x[: len(part)] for name, x in describe_rows(DOCUMENTS, range(3)).items()}
-        writer.add({"resid.2@model": part} | facts, dropped)
+        info = {name: x[: len(part)] for name, x in describe_rows(DOCUMENTS, range(3)).items()}
+        writer.add({"resid.2@model": part} | info, dropped)
     store = writer.finish()
     assert store.index.dropped == {"empty_documents": 2, "first_token": 1, "outlier": 4}
     assert store.num_rows == 3

@@ -38,11 +38,11 @@ SLOW_LEARNERS = {"sdpo": (3, 0.2), "gspo": (3, 0.1), "gspo-token": (3, 0.1)}
 def plan_of(name: str) -> Plan:
     overrides = POLICY_GRADIENT if name == "all-policy-gradient" else PREFERENCE
     plan = load_sweep(name, overrides, folder="unused")
-    for cell in plan.trainings:
-        if cell.row == "rejection-sampling":  # as many answers as the others, all at once
-            cell.recipe.rollout.num_prompts, cell.recipe.train.num_minibatches = 8 * STEPS, STEPS
-            cell.recipe.train.ppo_epochs = 1
-        cell.recipe.train.steps = STEPS * SLOW_LEARNERS.get(cell.row, (1, GAIN))[0]
+    for trial in plan.trainings:
+        if trial.row == "rejection-sampling":  # as many answers as the others, all at once
+            trial.recipe.rollout.num_prompts, trial.recipe.train.num_minibatches = 8 * STEPS, STEPS
+            trial.recipe.train.ppo_epochs = 1
+        trial.recipe.train.steps = STEPS * SLOW_LEARNERS.get(trial.row, (1, GAIN))[0]
     return plan
 
 
@@ -59,12 +59,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.folder / "checkpoints" / f"step-{result.step:06d}"
 
 
-def course_of(plan: Plan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
+def curve_of(plan: Plan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
     """The metrics of one cell, row by row."""
-    cell = next(cell for cell in plan.trainings if (cell.row, cell.seed) == (method, seed))
-    cell.recipe.model.name = str(start)
-    result = launch(cell.recipe, root=root, name=cell.name)
-    assert result.step == cell.recipe.train.steps
+    trial = next(trial for trial in plan.trainings if (trial.row, trial.seed) == (method, seed))
+    trial.recipe.model.name = str(start)
+    result = launch(trial.recipe, root=root, name=trial.name)
+    assert result.step == trial.recipe.train.steps
     return [row.metrics for row in MetricsLog(result.folder / "metrics.jsonl").read()]
 
 
@@ -78,7 +78,7 @@ def gain_of(rows: list[dict[str, float]]) -> float:
 @pytest.mark.parametrize("method", methods_of("all-policy-gradient"))
 def test_policy_gradient_raises_held_out_accuracy(method: str, start: Path, tmp_path: Path) -> None:
     plan = plan_of("all-policy-gradient")
-    gains = [gain_of(course_of(plan, method, seed, start, tmp_path)) for seed in SEEDS]
+    gains = [gain_of(curve_of(plan, method, seed, start, tmp_path)) for seed in SEEDS]
     assert statistics.fmean(gains) > SLOW_LEARNERS.get(method, (1, GAIN))[1], gains
     assert min(gains) > 0.05, gains
 
@@ -90,7 +90,7 @@ def test_preference_raises_margin_and_accuracy(method: str, start: Path, tmp_pat
     plan = plan_of("all-preference")
     gains, rises = [], []
     for seed in SEEDS:
-        rows = course_of(plan, method, seed, start, tmp_path)
+        rows = curve_of(plan, method, seed, start, tmp_path)
         gains.append(gain_of(rows))
         margins = [row["margin"] for row in rows if "margin" in row]
         assert len(margins) == STEPS

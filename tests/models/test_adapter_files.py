@@ -167,7 +167,7 @@ def test_attach_adapter_of_a_resized_vocabulary_resizes_the_base(tied: bool, mak
     assert float((read_probe(load_merged(folder).model) - trained).abs().max()) < 1e-4
 
 
-def test_attach_adapter_whose_embeddings_do_not_fit_says_why(make_adapter: Any) -> None:
+def test_attach_adapter_whose_embeddings_do_not_fit_states_why(make_adapter: Any) -> None:
     _, folder = make_adapter(target_modules=["q_proj"])
     path = folder / "adapter_model.safetensors"
     save_file(load_file(path) | {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 32)}, path)

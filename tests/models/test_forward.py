@@ -209,14 +209,14 @@ def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
     model, batch = random_model("gpt2", dtype), ragged_batch()
     model.get_output_embeddings().requires_grad_(False)  # tied: neither are the embeddings
     weights = torch.randn((2, *batch.mask.shape), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    asked: list[bool] = []
+    request: list[bool] = []
     head = model.get_output_embeddings()
-    head.register_forward_hook(lambda *_: asked.append(torch.is_grad_enabled()))
+    head.register_forward_hook(lambda *_: request.append(torch.is_grad_enabled()))
 
     def learn(limit: int) -> tuple[Outputs, torch.Tensor]:
         monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", limit)
         forward = Forward(model, temperature=0.7)
-        asked.clear()
+        request.clear()
         model.zero_grad()
         outputs = forward(batch, entropy)
         loss = (outputs.logprobs * weights[0]).sum()
@@ -227,9 +227,9 @@ def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
         return outputs, gradients(model)
 
     whole, expected = learn(MAX_LOGIT_ELEMENTS)
-    assert len(asked) == 1
+    assert len(request) == 1
     formed, found = learn(97 * 12)
-    assert len(asked) == -(-128 // 12), "no logits were computed twice"
+    assert len(request) == -(-128 // 12), "no logits were computed twice"
     assert relative_difference(found, expected) < tolerance
     assert torch.allclose(formed.logprobs, whole.logprobs, rtol=0, atol=tolerance)
     assert (formed.entropy is None) == (entropy == "none")
@@ -246,20 +246,20 @@ def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
     model, batch = random_model("gpt2"), ragged_batch()
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS_ON_GPU", 97 * 50)
-    asked: list[int] = []
+    request: list[int] = []
     plain = score_logits
 
     def scored(x: torch.Tensor, *rest: object, **how: object) -> object:
-        asked.append(len(x))
+        request.append(len(x))
         return plain(x, *rest, **how)
 
     monkeypatch.setattr("posttrain.models.forward.forward.score_logits", scored)
     forward, most = Forward(model), []
     for memory in (None, 97 * 256 * 20, 80 << 30):
         monkeypatch.setattr("posttrain.models.forward.forward.gpu_memory_of", lambda _, memory=memory: memory)
-        asked.clear()
+        request.clear()
         forward(batch)
-        most.append(max(asked))
+        most.append(max(request))
     assert most == [5, 20, 50]
 
 
@@ -300,7 +300,7 @@ def test_rows_longer_than_the_attention_window_take_the_padded_path():
 
 def with_teacher(batch: Batch, k: int = 5) -> Batch:
     generator = torch.Generator().manual_seed(7)
-    batch.streams["teacher_ids"] = torch.randint(0, 97, (*batch.tokens.shape, k), generator=generator)
+    batch.fields["teacher_ids"] = torch.randint(0, 97, (*batch.tokens.shape, k), generator=generator)
     return batch
 
 
@@ -324,7 +324,7 @@ def test_candidates_are_of_the_same_distribution(
     model = random_model(family)
     batch = with_teacher(ragged_batch())
     tables = reference_tables(model, batch, 0.7)
-    expected = tables.gather(-1, batch.streams["teacher_ids"])
+    expected = tables.gather(-1, batch.fields["teacher_ids"])
     forward = Forward(model, temperature=0.7)
     assert forward.path == path
     if chunked:
@@ -353,10 +353,10 @@ def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPat
     """Packed and padded, prompts shared and not, whole and in chunks, against each row alone."""
     model = random_model(family, torch.float64)
     batch = with_teacher(ragged_batch())
-    weights = torch.randn(batch.streams["teacher_ids"].shape, generator=torch.Generator().manual_seed(1)).double()
+    weights = torch.randn(batch.fields["teacher_ids"].shape, generator=torch.Generator().manual_seed(1)).double()
     alone = unshared(batch)
-    alone.streams = batch.streams
-    (reference_tables(model, batch, 0.7).gather(-1, batch.streams["teacher_ids"]) * weights).sum().backward()
+    alone.fields = batch.fields
+    (reference_tables(model, batch, 0.7).gather(-1, batch.fields["teacher_ids"]) * weights).sum().backward()
     expected = gradients(model)
     forward = Forward(model, temperature=0.7)
     tolerance = 1e-12 if family == "gpt2" else 1e-5  # the others' norms and rotary embedding compute in fp32

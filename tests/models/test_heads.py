@@ -191,7 +191,7 @@ def test_values_of_states_and_of_the_state_after_the_last_token(family: str, pat
     batch = ragged_batch()
     batch.mask[0] = False  # a row in which nothing is trained ends in a state too
     batch.prefix[10] = batch.lengths[10]  # a prompt without an answer
-    batch.streams["advantages"] = torch.zeros(batch.tokens.shape)
+    batch.fields["advantages"] = torch.zeros(batch.tokens.shape)
     expected = reference_scores(model, head, batch, "before")[..., 0].detach()
     last = [hidden_alone(model, batch, b)[-1].double() for b in range(batch.num_rows)]
     finals = torch.stack([(h * head.weight[0]).sum() for h in last]).detach()
@@ -224,7 +224,7 @@ def actor_critic(family: str, path: str = "packed") -> tuple[torch.nn.Module, Ac
 def test_actor_and_critic_side_by_side(family: str, path: str):
     actor, both, critic = actor_critic(family, path)
     batch = ragged_batch()
-    batch.streams["teacher_ids"] = torch.ones((*batch.tokens.shape, 2), dtype=torch.long)
+    batch.fields["teacher_ids"] = torch.ones((*batch.tokens.shape, 2), dtype=torch.long)
     assert both.model is actor
     assert (both.temperature, both.path) == (0.7, path)
     outputs = both(batch, "differentiable", with_candidates=True)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from posttrain.data.render import decode_response, end_id, stop_ids
 from posttrain.data.render.template import further_ends
-from posttrain.data.render.words import plain
+from posttrain.data.render.templates import plain
 from posttrain.errors import UsageError
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import apply_adapter, has_adapter
@@ -193,13 +193,17 @@ def test_end_tokens_of_the_generation_config_all_stop_and_the_templates_own_is_t
     small_tokenizer.add_tokens(["<end_of_turn>", "<other>"], special_tokens=True)
     small_tokenizer.save_pretrained(folder)
     turn, other = small_tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<other>"])
-    for stated, further in (([small_tokenizer.eos_token_id, turn, 100], {turn}), (turn, {turn}), (None, set())):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    for given_arguments, further in (
+        ([small_tokenizer.eos_token_id, turn, 100], {turn}),
+        (turn, {turn}),
+        (None, set()),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given_arguments}))
         tokenizer = load_tokenizer(str(folder))
         assert stop_ids(tokenizer, plain()) == {small_tokenizer.eos_token_id} | further
         assert end_id(tokenizer, plain()) == small_tokenizer.eos_token_id
-        said = further_ends(tokenizer, plain())
-        assert [line.startswith("answers also end at <end_of_turn>,") for line in said] == [True] * bool(further)
+        message = further_ends(tokenizer, plain())
+        assert [line.startswith("answers also end at <end_of_turn>,") for line in message] == [True] * bool(further)
         text = decode_response(tokenizer, plain(), [*tokenizer.encode("Tom"), *further])
         assert text == "Tom"
         assert other not in stop_ids(tokenizer, plain())

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.data.render import decode_response, encode_prompt, stop_ids
-from posttrain.data.render.words import r1_zero
+from posttrain.data.render.templates import r1_zero
 from posttrain.data.stories.task import stories
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.recipes.recipe import load_recipe
@@ -62,14 +62,14 @@ def test_shape_and_tokenizer_are_those_of_the_recipe(model: AutoModelForCausalLM
 
 def test_it_works_out_sums_when_led_to_and_cannot_guess(model: AutoModelForCausalLM, tokenizer: AutoTokenizer) -> None:
     examples = stories(split="validation", max_steps=3, size=120).examples[:]
-    right = {}
+    correct = {}
     for lead in (" Step by step:", " The answer is"):
         prompts = [tokenizer(e.messages[0].content + lead)["input_ids"] for e in examples]
         texts = [tokenizer.decode(ids) for ids in complete(model, tokenizer, prompts)]
         numbers = [re.findall(r"\d+", text) or [""] for text in texts]
-        right[lead] = sum(n[-1] == e.answer for n, e in zip(numbers, examples, strict=True)) / len(examples)
-    assert right[" Step by step:"] > 0.6
-    assert right[" The answer is"] < 0.2
+        correct[lead] = sum(n[-1] == e.answer for n, e in zip(numbers, examples, strict=True)) / len(examples)
+    assert correct[" Step by step:"] > 0.6
+    assert correct[" The answer is"] < 0.2
 
 
 def test_it_is_a_base_model_and_follows_no_format(model: AutoModelForCausalLM, tokenizer: AutoTokenizer) -> None:

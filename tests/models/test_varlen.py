@@ -25,7 +25,7 @@ from posttrain.types import Batch
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
+def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
     """Packed attention as on a GPU, with the loop for a kernel. The packings that it was asked for, call by call."""
     calls = []
 
@@ -64,7 +64,7 @@ def test_spans_worked_by_hand():
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_attention_and_gradients_are_those_of_each_run(key_heads: int, stand_in: list[Packing]):
+def test_attention_and_gradients_are_those_of_each_run(key_heads: int, fake_kernel: list[Packing]):
     total = sum(r.length for r in RAGGED)
     packing = packing_of(RAGGED, total)
     found = []
@@ -77,7 +77,7 @@ def test_attention_and_gradients_are_those_of_each_run(key_heads: int, stand_in:
             out = attention.attend(packing, q, k, v, None, 0.0, None)[0]
         (out[:total] * torch.linspace(0.5, 1.5, total)[:, None, None]).sum().backward()
         found.append([out[:total].detach(), q.grad, k.grad, v.grad])
-    assert len(stand_in) == 1
+    assert len(fake_kernel) == 1
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-11)
 
@@ -114,13 +114,13 @@ def test_the_forward_pass_is_that_of_the_masks(
     assert len(request.getfixturevalue("stand_in")) > 0
 
 
-def test_activations_computed_again_take_the_same_way(stand_in: list[Packing]):
+def test_activations_computed_again_take_the_same_way(fake_kernel: list[Packing]):
     model, batch = random_model("qwen3"), ragged_batch()
     forward = Forward(model)
     found = []
     for again in (False, True):
         model.zero_grad()
-        stand_in.clear()
+        fake_kernel.clear()
         if again:
             with gradient_checkpointing([model]):
                 outputs = forward(batch)
@@ -128,12 +128,12 @@ def test_activations_computed_again_take_the_same_way(stand_in: list[Packing]):
                     outputs.logprobs.sum().backward()
         else:
             forward(batch).logprobs.sum().backward()
-        found.append((len(stand_in), gradients(model)))
+        found.append((len(fake_kernel), gradients(model)))
     assert [calls for calls, _ in found] == [2, 4]
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_a_window_that_rows_outgrow_takes_the_padded_path(stand_in: list[Packing]):
+def test_a_window_that_rows_outgrow_takes_the_padded_path(fake_kernel: list[Packing]):
     """The one window of attention that the layout does not know; up to its width it hides nothing."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -142,18 +142,18 @@ def test_a_window_that_rows_outgrow_takes_the_padded_path(stand_in: list[Packing
     short, long = ragged_batch(groups=1), ragged_batch()
     assert forward.path == "packed"
     assert (forward.packs(short), forward.packs(long)) == (True, False)
-    stand_in.clear()
+    fake_kernel.clear()
     forward(long)
-    assert stand_in == []
+    assert fake_kernel == []
     forward(short)
-    assert len(stand_in) == 1
+    assert len(fake_kernel) == 1
     q, k, v = sides_of(128, 4, 2)
     with pytest.raises(AssertionError, match="longer than the attention window"):
         attention.attend(packing_of([Run(0, 4), Run(4, 11, 0, 4)], 15), q, k, v, None, 0.0, 14)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_products_in_bfloat16_attend_in_bfloat16(precision: Any, stand_in: list[Packing], monkeypatch: Any):
+def test_products_in_bfloat16_attend_in_bfloat16(precision: Any, fake_kernel: list[Packing], monkeypatch: Any):
     seen = set()
     plain = kernels.varlen
     monkeypatch.setattr(kernels, "varlen", lambda p, *x: seen.update(y.dtype for y in x[:3]) or plain(p, *x))
@@ -202,12 +202,12 @@ def refuses(*_: Any, **__: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "right"),
+    ("kernel", "correct"),
     [(looped, True), (from_the_start, False), (without_gradient_of_values, False), (refuses, False)],
 )
-def test_a_kernel_is_tried_before_it_is_used(kernel: Any, right: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_is_tried_before_it_is_used(kernel: Any, correct: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    assert kernels.is_right(kernels.varlen, CPU, *SIZES) is right
+    assert kernels.is_correct(kernels.varlen, CPU, *SIZES) is correct
 
 
 def test_varlen_torch_without_enable_gqa_repeats_key_heads(monkeypatch: pytest.MonkeyPatch):
@@ -238,12 +238,14 @@ def test_the_cpu_attends_under_masks_and_imports_no_kernel(monkeypatch: pytest.M
 
 def test_a_mask_on_a_gpu_meets_no_shared_heads(monkeypatch: pytest.MonkeyPatch):
     """A mask beside ``enable_gqa`` would leave what writes the scores out, or cuDNN."""
-    asked = []
+    request = []
     plain = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda *x, **o: asked.append((x, o)) or plain(*x))
+    monkeypatch.setattr(
+        attention.F, "scaled_dot_product_attention", lambda *x, **o: request.append((x, o)) or plain(*x)
+    )
     q, k = torch.zeros(2, 4, 3, 8, device="meta"), torch.zeros(2, 2, 5, 8, device="meta")
     mask = torch.ones(2, 1, 3, 5, dtype=torch.bool, device="meta")
     attention._sdpa(q, k, k, mask, None, 0.0)
-    (((_, keys, values), options),) = asked
+    (((_, keys, values), options),) = request
     assert keys.shape == values.shape == (2, 4, 5, 8)
     assert options["enable_gqa"] is False

@@ -84,7 +84,7 @@ def test_an_error_of_the_runs_own_is_not_repeated(two_nodes: Machines, tmp_path:
     assert "Traceback" not in error
 
 
-def test_what_was_asked_wrongly_leaves_no_run(two_nodes: Machines, tmp_path: Path) -> None:
+def test_what_was_requested_wrongly_leaves_no_run(two_nodes: Machines, tmp_path: Path) -> None:
     recipe = recipe_of("fine")
     code, error = two_nodes.ended(tmp_path, recipe, "--model.name", "/no/such/model")
     assert code == 2

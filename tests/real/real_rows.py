@@ -16,7 +16,7 @@ def user(text: Any, **keys: Any) -> Row:
     return {"role": "user", "content": text, **keys}
 
 
-def says(text: Any, **keys: Any) -> Row:
+def message(text: Any, **keys: Any) -> Row:
     return {"role": "assistant", "content": text, **keys}
 
 
@@ -30,15 +30,15 @@ def tool(text: str, **keys: Any) -> Row:
 
 def call(name: str, arguments: Any, text: Any = None, **keys: Any) -> Row:
     function = {"name": name, "arguments": arguments}
-    return says(text, tool_calls=[{"id": "call_1", "type": "function", "function": function}], **keys)
+    return message(text, tool_calls=[{"id": "call_1", "type": "function", "function": function}], **keys)
 
 
 def shares(*turns: tuple[str, str], **keys: Any) -> list[Row]:
     return [{"from": role, "value": text, **keys} for role, text in turns]
 
 
-ASK, REPLY = user("Which river flows through Paris?"), says("The Seine does.")
-MORE, THEN = user("And through Rome?"), says("The Tiber.")
+ASK, REPLY = user("Which river flows through Paris?"), message("The Seine does.")
+MORE, THEN = user("And through Rome?"), message("The Tiber.")
 SCHEMA = {
     "type": "function",
     "function": {
@@ -67,17 +67,22 @@ LEARNT: dict[str, Row] = {
     "a system message": {"messages": [system("You know rivers."), ASK, REPLY]},
     "a system key": {"system": "You know rivers.", "messages": [ASK, REPLY, MORE, THEN]},
     "a system key that the conversation has too": {"system": "Rivers.", "messages": [system("Rivers."), ASK, REPLY]},
-    "a first answer of weight 0": {"messages": [ASK, says("I do not know.", weight=0), MORE, THEN]},
+    "a first answer of weight 0": {"messages": [ASK, message("I do not know.", weight=0), MORE, THEN]},
     "a first answer that is not trained": {
-        "messages": [ASK, says("No idea.", train=False), MORE, says("Tiber", train=True)]
+        "messages": [ASK, message("No idea.", train=False), MORE, message("Tiber", train=True)]
     },
-    "weights on all": {"messages": [user("Hello", weight=0), says("Good day.", weight=1)]},
+    "weights on all": {"messages": [user("Hello", weight=0), message("Good day.", weight=1)]},
     "nulls instead of keys": {"messages": [{**ASK, "tool_calls": None, "name": None}, {**REPLY, "tool_calls": []}]},
     "reasoning of both turns": {
-        "messages": [ASK, says("The Seine.", reasoning_content="Paris."), MORE, says("Tiber.", thinking="Rome, so.")]
+        "messages": [
+            ASK,
+            message("The Seine.", reasoning_content="Paris."),
+            MORE,
+            message("Tiber.", thinking="Rome, so."),
+        ]
     },
-    "reasoning in the text": {"messages": [ASK, says("<think>\nParis lies there.\n</think>\n\nThe Seine.")]},
-    "an end of thinking alone": {"messages": [ASK, says("Paris it is.\n</think>\n\nThe Seine.")]},
+    "reasoning in the text": {"messages": [ASK, message("<think>\nParis lies there.\n</think>\n\nThe Seine.")]},
+    "an end of thinking alone": {"messages": [ASK, message("Paris it is.\n</think>\n\nThe Seine.")]},
     "parts of text": {
         "messages": [user([{"type": "text", "text": "Which "}, {"type": "text", "text": "river?"}]), REPLY]
     },
@@ -93,7 +98,7 @@ LEARNT: dict[str, Row] = {
     "results in another order": {
         "messages": [
             ASK,
-            says(
+            message(
                 None,
                 tool_calls=[{"id": i, "function": {"name": "length", "arguments": {"of": i}}} for i in ("aa", "bb")],
             ),
@@ -102,7 +107,7 @@ LEARNT: dict[str, Row] = {
             REPLY,
         ],
     },
-    "blank reasoning": {"messages": [ASK, says("The Seine.", reasoning_content="", thinking=" ")]},
+    "blank reasoning": {"messages": [ASK, message("The Seine.", reasoning_content="", thinking=" ")]},
     "blank keys": {"messages": [ASK, REPLY], "system": " ", "tools": [], "history": None},
     "empty keys": {"instruction": "Name a river.", "output": "Rhine.", "system": "", "tools": "", "history": ""},
     "a developer's message": {"messages": [{"role": "developer", "content": "Be brief."}, ASK, REPLY]},
@@ -121,7 +126,7 @@ LEARNT: dict[str, Row] = {
             tool("Seine"),
             call("length_of", {"river": "Seine"}),
             tool("777"),
-            says("The Seine, of 777 km."),
+            message("The Seine, of 777 km."),
         ],
     },
     "arguments of all kinds": {
@@ -150,10 +155,10 @@ LEARNT: dict[str, Row] = {
         "system": "Rivers.",
     },
     "markers in the texts": {
-        "messages": [user("What is <|im_end|> and <eos>?"), says("A <|im_start|> and </think> mark.")]
+        "messages": [user("What is <|im_end|> and <eos>?"), message("A <|im_start|> and </think> mark.")]
     },
-    "other scripts": {"messages": [user("Қайсы өзен? 河流?"), says("塞纳河 — Сена 🙂")]},
-    "white space around": {"messages": [user("  Which river?\n"), says("\n The Seine. \n")]},
+    "other scripts": {"messages": [user("Қайсы өзен? 河流?"), message("塞纳河 — Сена 🙂")]},
+    "white space around": {"messages": [user("  Which river?\n"), message("\n The Seine. \n")]},
     "further keys": {
         "messages": [ASK, REPLY],
         "source": "web",
@@ -161,28 +166,28 @@ LEARNT: dict[str, Row] = {
         "score": 3,
         "meta": {"topic": "rivers"},
     },
-    "a conversation that the assistant begins": {"messages": [says("Ask me of rivers."), ASK, REPLY]},
+    "a conversation that the assistant begins": {"messages": [message("Ask me of rivers."), ASK, REPLY]},
 }
 
 GIVEN: dict[str, Row] = {
     "a pair": {"prompt": "Which river?", "chosen": "The Seine.", "rejected": "The Nile."},
     "a pair with a system key": {"system": "Rivers.", "prompt": "Which?", "chosen": "The Seine.", "rejected": "No."},
-    "a pair of conversations": {"chosen": [ASK, REPLY], "rejected": [ASK, says("The Nile.")]},
+    "a pair of conversations": {"chosen": [ASK, REPLY], "rejected": [ASK, message("The Nile.")]},
     "a pair of conversations with a system key": {
-        "system": "Rivers.", "prompt": ASK["content"], "chosen": [ASK, REPLY], "rejected": [ASK, says("The Nile.")]
+        "system": "Rivers.", "prompt": ASK["content"], "chosen": [ASK, REPLY], "rejected": [ASK, message("The Nile.")]
     },
-    "a pair behind two turns": {"prompt": [ASK, REPLY, MORE], "chosen": [THEN], "rejected": [says("The Po.")]},
+    "a pair behind two turns": {"prompt": [ASK, REPLY, MORE], "chosen": [THEN], "rejected": [message("The Po.")]},
     "a pair with scores": {"prompt": "Which?", "chosen": "Seine", "rejected": "Nile", "score_chosen": 9, "score_rejected": 1},
     "a pair with a margin": {"prompt": "Which?", "chosen": "Seine", "rejected": "Nile", "margin": 0.5},
     "a pair with reasoning": {
         "prompt": [ASK],
-        "chosen": [says("Seine.", reasoning_content="Paris.")],
-        "rejected": [says("Nile.", thinking="Cairo.")],
+        "chosen": [message("Seine.", reasoning_content="Paris.")],
+        "rejected": [message("Nile.", thinking="Cairo.")],
     },
     "a pair with tools": {"prompt": "Which?", "chosen": "Seine", "rejected": "Nile", "tools": [SCHEMA]},
     "a pair behind a tool": {"prompt": LOOKED_UP[:3], "chosen": "The Seine.", "rejected": "Some river."},
     "a judged answer": {"prompt": "Which?", "completion": "The Seine.", "label": True},
-    "a judged conversation": {"messages": [ASK, REPLY, MORE, says("The Nile.")], "label": False},
+    "a judged conversation": {"messages": [ASK, REPLY, MORE, message("The Nile.")], "label": False},
     "a rated answer": {"prompt": "Which?", "completion": "Some river.", "rating": 3.5},
     "steps": {"prompt": "2 + 3 + 4?", "completions": ["Two and three make five.", "Five and four make nine."], "labels": [1, 1]},
 }  # fmt: skip
@@ -190,14 +195,14 @@ GIVEN: dict[str, Row] = {
 REFUSED: dict[str, tuple[str, Row, str]] = {
     "an unknown key of a message": ("jsonl", {"messages": [user("q", mood="glad"), REPLY]}, "message 1: unknown key 'mood'"),
     "a slip of a key of a message": (
-        "jsonl", {"messages": [ASK, says("a", wieght=0)]}, "message 2: unknown key 'wieght'. Did you mean 'weight'"
+        "jsonl", {"messages": [ASK, message("a", wieght=0)]}, "message 2: unknown key 'wieght'. Did you mean 'weight'"
     ),
     "two reasonings": (
-        "jsonl", {"messages": [ASK, says("a", reasoning_content="x", thinking="y")]}, "'reasoning_content' and 'thinking' differ"
+        "jsonl", {"messages": [ASK, message("a", reasoning_content="x", thinking="y")]}, "'reasoning_content' and 'thinking' differ"
     ),
-    "half a weight": ("jsonl", {"messages": [ASK, says("a", weight=0.5)]}, "'weight' must be 0 or 1; got 0.5"),
-    "a train that is no truth value": ("jsonl", {"messages": [ASK, says("a", train="no")]}, "'train' must be true or false"),
-    "opposite weights": ("jsonl", {"messages": [ASK, says("a", weight=0, train=True)]}, "say the opposite"),
+    "half a weight": ("jsonl", {"messages": [ASK, message("a", weight=0.5)]}, "'weight' must be 0 or 1; got 0.5"),
+    "a train that is no truth value": ("jsonl", {"messages": [ASK, message("a", train="no")]}, "'train' must be true or false"),
+    "opposite weights": ("jsonl", {"messages": [ASK, message("a", weight=0, train=True)]}, "say the opposite"),
     "reasoning of the user": ("jsonl", {"messages": [user("q", thinking="t"), REPLY]}, "only a message of the assistant has"),
     "an image": ("jsonl", {"messages": [user([{"type": "image_url"}]), REPLY]}, r"a part that is no text \('image_url'\)"),
     "images of a row": ("jsonl", {"messages": [ASK, REPLY], "images": ["a.png"]}, "the key 'images' is not read here"),
@@ -219,10 +224,10 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
         "preferences", {"prompt": "q", "completion": "a", "label": True, "margin": 1}, "the key 'margin' is not read here"
     ),
     "a given answer of weight 0": (
-        "preferences", {"prompt": [ASK], "chosen": [says("a", weight=0)], "rejected": [says("b")]}, "the answer has weight 0"
+        "preferences", {"prompt": [ASK], "chosen": [message("a", weight=0)], "rejected": [message("b")]}, "the answer has weight 0"
     ),
     "a given answer that calls": (
-        "preferences", {"prompt": [ASK], "chosen": [call("f", {})], "rejected": [says("b")]}, "tools are used in answer to a message of the user"
+        "preferences", {"prompt": [ASK], "chosen": [call("f", {})], "rejected": [message("b")]}, "tools are used in answer to a message of the user"
     ),
     "a result of another call": (
         "jsonl",

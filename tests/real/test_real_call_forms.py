@@ -14,11 +14,11 @@ from posttrain.data.render.calls import HERMES, TAGGED, CallForm, write_calls
 from posttrain.data.render.template import build_template
 from posttrain.data.render.template_calls import call_form
 from posttrain.data.render.turns import render_dicts
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.types import Call
 
-CHAT = build_template(Word(name="chat"))
+CHAT = build_template(Component(name="chat"))
 JSON = "call.function.arguments | tojson"
 KEYWORDS = (
     "{{- call.function.name + '(' }}{% for k, v in call.function.arguments | items %}"
@@ -92,7 +92,7 @@ OURS = {
         "{{- k + ':<q>' + v | string + '<q>' }}{% endfor %}{{- '}</c>' }}"
     ),
 }
-STATED: list[dict[str, Any]] = [
+CALL_ARGUMENTS: list[dict[str, Any]] = [
     {"city": "Oslo"},
     {"a": 'a "b" <c> [x]\'s', "n": 3},
     {"t": "two\nlines é", "l": ["a", [1]], "d": {"n": None}},
@@ -105,8 +105,8 @@ def form_of(template: Any) -> CallForm:
     return call_form(tokenizer, CHAT)
 
 
-def written(form: CallForm, *stated: dict[str, Any], behind: bool = False) -> str:
-    calls = [Call(f"tool_{n}", json.dumps(one, ensure_ascii=False), "", "ok") for n, one in enumerate(stated)]
+def written(form: CallForm, *given_arguments: dict[str, Any], behind: bool = False) -> str:
+    calls = [Call(f"tool_{n}", json.dumps(one, ensure_ascii=False), "", "ok") for n, one in enumerate(given_arguments)]
     return "".join(piece.text for piece in write_calls(calls, form, behind))
 
 
@@ -122,8 +122,14 @@ def test_form_of_a_family_is_learnt_and_what_it_and_the_template_write_is_read(n
     assert form.is_native
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = LEARNT[name]
-    turns: list[list[dict[str, Any]]] = [STATED[:1], STATED[1:2], STATED[2:], [{}], STATED[1:]]
-    for stated in turns:
+    turns: list[list[dict[str, Any]]] = [
+        CALL_ARGUMENTS[:1],
+        CALL_ARGUMENTS[1:2],
+        CALL_ARGUMENTS[2:],
+        [{}],
+        CALL_ARGUMENTS[1:],
+    ]
+    for given_arguments in turns:
         is_text = name == "arguments as text"
         calls = [
             {
@@ -131,18 +137,18 @@ def test_form_of_a_family_is_learnt_and_what_it_and_the_template_write_is_read(n
                 "type": "function",
                 "function": {"name": f"tool_{n}", "arguments": json.dumps(one, ensure_ascii=False) if is_text else one},
             }
-            for n, one in enumerate(stated)
+            for n, one in enumerate(given_arguments)
         ]
         rows: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
         rows.append({"role": "assistant", "content": "I look.", "tool_calls": calls})
         shown = render_dicts(tokenizer, rows, {"tools": [{}]}, prompt=False).partition("assistant\n")[2]
-        own = "I look." + written(form, *stated, behind=True)
+        own = "I look." + written(form, *given_arguments, behind=True)
         if not {"id", "number"} & set(name.split()) and name != "an object in another":
             assert shown == own + "<|im_end|>\n"
         for text in (own, shown.removesuffix("<|im_end|>\n")):
             requests = read_calls(text, form)
-            assert [(r.wrong, r.tool) for r in requests] == [("", f"tool_{n}") for n in range(len(stated))]
-            assert [values(r, one) for r, one in zip(requests, stated, strict=True)] == stated
+            assert [(r.wrong, r.tool) for r in requests] == [("", f"tool_{n}") for n in range(len(given_arguments))]
+            assert [values(r, one) for r, one in zip(requests, given_arguments, strict=True)] == given_arguments
 
 
 @pytest.mark.parametrize("name", ["a function in a block", "an id in the object", "two marks", "keys in tags"])
@@ -191,9 +197,9 @@ def test_bracket_in_a_text_calls_nothing(name: str) -> None:
 
 
 def test_tags_in_the_texts_of_an_object_are_text() -> None:
-    for stated in ({"a": "</tool_call>"}, {"a": written(HERMES, {"a": 1})}):
-        (request,) = read_calls(written(HERMES, stated), HERMES)
-        assert (request.wrong, request.arguments) == ("", stated)
+    for given_arguments in ({"a": "</tool_call>"}, {"a": written(HERMES, {"a": 1})}):
+        (request,) = read_calls(written(HERMES, given_arguments), HERMES)
+        assert (request.wrong, request.arguments) == ("", given_arguments)
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"', "1" * 5000, "[" * 5000])

@@ -13,12 +13,12 @@ from posttrain.data.render.assistant import decode_response, encode_answer, enco
 from posttrain.data.render.calls import TAGGED
 from posttrain.data.render.template import build_template, encode_prompt
 from posttrain.data.render.template_calls import call_form
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import read_calls
 from posttrain.sampling.environments.tools import make_tool
 from posttrain.types import Call, Message, Turn
 
-CHAT = build_template(Word(name="chat"))
+CHAT = build_template(Component(name="chat"))
 NATIVE = [
     *(
         "qwen3",
@@ -44,8 +44,8 @@ ARGUMENTS = [
 LAYOUT_TURNS = {"mistral": "</s>", "deepseek": "<|User|>", "llama3": "<|eot_id|>"}
 
 
-def called(*stated: dict[str, Any]) -> Turn:
-    return Turn("", tuple(Call(f"tool_{n}", json.dumps(one), "", "ok") for n, one in enumerate(stated)))
+def called(*given_arguments: dict[str, Any]) -> Turn:
+    return Turn("", tuple(Call(f"tool_{n}", json.dumps(one), "", "ok") for n, one in enumerate(given_arguments)))
 
 
 def rendered(name: str, turn: Turn) -> str:
@@ -54,7 +54,7 @@ def rendered(name: str, turn: Turn) -> str:
     tokenizer = tokenizer_of(name)
     before = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True)
     calls = [
-        {"id": "abcdefghi", "type": "function", "function": {"name": c.tool, "arguments": json.loads(c.stated)}}
+        {"id": "abcdefghi", "type": "function", "function": {"name": c.tool, "arguments": json.loads(c.raw_arguments)}}
         for c in turn.calls
     ]
     rows.append({"role": "assistant", "content": "", "tool_calls": calls})
@@ -69,13 +69,13 @@ def typed(arguments: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stated", ARGUMENTS)
+@pytest.mark.parametrize("given_arguments", ARGUMENTS)
 @pytest.mark.parametrize("name", NATIVE)
-def test_call_form_of_a_template_writes_and_reads_its_calls(name: str, stated: dict[str, Any]) -> None:
+def test_call_form_of_a_template_writes_and_reads_its_calls(name: str, given_arguments: dict[str, Any]) -> None:
     tokenizer = tokenizer_of(name)
     form = call_form(tokenizer, CHAT)
     assert form.is_native
-    for turn in (called(stated), called(stated, {"n": 7})):
+    for turn in (called(given_arguments), called(given_arguments, {"n": 7})):
         if len(turn.calls) > 1 and name in ONE_CALL:
             continue
         ids = encode_turn(tokenizer, CHAT, turn, form)
@@ -83,7 +83,7 @@ def test_call_form_of_a_template_writes_and_reads_its_calls(name: str, stated: d
         assert text.strip() in rendered(name, turn)
         requests = read_calls(decode_response(tokenizer, CHAT, ids), form)
         assert [r.wrong for r in requests] == [""] * len(turn.calls)
-        wanted = [(call.tool, json.loads(call.stated)) for call in turn.calls]
+        wanted = [(call.tool, json.loads(call.raw_arguments)) for call in turn.calls]
         assert [(r.tool, typed(r.arguments, w)) for r, (_, w) in zip(requests, wanted, strict=True)] == wanted
 
 

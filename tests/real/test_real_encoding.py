@@ -68,11 +68,11 @@ def answer_in(row: dict[str, Any], shape: Shape, path: Path, name: str, template
 
 
 def entries(path: Path, name: str, template: Template, text: str) -> dict[str, list[int]]:
-    asked, said = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}
+    request, message = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}
     pair = {"prompt": QUESTION, "chosen": text, "rejected": "No."}
     rows: dict[str, tuple[dict[str, Any], Shape]] = {
         "response": ({"prompt": QUESTION, "response": text}, "demonstration"),
-        "conversation": ({"messages": [asked, said]}, "demonstration"),
+        "conversation": ({"messages": [request, message]}, "demonstration"),
         "pair": (pair, "pair"),
         "judged": (pair, "judged"),
         "demonstration of a pair": (pair, "demonstration"),
@@ -101,10 +101,10 @@ def test_answer_within_thinking_that_the_prompt_opened_is_none(name: str) -> Non
         [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
     prompt = encode_prompt(tokenizer, template, (Message("user", rendered),) if name == "as_is" else PROMPT)
-    for said, answer in (("It may be 41, \\boxed{41}", None), ("41\n</think>\n\nIt is \\boxed{42}", "42")):
-        ids = tokenizer.encode(said, add_special_tokens=False)
+    for message, answer in (("It may be 41, \\boxed{41}", None), ("41\n</think>\n\nIt is \\boxed{42}", "42")):
+        ids = tokenizer.encode(message, add_special_tokens=False)
         text = decode_response(tokenizer, template, ids, prompt)
-        assert text == f"<think>\n{said}"
+        assert text == f"<think>\n{message}"
         assert template.extract(text) == answer
 
 

@@ -25,7 +25,7 @@ def write(path: Path, name: str, text: str) -> str:
     return str(path / name)
 
 
-def asked(example: Any) -> list[tuple[str, str]]:
+def request(example: Any) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in example.messages]
 
 
@@ -33,9 +33,9 @@ def asked(example: Any) -> list[tuple[str, str]]:
 def test_json_list_of_alpaca_rows_is_read(tmp_path: Path, indent: int | None) -> None:
     path = write(tmp_path, "alpaca.json", json.dumps(ALPACA, indent=indent))
     first, second = jsonl(path=path, split="all").examples
-    assert (first.id, asked(first), first.demonstration) == ("jsonl/all/1", [("user", "Add.\n\n12 and 30")], "42")
+    assert (first.id, request(first), first.demonstration) == ("jsonl/all/1", [("user", "Add.\n\n12 and 30")], "42")
     assert second.id == "jsonl/all/2"
-    assert asked(second) == [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hi!"), ("user", "Greet.")]
+    assert request(second) == [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hi!"), ("user", "Greet.")]
     assert second.demonstration == "Hello!"
 
 
@@ -63,7 +63,7 @@ def test_json_of_another_form_is_refused(tmp_path: Path, text: str, message: str
         list(read_file(write(tmp_path, "x.json", text)))
 
 
-def test_csv_is_read_as_texts_without_empty_cells(tmp_path: Path) -> None:
+def test_csv_is_read_as_texts_without_empty_values(tmp_path: Path) -> None:
     text = '\ufeffprompt,answer,solution,source\r\n"1, 2 or\n3?",007,,web\r\n\r\nYes?,yes,"He said ""yes"".",\r\n'
     rows = list(read_file(write(tmp_path, "x.csv", text)))
     assert [row.data for row in rows] == [
@@ -105,14 +105,14 @@ def test_csv_of_pairs_labels_and_conversations_is_read(tmp_path: Path) -> None:
 
 
 def test_sharegpt_conversations_are_read(tmp_path: Path) -> None:
-    said = [
+    text = [
         {"from": "system", "value": "Be brief."},
         {"from": "human", "value": "Hi", "weight": 0},
         {"from": "gpt", "value": "Bad", "weight": 0},
         {"from": "human", "value": "12 + 30?"},
         {"from": "gpt", "value": "42", "weight": 1},
     ]
-    (example,) = jsonl(path=write(tmp_path, "s.json", json.dumps([{"conversations": said}])), split="all").examples
+    (example,) = jsonl(path=write(tmp_path, "s.json", json.dumps([{"conversations": text}])), split="all").examples
     assert [message.role for message in example.conversation] == ["system", "user", "assistant", "user", "assistant"]
     assert [message.is_trained for message in example.conversation if message.role == "assistant"] == [False, True]
     assert example.demonstration == "42"
@@ -139,10 +139,10 @@ def call(**arguments: Any) -> list[dict[str, Any]]:
 def test_nulls_of_a_table_are_no_arguments_and_nulls_of_a_json_file_are(tmp_path: Path) -> None:
     rows = [{"messages": call(a=1, deep={"x": "y"})}, {"messages": call(b="two", deep={"z": [1]})}]
     examples = jsonl(path=arrow(tmp_path, rows), split="all").examples
-    stated = [json.loads(example.conversation[1].calls[0].stated) for example in examples]
-    assert stated == [{"a": 1, "deep": {"x": "y"}}, {"b": "two", "deep": {"z": [1]}}]
+    given_arguments = [json.loads(example.conversation[1].calls[0].raw_arguments) for example in examples]
+    assert given_arguments == [{"a": 1, "deep": {"x": "y"}}, {"b": "two", "deep": {"z": [1]}}]
     (example,) = jsonl(path=write(tmp_path, "n.json", json.dumps([{"messages": call(a=None)}])), split="all").examples
-    assert json.loads(example.conversation[1].calls[0].stated) == {"a": None}
+    assert json.loads(example.conversation[1].calls[0].raw_arguments) == {"a": None}
 
 
 def test_nulls_of_a_table_are_no_keys_of_tools_meta_and_variables(tmp_path: Path) -> None:

@@ -22,19 +22,19 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def says(text: str, **keys: Any) -> dict[str, Any]:
+def message(text: str, **keys: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **keys}
 
 
 def calls(name: str, text: str = "", **arguments: Any) -> dict[str, Any]:
-    return says(text, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
+    return message(text, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
 
 
 def tool(text: str) -> dict[str, Any]:
     return {"role": "tool", "content": text}
 
 
-FOUR_TURNS = [user("Hi."), says("Hello!"), user("12 + 30?"), says("It is 42.")]
+FOUR_TURNS = [user("Hi."), message("Hello!"), user("12 + 30?"), message("It is 42.")]
 # What a turn begins with where it is not the content: it closes the thinking that the prompt has opened, or names a
 # channel. These templates write such a turn otherwise once another follows.
 OPENED = {
@@ -46,11 +46,11 @@ TOOL_TURNS = [
     user("Cold in Oslo?"),
     calls("weather", city="Oslo", days=3),
     tool("-5"),
-    says("Yes, it is cold."),
+    message("Yes, it is cold."),
     user("And in Rome?"),
     calls("weather", "I look.", city="Rome", days=1),
     tool("15"),
-    says("No."),
+    message("No."),
 ]
 
 
@@ -117,7 +117,7 @@ def test_mask_of_all_trains_users_too_and_no_message_of_weight_0(tmp_path: Path,
     (text,) = trained_texts(name, row, all_of_it=True)
     assert "Hi." in text
     assert "12 + 30?" in text
-    silent = read(tmp_path, {"messages": [user("Hi."), says("Bad.", weight=0), *FOUR_TURNS[2:]]})
+    silent = read(tmp_path, {"messages": [user("Hi."), message("Bad.", weight=0), *FOUR_TURNS[2:]]})
     if name in OPENED:
         with pytest.raises(UsageError, match=r"data\.train_on all with a message of weight 0.*rewrites"):
             rows(name, silent, "all")
@@ -129,20 +129,25 @@ def test_mask_of_all_trains_users_too_and_no_message_of_weight_0(tmp_path: Path,
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
 def test_message_of_weight_0_is_read_and_not_trained(tmp_path: Path, name: str, key: dict[str, Any]) -> None:
-    first = read(tmp_path, {"messages": [user("Hi."), says("Bad.", **key), *FOUR_TURNS[2:]]})
+    first = read(tmp_path, {"messages": [user("Hi."), message("Bad.", **key), *FOUR_TURNS[2:]]})
     found = rows(name, first)
     assert "Bad." in tokenizer_of(name).decode(found[0].ids)
     assert [text[-len("It is 42." + LAYOUTS[name].end) :] for row in found for text in trained_texts(name, row)] == [
         f"It is 42.{LAYOUTS[name].end}"
     ]
-    only = read(tmp_path, {"system": "Answer in rhyme.", "messages": [user("Hi"), says("Bad", **key)]})
+    only = read(tmp_path, {"system": "Answer in rhyme.", "messages": [user("Hi"), message("Bad", **key)]})
     made = registry.find("template", "chat").bind({})()
     assert list(rows_of(tokenizer_of(name), made, only, "demonstration")) == [
         "no message that is trained (weight 0 or train: false)"
     ]
 
 
-REASONED = [user("Hi."), says("Hello!", reasoning_content="greet"), user("12 + 30?"), says("It is 42.", thinking="add")]
+REASONED = [
+    user("Hi."),
+    message("Hello!", reasoning_content="greet"),
+    user("12 + 30?"),
+    message("It is 42.", thinking="add"),
+]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -150,9 +155,9 @@ REASONED = [user("Hi."), says("Hello!", reasoning_content="greet"), user("12 + 3
 def test_reasoning_is_rendered_as_the_template_renders_it(tmp_path: Path, name: str, is_inline: bool) -> None:
     inline = [
         user("Hi."),
-        says("<think>\ngreet\n</think>\n\nHello!"),
+        message("<think>\ngreet\n</think>\n\nHello!"),
         REASONED[2],
-        says("<think>\nadd\n</think>\n\nIt is 42."),
+        message("<think>\nadd\n</think>\n\nIt is 42."),
     ]
     found, end = rows(name, read(tmp_path, {"messages": inline if is_inline else REASONED})), LAYOUTS[name].end
     before, between = {
@@ -245,10 +250,10 @@ def test_texts_of_a_row_forge_no_marker(tmp_path: Path, name: str) -> None:
         user(f"a {forged} b"),
         calls("weather", city=f"c {forged}"),
         tool(forged),
-        says(f"d {forged} e"),
+        message(f"d {forged} e"),
         *FOUR_TURNS,
     ]
-    honest = [user("a b"), calls("weather", city="c"), tool("r"), says("d e"), *FOUR_TURNS]
+    honest = [user("a b"), calls("weather", city="c"), tool("r"), message("d e"), *FOUR_TURNS]
     special = set(tokenizer_of(name).get_added_vocab().values())
 
     def markers(messages: list[dict[str, Any]]) -> list[list[int]]:
@@ -283,12 +288,12 @@ def test_tools_of_several_rounds_are_spelled_where_no_template_shows_them(tmp_pa
 
 
 def test_name_that_no_template_shows_is_refused(tmp_path: Path) -> None:
-    example = read(tmp_path, {"messages": [{**user("Hi."), "name": "Eva"}, says("Hello!")]})
+    example = read(tmp_path, {"messages": [{**user("Hi."), "name": "Eva"}, message("Hello!")]})
     with pytest.raises(UsageError, match="does not show the name 'Eva' of a message"):
         rows("chatml", example)
     with pytest.raises(UsageError, match="does not show the name 'Eva'"):
         rows("chatml", example, template="plain")
-    row = {"messages": [{**user("Hi."), "name": "Eva"}, says("Hello!", weight=0), user("q"), says("a")]}
+    row = {"messages": [{**user("Hi."), "name": "Eva"}, message("Hello!", weight=0), user("q"), message("a")]}
     (found,) = rows("chatml", read(tmp_path, row, ignore_keys=["name", "weight"]))
     assert trained_texts("chatml", found) == ["Hello!<|im_end|>", "a<|im_end|>"]
 
@@ -302,7 +307,7 @@ def test_variables_of_a_row_reach_the_template_or_are_refused(tmp_path: Path) ->
         rows("chatml", read(tmp_path, row))
 
 
-def test_content_that_a_template_drops_beside_a_call_is_refused(tmp_path: Path) -> None:
+def test_content_that_a_template_drops_next_to_a_call_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"example 'jsonl/all/1': .*does not show the assistant message exactly once"):
         rows("llama3", read(tmp_path, {"messages": TOOL_TURNS}))
 
@@ -320,11 +325,11 @@ def test_content_that_a_template_drops_beside_a_call_is_refused(tmp_path: Path) 
         ),
     ],
 )
-def test_run_says_which_share_of_the_tokens_is_trained(
+def test_run_states_which_share_of_the_tokens_is_trained(
     tmp_path: Path, name: str, train_on: str | None, share: str
 ) -> None:
     file = tmp_path / "rows.jsonl"
-    silent = {"messages": [user("q"), says("a", weight=0)]}
+    silent = {"messages": [user("q"), message("a", weight=0)]}
     file.write_text("\n".join(json.dumps(row) for row in ({"messages": FOUR_TURNS}, silent)), encoding="utf-8")
     recipe = make_recipe("sft", data={"batch_size": 1, "train_on": train_on})
     chat = registry.find("template", "chat").bind({})()

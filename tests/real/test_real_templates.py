@@ -59,19 +59,19 @@ def test_model_with_an_endless_chat_template_is_refused_when_loaded(
     assert "the chat template does not end on a short conversation" in capsys.readouterr().err
 
 
-def test_error_that_a_chat_template_raises_is_told_with_the_roles() -> None:
+def test_error_that_a_chat_template_raises_is_reported_with_the_roles() -> None:
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(UsageError, match="cannot render the roles user: division by zero"):
         render_dicts(tokenizer, [{"role": "user", "content": "a"}], {}, prompt=True)
     tokenizer.chat_template = "{{ raise_exception('no ' * 100000) }}"
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as output:
         render_dicts(tokenizer, [{"role": "user", "content": "a"}], {}, prompt=True)
-    assert len(str(told.value)) < 1000
+    assert len(str(output.value)) < 1000
 
 
 @pytest.mark.parametrize("text", ["{{ ''.__class__.__mro__ }}", "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"])
-def test_chat_template_that_is_not_run_is_told(text: str) -> None:
+def test_chat_template_that_is_not_run_is_reported(text: str) -> None:
     check_chat_template(text, "here: ")
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = text

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Content, Document
-from posttrain.recipes.sections import Section, Word
+from posttrain.recipes.sections import Component, Section
 
 
 class Inner(Section):
@@ -22,7 +22,7 @@ class Mine(Content):
     label: ClassVar[str] = "a thing"
     description: str = ""
     inner: Inner = Field(default_factory=Inner)
-    word: Word | None = None
+    word: Component | None = None
     parts: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ def test_every_mistake_is_named_with_its_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_part_of_a_document_says_where_it_stands(tmp_path: Path) -> None:
+def test_a_part_of_a_document_states_where_it_stands(tmp_path: Path) -> None:
     path = write(tmp_path / "several.yaml", "parts:\n  first:\n    inner:\n      size: 0\n")
     document = Document.load(Mine, path)
     with pytest.raises(RecipeError, match=rf"^{path}:4: inner.size: Input should be greater"):

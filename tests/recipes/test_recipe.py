@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnknownWord
+from posttrain.errors import RecipeError, UnknownComponent
 from posttrain.recipes.document import apply_override, merge, parse_yaml
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.untrusted import declare_code
 
 TEXT = """\
@@ -82,9 +82,11 @@ def test_words_are_refused_when_resolved(tmp_path: Path):
         RecipeError, match=r"objective\.clip_hihg: objective 'grpo' has no key 'clip_hihg'\. Did you mean 'clip_high'\?"
     ):
         load_recipe(path, [("objective.clip_hihg", "0.3")]).resolve()
-    with pytest.raises(UnknownWord, match=r"objective: there is no objective named 'gpro'\. Did you mean 'grpo'\?"):
+    with pytest.raises(
+        UnknownComponent, match=r"objective: there is no objective named 'gpro'\. Did you mean 'grpo'\?"
+    ):
         load_recipe(path, [("objective", "gpro")]).resolve()
-    with pytest.raises(UnknownWord, match=r"rewards\.0: there is no reward named 'corect'"):
+    with pytest.raises(UnknownComponent, match=r"rewards\.0: there is no reward named 'corect'"):
         load_recipe(path, [("rewards.0", "corect")]).resolve()
 
 
@@ -187,8 +189,8 @@ def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: P
 
 
 def test_a_bare_string_is_a_word():
-    assert Word.model_validate("grpo").name == "grpo"
-    assert Word.model_validate({"name": "grpo", "kl": 0.1}).options == {"kl": 0.1}
+    assert Component.model_validate("grpo").name == "grpo"
+    assert Component.model_validate({"name": "grpo", "kl": 0.1}).options == {"kl": 0.1}
 
 
 # --- recipes that extend others ---
@@ -215,20 +217,20 @@ def test_sections_are_merged_and_words_replaced(tmp_path: Path) -> None:
     assert recipe.objective.options == {"kl": 0.1}  # clip_high is gone: the word is another one
     assert [w.name for w in recipe.rewards] == ["exact"]  # a list is replaced
     assert recipe.rollout is not None
-    assert (recipe.rollout.num_prompts, recipe.rollout.select) == (4, Word(name="above", threshold=1.0))
+    assert (recipe.rollout.num_prompts, recipe.rollout.select) == (4, Component(name="above", threshold=1.0))
     assert recipe.model.name == "tiny"
     assert recipe.model.adapter is not None
-    assert recipe.aggregate == Word(name="constant", length=9)
+    assert recipe.aggregate == Component(name="constant", length=9)
     assert recipe.description == ""  # what is said of the one below does not hold for this one
 
 
 def test_options_without_a_name_change_the_word_below(tmp_path: Path) -> None:
     both = extending(tmp_path, "extends: BASE\nobjective: {kl: 0.1}\n")
-    assert both.objective == Word(name="grpo", clip_high=0.28, kl=0.1)
+    assert both.objective == Component(name="grpo", clip_high=0.28, kl=0.1)
     bare = extending(
         tmp_path, "extends: BASE\ntask: {split: test}\n", base=TEXT.replace("{name: stories, split: train}", "stories")
     )
-    assert bare.task == Word(name="stories", split="test")
+    assert bare.task == Component(name="stories", split="test")
 
 
 def test_a_section_with_a_key_called_name_is_no_word(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_overrides_come_last_and_extension_is_transitive(tmp_path: Path) -> None
     assert (recipe.train.steps, recipe.train.lr) == (7, 2e-4)
     assert recipe.rollout is not None
     assert (recipe.rollout.num_prompts, recipe.rollout.group_size) == (4, 8)
-    assert recipe.objective == Word(name="reinforce")
+    assert recipe.objective == Component(name="reinforce")
     again = load_recipe(write(tmp_path, recipe.resolve().to_yaml())).resolve()
     assert again.fingerprint() == recipe.resolve().fingerprint()  # the dump stands alone
 
@@ -266,7 +268,7 @@ def test_overrides_come_last_and_extension_is_transitive(tmp_path: Path) -> None
 def test_a_shipped_recipe_can_be_extended(tmp_path: Path) -> None:
     path = write(tmp_path, "extends: rl/rloo\ntrain: {steps: 3}\n")
     recipe = load_recipe(path)
-    assert recipe.advantage == Word(name="leave_one_out")
+    assert recipe.advantage == Component(name="leave_one_out")
     assert recipe.train.steps == 3
     assert recipe.train.lr == load_recipe("rl/rloo").train.lr
 
@@ -376,7 +378,7 @@ def test_recipes_of_data_have_neither_selection_nor_advantage(objective: str) ->
     assert recipe.aggregate.name == ("token_mean" if level == "token" else "unit_mean")
 
 
-def test_what_a_recipe_says_goes_before_what_follows() -> None:
+def test_what_a_recipe_states_goes_before_what_follows() -> None:
     recipe = resolved(
         "ppo",
         advantage={"name": "return_to_go"},
@@ -429,13 +431,13 @@ def test_a_comparison_is_not_a_recipe(tmp_path: Path) -> None:
     ("name", "key"),
     [("rl/ppo", "objective.value_clip"), ("rl/sdpo", "objective.ratio_cap"), ("rl/grpo", "train.max_grad_norm")],
 )
-def test_a_null_that_was_asked_for_stays(name: str, key: str, tmp_path: Path) -> None:
+def test_a_null_that_was_requested_stays(name: str, key: str, tmp_path: Path) -> None:
     """Else the stored recipe would fill the default in again, and be another experiment."""
     section, option = key.split(".")
 
     def value_in(recipe: Recipe) -> Any:
         part = getattr(recipe, section)
-        return part.options[option] if isinstance(part, Word) else getattr(part, option)
+        return part.options[option] if isinstance(part, Component) else getattr(part, option)
 
     assert value_in(load_recipe(name).resolve()) is not None
     recipe = load_recipe(name, [(key, "null")]).resolve()

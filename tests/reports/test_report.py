@@ -18,8 +18,8 @@ NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
 
 
 def rows() -> list[MetricsRow]:
-    facts = {"n": 50.0, "accuracy": 0.5, "accuracy_low": 0.37, "accuracy_high": 0.63, "shows_reasoning": 0.2}
-    evaluation = MetricsRow(0, {f"eval/stories/validation/{name}": value for name, value in facts.items()})
+    info = {"n": 50.0, "accuracy": 0.5, "accuracy_low": 0.37, "accuracy_high": 0.63, "shows_reasoning": 0.2}
+    evaluation = MetricsRow(0, {f"eval/stories/validation/{name}": value for name, value in info.items()})
     steps = [
         MetricsRow(k, {"reward": 0.1 * k, "accuracy": 0.05 * k, "entropy": float("nan") if k == 3 else 1.0})
         for k in range(1, 5)
@@ -223,15 +223,15 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
     assert [s.label for s in even["Calls by part"].series] == ["small", "large"]
     held_out = {"n": 50.0, "small:accuracy": 0.9, "small:accuracy_low": 0.8, "small:accuracy_high": 0.95}
     measured = MetricsRow(0, {f"eval/mixture/validation/{name}": value for name, value in held_out.items()})
-    told = {panel.title: panel for panel in choose_panels([measured, step(1)])}["Accuracy by part"].series
-    assert [(s.label, s.ys) for s in told] == [("small", [0.9]), ("large", [0.1]), ("small, held-out", [0.9])]
+    output = {panel.title: panel for panel in choose_panels([measured, step(1)])}["Accuracy by part"].series
+    assert [(s.label, s.ys) for s in output] == [("small", [0.9]), ("large", [0.1]), ("small, held-out", [0.9])]
     assert "Accuracy by part" not in {panel.title for panel in choose_panels(rows())}
 
 
-def test_a_machine_is_told_in_units() -> None:
+def test_a_machine_is_reported_in_units() -> None:
     hardware = {"memory_bytes": 24 * 2**30, "gpus": [], "of": ["a", "b"], "no": None}
-    told = [("hardware: memory", "24.0 GiB"), ("hardware: gpus", "none"), ("hardware: of", "a, b")]
-    assert flatten({"hardware": hardware}) == told
+    output = [("hardware: memory", "24.0 GiB"), ("hardware: gpus", "none"), ("hardware: of", "a, b")]
+    assert flatten({"hardware": hardware}) == output
 
 
 def contrast(one: str, other: str) -> float:

@@ -56,7 +56,7 @@ def test_nothing_is_wider_than_the_page(opened: object, width: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "least"), [(390, 300), (1280, 900)])
-def test_a_fact_has_room_beside_its_name_or_below_it(opened: object, width: int, least: int) -> None:
+def test_a_fact_has_room_next_to_its_name_or_below_it(opened: object, width: int, least: int) -> None:
     """On a telephone a name took most of the row, and its value five letters a line."""
     opened.set_viewport_size({"width": width, "height": 900})
     value = opened.locator('th[scope="row"] + td', has_text="y" * 300)

@@ -19,5 +19,5 @@ def test_the_features_page_has_the_same_marks() -> None:
     assert {mark.encode().decode("unicode_escape"): chr(int(code, 16)) for mark, code in found.items()} == MARKS
 
 
-def test_tokens_are_told_apart() -> None:
+def test_tokens_are_distinguished() -> None:
     assert ".text .tok, .tokens span { border-left: 1px" in render("style.css")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.models.sources import resolve_model_name
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.runs import export
 from posttrain.runs.export import export_run
 from posttrain.runs.models import find_source
@@ -40,7 +40,7 @@ def names_in(folder: Path) -> list[str]:
 def test_a_folder_with_weights_recipe_and_results(root: Path, tmp_path: Path) -> None:
     before = snapshot(root)
     done = export_run(root, root / "a", tmp_path / "out" / "mine")
-    assert (done.target, done.step, done.notices) == (tmp_path / "out" / "mine", 2, ())
+    assert (done.target, done.step, done.warnings) == (tmp_path / "out" / "mine", 2, ())
     kept = ["README.md", "config.json", "metrics.jsonl", "model.safetensors", "recipe.yaml", "results.json"]
     assert names_in(done.target) == kept
     assert (done.num_files, done.num_bytes) == (6, sum(p.stat().st_size for p in done.target.iterdir()))
@@ -58,11 +58,11 @@ def test_exported_folder_keeps_the_template_of_its_training(root: Path, tmp_path
     make_run(root, "b", recipe={"rollout": {"num_prompts": 2}, "prompt": {"template": template}})
     export_run(root, root / "b", tmp_path / "out")
     source = find_source(str(tmp_path / "out"), tmp_path / "none")
-    assert source.template == Word.model_validate(template)
+    assert source.template == Component.model_validate(template)
     assert resolve_model_name(source.path) == str(tmp_path / "out")
 
 
-def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:
+def test_the_card_states_what_it_is(root: Path, tmp_path: Path) -> None:
     card = (export_run(root, root / "a", tmp_path / "out").target / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- posttrain\n---\n")
     assert "- weights: after step 2 of 10\n" in card
@@ -193,8 +193,8 @@ def test_an_adapter_stays_one_and_names_its_base(adapter_run: Path, tmp_path: Pa
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(names_in(done.target))
     assert "model.safetensors" not in names_in(done.target)
     base = json.loads((done.target / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert f"an adapter on top of {base}" in done.notices[0]
-    assert "--merge" in done.notices[0]
+    assert f"an adapter on top of {base}" in done.warnings[0]
+    assert "--merge" in done.warnings[0]
     assert "LoRA adapter in peft's layout" in (done.target / "README.md").read_text()
 
 
@@ -276,5 +276,5 @@ def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp
     assert save_adapter_scorer(folder, model, torch.ones(1, 128))
     reseal(folder, 1)
     done = export_run(run.parent, run, tmp_path / "out")
-    assert "config.pad_token_id = None" in done.notices[1]
-    assert done.notices[1][1:] in (done.target / "README.md").read_text()
+    assert "config.pad_token_id = None" in done.warnings[1]
+    assert done.warnings[1][1:] in (done.target / "README.md").read_text()

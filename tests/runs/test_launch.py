@@ -13,13 +13,13 @@ import pytest
 
 from posttrain import __version__, untrusted
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch
 from posttrain.store.metric_names import ACCURACY
 from posttrain.training.files import Observer, RunFiles
-from posttrain.world import ONE, World
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -54,15 +54,15 @@ class FakeLoop:
         resume: bool,
         observer: Observer,
         should_stop: Callable[[], bool],
-        world: World,
+        process_group: ProcessGroup,
     ) -> Result:
-        assert world is ONE
+        assert process_group is SINGLE_PROCESS
         self.calls.append((resume, recipe.train.steps))
         done = sorted(int(p.name[5:]) for p in files.checkpoints.glob("step-*"))
         step = done[-1] if done else 0
-        facts = {"steps": recipe.train.steps, "resumed_from": step if resume else None, "dropped": {"too long": 3}}
-        facts["num_examples"] = 50
-        observer("start", facts)
+        info = {"steps": recipe.train.steps, "resumed_from": step if resume else None, "dropped": {"too long": 3}}
+        info["num_examples"] = 50
+        observer("start", info)
         while step < recipe.train.steps and step != self.stop_after and not should_stop():
             step += 1
             observer("step", {"step": step, "metrics": {}, "timing": {}})
@@ -93,9 +93,9 @@ def everything(folder: Path) -> dict[str, bytes]:
 class Notes(list):
     """An observer that keeps the notices."""
 
-    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
         if event == "notice":
-            self.append(facts["message"])
+            self.append(info["message"])
 
 
 def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
@@ -157,7 +157,7 @@ def test_another_recipe_is_refused_and_the_keys_are_listed(
     assert everything(tmp_path) == before
 
 
-def test_resume_continues_and_says_how(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+def test_resume_continues_and_states_how(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     notes = Notes()
     result = launch(make_recipe(), root=tmp_path, name="a", observer=notes, train=FakeLoop(stop_after=4))
     assert (result.step, result.reason, status_of(result.folder).state) == (4, "interrupted", "interrupted")
@@ -283,10 +283,10 @@ def test_further_trouble_does_not_hide_the_first_error(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def observer(event: str, facts: dict[str, Any]) -> None:
+    def observer(event: str, info: dict[str, Any]) -> None:
         if event == "notice" and trouble == "observer":
             raise BrokenPipeError("nobody reads")
-        if event == "step" and trouble == "disk" and facts["step"] == 3:
+        if event == "step" and trouble == "disk" and info["step"] == 3:
             monkeypatch.setattr(os, "replace", full)
 
     with pytest.raises(ZeroDivisionError) as caught:
@@ -335,7 +335,7 @@ def test_the_second_signal_exits() -> None:
     assert caught.value.code == 128 + signal.SIGTERM
 
 
-def test_a_closed_terminal_stops_like_ctrl_c_unless_nohup_said_otherwise() -> None:
+def test_a_closed_terminal_stops_like_ctrl_c_unless_nohup_is_set() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be under nohup
     try:
         with stop_on_signals() as should_stop:

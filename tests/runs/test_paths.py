@@ -40,9 +40,9 @@ def root(tmp_path: Path) -> Path:
 
 def test_names_of_runs_and_sweeps(root: Path) -> None:
     assert sweep_names(root) == ["sweep-x"]
-    cells = ["sweep-x/start", "sweep-x/cells/dapo-seed0", "sweep-x/cells/grpo-seed0"]
-    assert trial_names(root, "sweep-x") == cells
-    assert every_run_name(root) == ["a", "b.2", *cells]
+    values = ["sweep-x/start", "sweep-x/cells/dapo-seed0", "sweep-x/cells/grpo-seed0"]
+    assert trial_names(root, "sweep-x") == values
+    assert every_run_name(root) == ["a", "b.2", *values]
     assert every_run_name(root / "nowhere") == sweep_names(root / "nowhere") == []
 
 
@@ -136,9 +136,9 @@ def test_no_command_touches_what_lies_outside(
 def test_the_name_of_a_sweep_leads_to_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_sweep(Path("runs"), "both")
-    cells = r"name one of its runs\. Runs there: both/start, both/cells/dapo-seed0, both/cells/grpo-seed0"
+    values = r"name one of its runs\. Runs there: both/start, both/cells/dapo-seed0, both/cells/grpo-seed0"
     for name in ("both", "runs/both", "runs/both/"):
-        with pytest.raises(UsageError, match=cells):
+        with pytest.raises(UsageError, match=values):
             refuse_absent("runs", name)
     refuse_absent("runs", "both/start")
     RunDirectory(Path("runs/both/cells/dapo-seed0")).write_recipe(load_recipe("tiny/grpo"))

@@ -65,9 +65,9 @@ def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, mo
     alone = recipe.model_copy(update={"scale": recipe.scale.model_copy(update={"processes": 1})})
     again = launch(alone, root=tmp_path, name="it", resume=True, observer=events)
     assert (again.step, again.reason) == (4, "finished")
-    notices = [facts["message"] for facts in events.of("notice")]
-    assert any("scale.processes: 2 in the run, 1 now" in text for text in notices)
-    assert any("goes on in 1 process, and the checkpoint was saved by 2 processes" in text for text in notices)
+    warnings = [info["message"] for info in events.of("notice")]
+    assert any("scale.processes: 2 in the run, 1 now" in text for text in warnings)
+    assert any("goes on in 1 process, and the checkpoint was saved by 2 processes" in text for text in warnings)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_sweep_at_work_is_refused_with_all_its_runs(root: Path, held: str) -> 
                 delete(root, locate(root, "sweep-x/cells/dapo-seed0"))
 
 
-def test_a_sweep_is_deleted_whole_and_a_cell_alone(root: Path) -> None:
+def test_a_sweep_is_deleted_whole_and_a_trial_alone(root: Path) -> None:
     make_sweep(root, "sweep-x")
     make_sweep(root, "sweep-y")
     delete(root, locate(root, "sweep-x"))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines.respondents import Scripted, wordy
+from sampling.respondents import Scripted, wordy
 
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
@@ -47,7 +47,7 @@ class EngineCase:
 TEXTS = ("12 + 7 = ", "Eva starts with 19 shells. She finds", "Tom has 7 apples", "A")
 
 
-def tiny_case(model: Any, tokenizer: Any, engine: Engine, **facts: Any) -> EngineCase:
+def tiny_case(model: Any, tokenizer: Any, engine: Engine, **info: Any) -> EngineCase:
     """An engine that has the embedded model, or one like it with the same tokenizer."""
 
     def distribution(prompt: Sequence[int], ids: Sequence[int], temperature: float) -> torch.Tensor:
@@ -56,7 +56,7 @@ def tiny_case(model: Any, tokenizer: Any, engine: Engine, **facts: Any) -> Engin
         return (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
 
     stops = frozenset(tokenizer.encode(".")) | {tokenizer.eos_token_id}
-    return EngineCase(engine, [tokenizer.encode(text) for text in TEXTS], stops, distribution, context=1024, **facts)
+    return EngineCase(engine, [tokenizer.encode(text) for text in TEXTS], stops, distribution, context=1024, **info)
 
 
 def keys_of(sizes: Sequence[int]) -> list[list[int]]:
@@ -74,7 +74,7 @@ class EngineContract:
                 assert completion.ids == alone.ids, "what stands beside a completion changed it"
         assert len({completion.ids for completion in groups[0]}) > 1
 
-    def test_nothing_asked_nothing_given(self, case: EngineCase) -> None:
+    def test_engine_no_prompts_gives_no_completions(self, case: EngineCase) -> None:
         assert case.engine.generate([], [], case.sampling) == []
         assert case.engine.generate(case.prompts[:1], [[]], case.sampling) == [[]]
 
@@ -159,12 +159,12 @@ class EngineContract:
         drawn = np.bincount([c.ids[0] for c in group], minlength=len(expected))
         often = expected >= 5
         assert often.sum() >= 3, "the prompt leaves no choice"
-        cells = [*zip(drawn[often], expected[often], strict=True), (drawn[~often].sum(), expected[~often].sum())]
-        statistic = sum((seen - wanted) ** 2 / max(wanted, 1e-9) for seen, wanted in cells if wanted >= 1 or seen)
-        freedom = len(cells) - 1
+        values = [*zip(drawn[often], expected[often], strict=True), (drawn[~often].sum(), expected[~often].sum())]
+        statistic = sum((seen - wanted) ** 2 / max(wanted, 1e-9) for seen, wanted in values if wanted >= 1 or seen)
+        freedom = len(values) - 1
         assert abs(statistic - freedom) < 6 * math.sqrt(2 * freedom)
 
-    def test_a_conversation_is_a_generation_after_another_over_all_that_was_said(self, case: EngineCase) -> None:
+    def test_a_conversation_is_a_generation_after_another_over_all_messages(self, case: EngineCase) -> None:
         """Same ids, a key for each turn; the mask says who wrote which, and replies have log-probability 0."""
         keys = keys_of([4, 0, 4, 3])
         sampling = replace(case.sampling, max_tokens=40)
@@ -175,12 +175,12 @@ class EngineContract:
             for g, completion in enumerate(group):
                 ids, own = respondent.transcript(i, g)
                 assert (completion.ids, completion.own) == (ids, own)
-                said = 0
+                message = 0
                 for k, (turn, reply) in enumerate(zip(respondent.turns[i, g], respondent.replies[i, g], strict=True)):
-                    rest = replace(sampling, max_tokens=40 - said)
-                    ((alone,),) = case.engine.generate([[*prompt, *ids[:said]]], [[turn_key(keys[i][g], k)]], rest)
+                    rest = replace(sampling, max_tokens=40 - message)
+                    ((alone,),) = case.engine.generate([[*prompt, *ids[:message]]], [[turn_key(keys[i][g], k)]], rest)
                     assert (alone.ids, alone.finish) == (turn, respondent.finishes[i, g][k])
-                    said += len(turn) + len(reply.ids)
+                    message += len(turn) + len(reply.ids)
                 expected = case.distribution(prompt, ids, 1.0)[range(len(ids)), list(ids)]
                 expected[~torch.tensor(own)] = 0.0
                 assert torch.allclose(torch.tensor(completion.logprobs), expected, rtol=0, atol=case.tolerance)

@@ -15,7 +15,7 @@ TEXTS = re.compile(r"<(text-[0-9a-f]{16}) ([a-z-]+)>\n(.*?)\n</\1>", re.DOTALL)
 Answer = Callable[[dict[str, Any], int], Any]
 
 
-def said(value: Any, key: str = "score") -> str:
+def output(value: Any, key: str = "score") -> str:
     return json.dumps({"reasoning": "because", key: value})
 
 
@@ -24,7 +24,7 @@ class FakeJudge(FakeVllm):
 
     def __init__(self, reply: Answer, **options: Any) -> None:
         super().__init__(lambda body: Completion((), (), "stop"), **options)
-        self.reply, self.asked = reply, 0
+        self.reply, self.request = reply, 0
         self.seen: dict[str, int] = {}
         self.chats: list[dict[str, Any]] = []
         self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
@@ -57,6 +57,6 @@ def by_length(body: dict[str, Any], count: int) -> str:
     """Scores an answer by its length; of two prefers the longer."""
     texts = quoted(body)
     if "answer" in texts:
-        return said(min(10, len(texts["answer"])))
+        return output(min(10, len(texts["answer"])))
     first, second = len(texts["first-answer"]), len(texts["second-answer"])
-    return said("first" if first > second else "second" if second > first else "tie", "winner")
+    return output("first" if first > second else "second" if second > first else "tie", "winner")

@@ -13,8 +13,8 @@ from posttrain.models.load import load_model
 from posttrain.randomness import uniforms
 from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Sampling
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.sampling.vllm.client import VllmEngine
 
 
@@ -23,7 +23,7 @@ def tiny():
     return load_model(ModelSection(), seed=0)
 
 
-class TestScripted(EngineContract):
+class TestFakeEngine(EngineContract):
     @pytest.fixture
     def case(self) -> EngineCase:
         def recite(prompt: tuple[int, ...], key: int) -> list[int]:
@@ -32,7 +32,7 @@ class TestScripted(EngineContract):
         def distribution(prompt: Sequence[int], ids: Sequence[int], temperature: float) -> torch.Tensor:
             return torch.full((len(ids), 30), -0.5)
 
-        engine = ScriptedEngine(recite, logprob=-0.5)
+        engine = FakeEngine(recite, logprob=-0.5)
         return EngineCase(engine, [[9, 10], [11], [12, 13], [14]], frozenset({3}), distribution, is_model=False)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines.reference import LENGTHS, make_keys, make_prompts, worst_difference
-from engines.respondents import Scripted, wordy
+from sampling.reference import LENGTHS, make_keys, make_prompts, worst_difference
+from sampling.respondents import Scripted, wordy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from posttrain.sampling.base import Engine, Reply, Sampling, begin
 from posttrain.sampling.native import schedule
 from posttrain.sampling.native.cache import aligned
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.native.lean import LeanDecoder
+from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.types import Completion
 from tiny_random import build_tiny_random
 
@@ -31,15 +31,15 @@ PATHS = [("qwen3", "lean", 1), ("qwen3", "lean", 3), ("gpt2", "modules", 2)]
 @pytest.fixture(autouse=True)
 def the_products_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lean path takes its plain products, and shares prompts, in fp64 too."""
-    bind = LeanDecoder.bind
+    bind = FastDecoder.bind
 
-    def bind_plainly(model: Any, max_positions: int) -> LeanDecoder | None:
+    def bind_plainly(model: Any, max_positions: int) -> FastDecoder | None:
         decoder = bind(model, max_positions)
         if decoder is not None:
             decoder.transposed = decoder.can_share = True
         return decoder
 
-    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_plainly))
+    monkeypatch.setattr(FastDecoder, "bind", staticmethod(bind_plainly))
 
 
 def exact(architecture: str, **config: Any) -> Any:
@@ -47,7 +47,7 @@ def exact(architecture: str, **config: Any) -> Any:
     return build_tiny_random(architecture, **config).double()
 
 
-def said(completions: list[list[Completion]]) -> list[list[tuple[Any, ...]]]:
+def message(completions: list[list[Completion]]) -> list[list[tuple[Any, ...]]]:
     return [[(c.ids, c.own, c.finish) for c in group] for group in completions]
 
 
@@ -63,7 +63,7 @@ def by_reading_again(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
-def test_it_says_what_an_engine_says_that_reads_everything_again(
+def test_it_states_what_an_engine_states_that_reads_everything_again(
     architecture: str, path: Any, group: int, temperature: float
 ) -> None:
     model = exact(architecture)
@@ -75,7 +75,7 @@ def test_it_says_what_an_engine_says_that_reads_everything_again(
         engine = NativeEngine(model, slots=slots, path=path)
         completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
         assert engine.path == path
-        assert said(completions) == said(expected)
+        assert message(completions) == message(expected)
     assert {c.finish for g in expected for c in g} >= {"out_of_turns"}
     assert {sum(c.own) < len(c.ids) for g in expected for c in g} == {True, False}
 
@@ -103,7 +103,7 @@ def test_a_cache_that_grows_and_shifts_gives_the_same(
     roomy = NativeEngine(model, path=path).converse(prompts, keys, sampling, Scripted(script))
     monkeypatch.setattr(schedule, "FIRST_COLUMNS", 1)
     tight = NativeEngine(model, slots=2, path=path).converse(prompts, keys, sampling, Scripted(script))
-    assert said(tight) == said(roomy)
+    assert message(tight) == message(roomy)
     assert worst_difference(model, prompts, tight) <= 1e-5
 
 
@@ -124,7 +124,7 @@ MODEL = exact("qwen3")
 
 @settings(max_examples=25)
 @given(case=CASES)
-def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
+def test_the_mask_states_who_wrote_each_token(case: dict[str, Any]) -> None:
     prompts = make_prompts(case["lengths"], case["seed"])
     keys = make_keys(len(prompts), case["group"], case["seed"])
     sampling = replace(SAMPLING, max_tokens=case["max_tokens"], max_turn_tokens=case["max_turn_tokens"])
@@ -139,7 +139,7 @@ def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
             assert all(len(turn) <= (case["max_turn_tokens"] or 99) for turn in respondent.turns[i, g])
             assert all((p == 0.0) == (not own) for p, own in zip(c.logprobs, c.own, strict=True))
             assert c.num_own == sum(map(len, respondent.turns[i, g]))
-    assert said(completions) == said(by_reading_again(engine, prompts, keys, sampling, again))
+    assert message(completions) == message(by_reading_again(engine, prompts, keys, sampling, again))
     assert (respondent.turns, respondent.replies) == (again.turns, again.replies)
     assert respondent.finishes == again.finishes
 
@@ -149,10 +149,10 @@ def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch
     engine = NativeEngine(model, slots=64)
     assert engine.path == "lean"
     read: list[list[int]] = []
-    prefill, decode = LeanDecoder.prefill, LeanDecoder.decode
-    monkeypatch.setattr(LeanDecoder, "prefill", lambda self, p: read.extend(map(list, p)) or prefill(self, p))
+    prefill, decode = FastDecoder.prefill, FastDecoder.decode
+    monkeypatch.setattr(FastDecoder, "prefill", lambda self, p: read.extend(map(list, p)) or prefill(self, p))
     fed: list[int] = []
-    monkeypatch.setattr(LeanDecoder, "decode", lambda self, t, *rest: fed.append(len(t)) or decode(self, t, *rest))
+    monkeypatch.setattr(FastDecoder, "decode", lambda self, t, *rest: fed.append(len(t)) or decode(self, t, *rest))
     completions = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
     assert sorted(read) == sorted(prompt[:-1] for prompt in prompts)
     # A step for the last id of each prompt and for every id but the last; finished rows stay for a step or two.
@@ -170,7 +170,7 @@ def test_limits() -> None:
         respondent = Scripted(lambda *_: reply)
         completions = engine.converse(prompts, keys, replace(SAMPLING, **limits), respondent)
         again = by_reading_again(engine, prompts, keys, replace(SAMPLING, **limits), Scripted(lambda *_: reply))
-        assert said(completions) == said(again)
+        assert message(completions) == message(again)
         for i, group in enumerate(completions):
             for g, c in enumerate(group):
                 assert (c.ids, c.own) == respondent.transcript(i, g)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines.reference import ids_of, make_keys, make_prompts, worst_difference
-from engines.respondents import Scripted, wordy
+from sampling.reference import ids_of, make_keys, make_prompts, worst_difference
+from sampling.respondents import Scripted, wordy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.errors import EngineMismatch
 from posttrain.models.config import find_switches
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.native.lean import LeanDecoder
-from posttrain.sampling.native.modules import ModulesDecoder
+from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import PROMPT_TOKENS, probe_lengths
+from posttrain.sampling.native.reference_path import ModulesDecoder
 
 STOPS = frozenset(range(8))
 
@@ -29,20 +29,20 @@ def test_native_engine_with_rows_beyond_the_window_of_the_configuration_leaves_t
     completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=new))
     assert {chosen for chosen, _ in engine._chosen.values()} == {path}
     assert worst_difference(model, prompts, completions) <= 1e-5
-    assert ["sliding window" in notice for notice in engine.take_notices()] == [True] * (path == "modules")
+    assert ["sliding window" in notice for notice in engine.take_warnings()] == [True] * (path == "modules")
 
 
 def test_native_engine_with_a_path_that_is_wrong_past_a_switch_does_not_take_it(tiny_random, monkeypatch):
     """Wrong by a little from position 100 on, which no row of 64 tokens shows."""
     model = tiny_random("llama", rope_parameters=YARN)
-    bind = LeanDecoder.bind
+    bind = FastDecoder.bind
 
     def bind_wrongly(model, max_positions):
         decoder = bind(model, max_positions)
         decoder.sin[100:] *= 0.9
         return decoder
 
-    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_wrongly))
+    monkeypatch.setattr(FastDecoder, "bind", staticmethod(bind_wrongly))
     engine, (prompt,) = NativeEngine(model), make_prompts((30,))
     for new, path in ((20, "lean"), (100, "modules")):
         completions = engine.generate([prompt], [[1, 2]], Sampling(max_tokens=new))
@@ -88,9 +88,9 @@ def test_native_engine_of_a_model_with_other_states_than_keys_and_values_samples
         "stop" if c.ids[-1] in STOPS else "length" for g in completions for c in g
     ]
     assert ids_of(NativeEngine(model).generate(prompts, make_keys(4, 2), sampling)) == ids_of(completions)
-    (notice,) = engine.take_notices()
+    (notice,) = engine.take_warnings()
     assert notice.startswith("sampling takes a slower path, ")
-    assert engine.take_notices() == []
+    assert engine.take_warnings() == []
 
 
 SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -109,7 +109,7 @@ def test_native_engine_with_a_path_that_raises_anything_takes_the_next(tiny_rand
     engine = NativeEngine(model)
     assert ids_of(engine.generate(prompts, make_keys(4, 1), Sampling(max_tokens=6))) == ids_of(completions)
     assert engine.path == "plain"
-    assert "it ends in AttributeError: 'list' object has no attribute" in engine.take_notices()[0]
+    assert "it ends in AttributeError: 'list' object has no attribute" in engine.take_warnings()[0]
 
 
 def test_native_engine_of_a_model_with_other_states_converses_as_the_model() -> None:

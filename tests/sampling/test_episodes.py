@@ -22,16 +22,16 @@ from posttrain.data.render.template import build_template
 from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling import episodes as played
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.environments.calls import Request
 from posttrain.sampling.environments.contract import EnvironmentFailed
 from posttrain.sampling.episodes import Episodes, build_stage
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.models import ModelSource, open_model
 from posttrain.sampling.native.engine import native
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Call, Example, Message, Turn
 from posttrain.untrusted import declare_code
 
@@ -104,7 +104,7 @@ def example(number: int = 1, **meta: Any) -> Example:
     return Example(f"sum/{number}", (Message("user", "What is 20 plus 22?"),), answer="42", meta=meta)
 
 
-def script(tokenizer: Any, *turns: str) -> ScriptedEngine:
+def script(tokenizer: Any, *turns: str) -> FakeEngine:
     """Says one text in each turn, in order; the prompts that it was asked with are in ``calls``."""
     end = tokenizer.eos_token_id
     ids = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in turns]
@@ -112,7 +112,7 @@ def script(tokenizer: Any, *turns: str) -> ScriptedEngine:
     def say(prompt: tuple[int, ...], key: int) -> list[int]:
         return ids[min(prompt.count(end), len(ids) - 1)]
 
-    return ScriptedEngine(say, logprob=-0.5)
+    return FakeEngine(say, logprob=-0.5)
 
 
 def rollouts(tokenizer: Any, engine: Any, made: Any, examples: list[Example], group: int = 1, max_tokens: int = 400):
@@ -130,12 +130,12 @@ def test_a_calculation_in_two_turns(tokenizer: Any) -> None:
     [[one]] = rollouts(tokenizer, engine, recipe(), [example()])
     assert [turn.text for turn in one.turns] == ["<think>" + CALL, "<think>" + ANSWER]
     (call,) = one.turns[0].calls
-    assert (call.tool, call.stated, call.result, call.outcome) == ("calculator", "20 + 22", "42", "ok")
+    assert (call.tool, call.raw_arguments, call.result, call.outcome) == ("calculator", "20 + 22", "42", "ok")
     assert (one.text, one.parts["correct"], one.parts["tool_calls"]) == ("<think>" + ANSWER, 1.0, 1.0)
     first, second = ([*tokenizer.encode(text), tokenizer.eos_token_id] for text in (CALL, ANSWER))
-    said = tokenizer.encode("\nUser: <result>42</result>\nAssistant: <think>")
-    assert one.completion.ids == (*first, *said, *second)
-    assert one.completion.own == (True,) * len(first) + (False,) * len(said) + (True,) * len(second)
+    message = tokenizer.encode("\nUser: <result>42</result>\nAssistant: <think>")
+    assert one.completion.ids == (*first, *message, *second)
+    assert one.completion.own == (True,) * len(first) + (False,) * len(message) + (True,) * len(second)
     assert one.completion.logprobs == tuple(-0.5 if own else 0.0 for own in one.completion.own)
     assert one.completion.num_own == len(first) + len(second)
     assert one.completion.finish == "stop"
@@ -223,7 +223,7 @@ def test_openings_of_a_group_are_equal_or_refused(tokenizer: Any) -> None:
         rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()], group=2)
 
 
-def test_a_run_s_model_is_asked_with_its_environment_under_its_own_template() -> None:
+def test_a_run_s_model_is_queried_with_its_environment_under_its_own_template() -> None:
     made = recipe(environment="number_guess")
     source = ModelSource("mine", "mine", str(TINY), recipe=made)
     opened = open_model(source)
@@ -232,8 +232,8 @@ def test_a_run_s_model_is_asked_with_its_environment_under_its_own_template() ->
     assert played_by.stage is not None
     assert list(played_by.stage.toolset.tools) == ["guess"]
     assert played_by.grader.template is played_by.stage.template
-    assert opened.on_stage(Word(name="plain")).stage is None
-    made.environment = Word(name="unheard:Of")
+    assert opened.on_stage(Component(name="plain")).stage is None
+    made.environment = Component(name="unheard:Of")
     with pytest.raises(UnallowedCode, match="'unheard:Of' is Python code that a stored recipe names"):
         opened.on_stage(None)
 
@@ -241,10 +241,10 @@ def test_a_run_s_model_is_asked_with_its_environment_under_its_own_template() ->
 def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: Any) -> None:
     plain = registry.find("template", "dialogue").bind({})()
     stage = build_stage(recipe("dialogue", show_tools=True), plain, tokenizer)
-    said = tokenizer.decode(encode_prompt(tokenizer, stage.template, example().messages))
-    assert said.startswith("System: You can use tools. To call one, write <tool>name: arguments</tool>")
-    assert "- calculator: Computes a sum exactly. It takes: expression (string)." in said
-    assert said.endswith("\n\nHuman: What is 20 plus 22?\n\nAssistant:")
+    message = tokenizer.decode(encode_prompt(tokenizer, stage.template, example().messages))
+    assert message.startswith("System: You can use tools. To call one, write <tool>name: arguments</tool>")
+    assert "- calculator: Computes a sum exactly. It takes: expression (string)." in message
+    assert message.endswith("\n\nHuman: What is 20 plus 22?\n\nAssistant:")
     other = AutoTokenizer.from_pretrained(TINY)
     other.chat_template = (
         "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools><tool_call>{% endif %}"
@@ -253,8 +253,8 @@ def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: 
     chat = registry.find("template", "chat").bind({})()
     stage = build_stage(recipe("chat", show_tools=True), chat, other)
     assert (stage.form, stage.frame.wrapped) == (HERMES, True)
-    said = other.decode(encode_prompt(other, stage.template, example().messages))
-    assert said.startswith("<tools>calculator</tools><tool_call><|im_start|>user")
+    message = other.decode(encode_prompt(other, stage.template, example().messages))
+    assert message.startswith("<tools>calculator</tools><tool_call><|im_start|>user")
 
 
 def demonstrated(tokenizer: Any, name: str, turns: tuple[Turn, ...]) -> Row:
@@ -274,8 +274,8 @@ def test_a_demonstration_with_a_call_is_the_episode_that_would_be_played(tokeniz
     written = [
         ids for own, ids in runs_of(tuple(t not in row.heard for t in range(len(row.ids))), tuple(row.ids)) if own
     ]
-    said = [[*written[0][row.prompt_length :]], [*written[1]]]
-    engine = ScriptedEngine(lambda prompt, key: said[int(len(prompt) > row.prompt_length)])
+    message = [[*written[0][row.prompt_length :]], [*written[1]]]
+    engine = FakeEngine(lambda prompt, key: message[int(len(prompt) > row.prompt_length)])
     [[one]] = rollouts(tokenizer, engine, recipe(name), [example()])
     assert [[(c.tool, c.result, c.outcome) for c in turn.calls] for turn in one.turns] == [
         [("calculator", "42", "ok")],
@@ -305,30 +305,30 @@ def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_ch
     template = registry.find("template", name).bind({})()
     stage = build_stage(made, template, tokenizer)
     end = max(stop_ids(tokenizer, template)) if ends_chat else tokenizer.eos_token_id
-    said = [[*turn, end] for turn in turns]
+    message = [[*turn, end] for turn in turns]
     heard: list[tuple[int, ...]] = []
 
     def say(prompt: tuple[int, ...], key: int) -> list[int]:
         heard.append(prompt)
-        return said[len(heard) - 1]
+        return message[len(heard) - 1]
 
     sampling = Sampling(2000, stop_ids=stop_ids(tokenizer, template))
     numbers = iter(range(100))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(played, "read_calls", lambda text, form: [Request("say", "", "")])
         tool = replace(stage.toolset.tools["calculator"], name="say", method=False)
-        told = replace(tool, function=lambda **_: results[next(numbers)])
-        object.__setattr__(told, "arguments", type("None_", (told.arguments.__base__,), {}))
-        stage = replace(stage, toolset=replace(stage.toolset, tools={"say": told}))
-        episodes = Episodes(stage, ScriptedEngine(say), tokenizer, sampling, 1000)
+        output = replace(tool, function=lambda **_: results[next(numbers)])
+        object.__setattr__(output, "arguments", type("None_", (output.arguments.__base__,), {}))
+        stage = replace(stage, toolset=replace(stage.toolset, tools={"say": output}))
+        episodes = Episodes(stage, FakeEngine(say), tokenizer, sampling, 1000)
         [[one]] = episodes.play([example()], [[7]], [1])
     runs = runs_of(one.completion.own, one.completion.ids)
-    assert [ids for is_own, ids in runs if is_own] == [tuple(turn) for turn in said]
-    told_ids = [ids for is_own, ids in runs if not is_own]
+    assert [ids for is_own, ids in runs if is_own] == [tuple(turn) for turn in message]
+    prompt_ids = [ids for is_own, ids in runs if not is_own]
     frame = [stage.frame.encode(tokenizer, stage.template, [r], TAGGED.results, end) for r in results]
-    assert told_ids == [tuple(ids) for ids in frame[: len(turns) - 1]]
+    assert prompt_ids == [tuple(ids) for ids in frame[: len(turns) - 1]]
     for number, prompt in enumerate(heard):
-        before = [x for k in range(number) for x in (*said[k], *frame[k])]
+        before = [x for k in range(number) for x in (*message[k], *frame[k])]
         assert prompt == (*one.prompt, *before), "a turn is sampled behind all that was said, as it was"
 
 
@@ -348,7 +348,7 @@ def test_every_environment_that_ships_is_among_them() -> None:
 def test_logprobs_of_all_turns_are_those_of_one_pass(
     tokenizer: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, tool, stated = CALLED[name]
+    options, tool, given_arguments = CALLED[name]
     (tmp_path / "sea.txt").write_text("Eva found 12 shells at the beach.")
     monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()
@@ -357,7 +357,7 @@ def test_logprobs_of_all_turns_are_those_of_one_pass(
     stops = frozenset(range(0, 768, 5))
     sampling = Sampling(160, temperature=1.3, stop_ids=stops)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(played, "read_calls", lambda text, form: [Request(tool, stated, stated)])
+        patch.setattr(played, "read_calls", lambda text, form: [Request(tool, given_arguments, given_arguments)])
         episodes = Episodes(stage, native(model, tokenizer), tokenizer, sampling, 1000)
         groups = episodes.play([example(1), example(2)], [[11, 12], [13, 14]], [1, 2])
     assert sum(len(one.turns) for group in groups for one in group) > 8

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from engines.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
+from sampling.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
 
 from posttrain import registry
 from posttrain.errors import EngineMismatch, UsageError
@@ -17,8 +17,8 @@ from posttrain.recipes.sections import AdapterSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native import schedule
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.native.lean import LeanDecoder
-from posttrain.sampling.native.modules import ModulesDecoder, PlainRows
+from posttrain.sampling.native.fast_path import FastDecoder
+from posttrain.sampling.native.reference_path import ModulesDecoder, PlainRows
 
 LEAN = ("qwen3", "qwen2", "llama")
 ARCHITECTURES = (*LEAN, "olmo2", "gpt2")
@@ -175,9 +175,9 @@ def test_each_prompt_is_computed_once_for_its_group(tiny_random, monkeypatch):
     engine = NativeEngine(model, slots=3)
     assert engine.path == "lean"  # the probe's own prefill comes before the count
     seen: list[list[int]] = []
-    prefill = LeanDecoder.prefill
+    prefill = FastDecoder.prefill
     monkeypatch.setattr(
-        LeanDecoder, "prefill", lambda self, given: seen.extend(map(list, given)) or prefill(self, given)
+        FastDecoder, "prefill", lambda self, given: seen.extend(map(list, given)) or prefill(self, given)
     )
     engine.generate(prompts, make_keys(3, 7), Sampling(max_tokens=5, stop_ids=STOPS))
     assert sorted(seen) == sorted(prompt[:-1] for prompt in prompts)
@@ -205,19 +205,19 @@ def test_prefills_are_cut_into_chunks(tiny_random, monkeypatch):
 
 def test_a_lean_path_that_computes_something_else_is_not_used(tiny_random, monkeypatch):
     model, prompts = tiny_random("qwen3"), make_prompts()
-    bind = LeanDecoder.bind
+    bind = FastDecoder.bind
 
     def bind_wrongly(model, max_positions):
         decoder = bind(model, max_positions)
         decoder.scale *= 1.05
         return decoder
 
-    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_wrongly))
+    monkeypatch.setattr(FastDecoder, "bind", staticmethod(bind_wrongly))
     engine = NativeEngine(model)
     completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=6))
     assert engine.path == "modules"
     assert worst_difference(model, prompts, completions) <= 1e-5
-    (notice,) = engine.take_notices()
+    (notice,) = engine.take_warnings()
     assert "its log-probabilities differ by" in notice
 
 
@@ -310,8 +310,8 @@ def test_native_with_padded_embeddings_never_samples_ids_beyond_the_tokenizer(
     completions = engine.generate(prompts, keys, sampling)
     assert max(i for group in ids_of(completions) for ids in group for i in ids) < size
     assert worst_difference(model, prompts, completions) < 1e-4, "log-probabilities are those of all ids"
-    said = [line for line in engine.take_notices() if "never sampled" in line]
-    assert said == [
+    message = [line for line in engine.take_warnings() if "never sampled" in line]
+    assert message == [
         f"the model has {size + 600:,} ids and its tokenizer text for {size:,}; the others are never sampled"
     ]
-    assert not engine.take_notices()
+    assert not engine.take_warnings()

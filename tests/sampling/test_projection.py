@@ -7,8 +7,8 @@ import torch
 
 from posttrain.models.forward import linear
 from posttrain.models.lora import LowRank
-from posttrain.sampling.native import lean
-from posttrain.sampling.native.lean import Projection, multiply, rms_norm
+from posttrain.sampling.native import fast_path
+from posttrain.sampling.native.fast_path import Projection, multiply, rms_norm
 
 
 def draw(*shape, seed=0):
@@ -26,7 +26,7 @@ def expect(x, weight, bias, term):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_projection_in_its_three_forms(monkeypatch, least, with_bias, rows):
-    monkeypatch.setattr(lean, "ONEDNN_LEAST", least)
+    monkeypatch.setattr(fast_path, "ONEDNN_LEAST", least)
     monkeypatch.setattr(linear, "IS_FASTER", True)
     x, residual = draw(rows, 48), draw(rows, 80, seed=4)
     weight, bias = draw(80, 48, seed=1), draw(80, seed=2) if with_bias else None

@@ -8,10 +8,10 @@ from posttrain import registry
 from posttrain.data.render import Template, encode_prompt, stop_ids
 from posttrain.errors import RewardFailure
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Sampling
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
-from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Completion, Example, Message
 from posttrain.untrusted import declare_code
 
@@ -39,7 +39,7 @@ LOOSE = " It is </think> so <answer> 42 </answer>"
 
 def test_weighted_sum_of_unweighted_parts() -> None:
     grader = build_grader(
-        [RewardWord(name="correct", weight=2.0), RewardWord(name="xml_format", weight=0.25)], template()
+        [RewardComponent(name="correct", weight=2.0), RewardComponent(name="xml_format", weight=0.25)], template()
     )
     completion = Completion((1, 2, 3), (-1.0,) * 3, "stop")
 
@@ -54,7 +54,7 @@ def test_weighted_sum_of_unweighted_parts() -> None:
 
 @pytest.mark.parametrize(("name", "format_part"), [("r1_zero", "xml_format"), ("boxed", "boxed_format")])
 def test_accuracy_and_format_are_always_measured_and_cost_nothing(name: str, format_part: str) -> None:
-    grader = build_grader([RewardWord(name="overlong", weight=1.0, limit=8, cache=2)], template(name))
+    grader = build_grader([RewardComponent(name="overlong", weight=1.0, limit=8, cache=2)], template(name))
     assert grader.format_part == format_part
     text = "<think>" + RIGHT if name == "r1_zero" else "so \\boxed{42}"
     parts, reward = grade_one(grader, example(1), text, Completion((1,) * 5, (0.0,) * 5, "stop"))
@@ -63,10 +63,10 @@ def test_accuracy_and_format_are_always_measured_and_cost_nothing(name: str, for
     assert [weight for _, weight, _ in grader.rewards] == [1.0, 0.0, 0.0]
 
 
-def test_a_reward_that_stands_twice_is_told_apart() -> None:
+def test_a_reward_that_stands_twice_is_distinguished() -> None:
     words = [
-        RewardWord(name="correct"),
-        RewardWord(name="correct", weight=0.5, mode={"name": "numeric", "tolerance": 2.0}),
+        RewardComponent(name="correct"),
+        RewardComponent(name="correct", weight=0.5, mode={"name": "numeric", "tolerance": 2.0}),
     ]
     grader = build_grader(words, template())
     parts, reward = grade_one(grader, example(1), "<think>" + WRONG, Completion((1,), (0.0,), "stop"))
@@ -86,9 +86,9 @@ def complains(extracted: str | None) -> float:
     raise KeyError("no such column")
 
 
-def script(tokenizer, *texts: str) -> ScriptedEngine:
+def script(tokenizer, *texts: str) -> FakeEngine:
     end = tokenizer.eos_token_id
-    return ScriptedEngine([[*tokenizer.encode(text), end] for text in texts], logprob=-0.5)
+    return FakeEngine([[*tokenizer.encode(text), end] for text in texts], logprob=-0.5)
 
 
 def sample(tokenizer, engine, grader, examples, group: int = 1, **options):
@@ -100,7 +100,7 @@ def sample(tokenizer, engine, grader, examples, group: int = 1, **options):
 
 
 def test_what_a_reward_is_given(tokenizer) -> None:
-    grader = build_grader([RewardWord(name="test_rollout:asks_for_everything")], template())
+    grader = build_grader([RewardComponent(name="test_rollout:asks_for_everything")], template())
     [[rollout]] = sample(tokenizer, script(tokenizer, RIGHT), grader, [example(1)])
     ids = tokenizer.encode(RIGHT)
     assert rollout.reward == len(ids) + 1  # the end token counts
@@ -110,7 +110,7 @@ def test_what_a_reward_is_given(tokenizer) -> None:
 
 
 def test_a_reward_that_raises_names_itself_and_the_example(tokenizer) -> None:
-    grader = build_grader([RewardWord(name="test_rollout:complains")], template())
+    grader = build_grader([RewardComponent(name="test_rollout:complains")], template())
     with pytest.raises(RewardFailure, match=r"'test_rollout:complains', example 'sum/1': .*raised KeyError"):
         sample(tokenizer, script(tokenizer, RIGHT), grader, [example(1)])
 

@@ -39,7 +39,7 @@ def ask(server, prompts=([1, 2],), keys=None, sampling=GREEDY, **options):
     return VllmEngine(server.url, **options).generate(prompts, keys, sampling)
 
 
-def test_what_is_asked_for():
+def test_vllm_request_has_what_sampling_needs():
     with FakeVllm(counting) as server:
         (group,) = ask(
             server,
@@ -106,7 +106,7 @@ def too_slow(count, body):
 
 
 @pytest.mark.parametrize("trouble", [http_500, busy, breaks_off, garbled, too_slow])
-def test_trouble_that_passes_loses_no_row(trouble):
+def test_trouble_that_ends_loses_no_row(trouble):
     keys = [[1111, 2222], [3333]]
     with FakeVllm(counting, trouble=trouble) as server:
         groups = ask(server, [[1], [2]], keys, timeout_seconds=0.4)
@@ -114,7 +114,7 @@ def test_trouble_that_passes_loses_no_row(trouble):
     assert len(server.bodies) >= 6
 
 
-def test_an_aborted_request_is_asked_again():
+def test_vllm_aborted_request_is_retried():
     answers = iter(["abort", "length", "length"])
 
     def change(content):
@@ -165,7 +165,7 @@ def test_one_failure_ends_the_waiting_of_all_others():
 
 
 @pytest.mark.parametrize("status", [400])
-def test_what_the_server_refuses_is_not_asked_again(status):
+def test_vllm_refused_request_is_not_retried(status):
     trouble = always(Reply(status, {"error": {"message": "Token id 800 is out of vocabulary", "code": status}}))
     with FakeVllm(counting, trouble=trouble) as server:
         with pytest.raises(UsageError, match=f"prompt 0 was refused: HTTP {status}: Token id 800 is out"):
@@ -233,7 +233,7 @@ def test_a_completion_that_goes_on_after_a_stop_id_is_refused():
 # Which server, which model.
 
 
-def test_no_server_there_says_how_to_start_one():
+def test_no_server_there_states_how_to_start_one():
     port = free_port()
     started = time.monotonic()
     with pytest.raises(
@@ -286,7 +286,7 @@ def test_a_server_that_was_replaced_is_noticed():
 # Weights and log-probabilities.
 
 
-def test_logprobs_that_the_server_would_get_wrong_are_refused_or_not_asked_for(tiny_random):
+def test_logprobs_that_the_server_would_get_wrong_are_refused_or_not_requested(tiny_random):
     sampling = Sampling(4, temperature=0.7)
     model = tiny_random("qwen3")
     with FakeVllm(model_answer(model, "raw"), context=256) as server:

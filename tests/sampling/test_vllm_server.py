@@ -166,9 +166,9 @@ def test_own_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -
     server = shell("echo no such model; printf '\\033[31mred\\n'; exit 3", tmp_path)
     with pytest.raises(
         RunFailure, match=r"ended before it was ready\. Its log .*vllm\.log ends:\n  no such model"
-    ) as told:
+    ) as output:
         server.wait()
-    assert "\\x1b[31mred" in str(told.value), "what a log holds reaches no terminal raw"
+    assert "\\x1b[31mred" in str(output.value), "what a log holds reaches no terminal raw"
     server.stop()
 
 

@@ -19,11 +19,11 @@ from fake_vllm import FakeVllm, model_answer
 from posttrain import registry
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
+from posttrain.process_group import ProcessGroup
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm.training import Trained
 from posttrain.sampling.vllm.weights import checkpoint_weights, save_weights, save_without_weights, untied
-from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -79,27 +79,27 @@ def test_trained_after_every_update_server_has_weights_and_rows_their_version(
     begins = [] if kind is Trained else ["/pause", "/init_weight_transfer_engine"]
     assert server.said == [*(begins or routes[:1]), *routes[1:], *routes]
     assert server.label.partition(":")[2] == "3"
-    num_asked = len(server.said)
+    num_requested = len(server.said)
     engine.sync(3)
-    assert len(server.said) == num_asked, "the same version means the same weights"
+    assert len(server.said) == num_requested, "the same version means the same weights"
     engine.close()
 
 
 def test_trained_of_several_processes_one_hands_over_and_all_ask(tiny: LoadedModel, server: FakeFollower) -> None:
-    told: list[Any] = []
+    output: list[Any] = []
 
-    class Rank(World):
+    class Rank(ProcessGroup):
         def __init__(self, rank: int) -> None:
             self.rank, self.size = rank, 2
 
         def tell(self, value: Any, what: str) -> Any:
             if self.is_main:
-                told.append(value)
-            return told[-1]
+                output.append(value)
+            return output[-1]
 
     engines = [follow(tiny, server), follow(tiny, server)]
     for rank, engine in enumerate(engines):
-        engine.world = Rank(rank)
+        engine.process_group = Rank(rank)
     for version in (0, 1):
         answers = []
         for engine in engines:
@@ -166,7 +166,7 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
     for _ in range(2):
         engine.generate([[9]], [[1]], SAMPLING)
     assert server.bodies[-1]["logit_bias"] == {str(token): -100.0 for token in range(700, 768)}
-    (notice,) = engine.take_notices()
+    (notice,) = engine.take_warnings()
     assert notice.startswith("the model has 768 ids and its tokenizer text for 700; vLLM never samples the others")
 
 
@@ -204,9 +204,9 @@ def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monke
     pids: list[int] = []
 
     class Killing(Events):
-        def __call__(self, event: str, facts: dict[str, Any]) -> None:
-            super().__call__(event, facts)
-            if event == "step" and facts["step"] == 1:
+        def __call__(self, event: str, info: dict[str, Any]) -> None:
+            super().__call__(event, info)
+            if event == "step" and info["step"] == 1:
                 pids.append(int((tmp_path / "run" / "pid").read_text()))
                 os.kill(pids[0], signal.SIGKILL)
 
@@ -223,22 +223,22 @@ def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monke
     assert not Path(f"/proc/{last}/cmdline").exists() or last == pids[0], "it ended with the run"
 
 
-def test_run_without_a_server_for_evaluations_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_a_server_for_evaluations_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
     events = Events()
     recipe = make_recipe(
         "sft", eval={"every": 1, "num_examples": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1}
     )
     watched(tmp_path / "run", recipe, events)
-    (said,) = [facts["message"] for facts in events.of("notice")]
-    assert "POSTTRAIN_VLLM is not set" in said
-    assert said.endswith("evaluations are answered by 'native' instead")
+    (message,) = [info["message"] for info in events.of("notice")]
+    assert "POSTTRAIN_VLLM is not set" in message
+    assert message.endswith("evaluations are answered by 'native' instead")
 
 
 # What goes wrong.
 
 
-def test_trained_server_without_the_routes_is_told_how_to_start(tiny: LoadedModel) -> None:
+def test_trained_server_without_the_routes_error_explains_how_to_start(tiny: LoadedModel) -> None:
     with (
         FakeVllm(model_answer(tiny.model, "processed")) as plain,
         pytest.raises(RunFailure, match=r"/pause: HTTP 404.*serve-command --follows"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import MissingExtra, UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.store.metrics import MetricsRow, TrackedMetrics, TrackedRun, build_trackers
 
 ROWS = [
@@ -43,14 +43,14 @@ def write(log: TrackedMetrics, rows: list[MetricsRow]) -> None:
         log.append(row.step, row.metrics, row.timing)
 
 
-def open_log(folder: Path, *words: Any, notices: list[str] | None = None) -> TrackedMetrics:
-    told: list[str] = [] if notices is None else notices
-    run = TrackedRun(folder, {"train": {"lr": 0.1}}, told.append)
-    made = build_trackers([Word.model_validate(word) for word in words], run)
+def open_log(folder: Path, *words: Any, warnings: list[str] | None = None) -> TrackedMetrics:
+    output: list[str] = [] if warnings is None else warnings
+    run = TrackedRun(folder, {"train": {"lr": 0.1}}, output.append)
+    made = build_trackers([Component.model_validate(word) for word in words], run)
     return TrackedMetrics(folder / "metrics.jsonl", made)
 
 
-def test_trackers_are_told_every_line_once_it_is_written(tmp_path: Path) -> None:
+def test_trackers_receive_every_line_once_it_is_written(tmp_path: Path) -> None:
     first = Recorder()
     log = TrackedMetrics(tmp_path / "metrics.jsonl", [first])
     log.close()
@@ -68,7 +68,7 @@ def test_trackers_are_told_every_line_once_it_is_written(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("word", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_missing_package_is_said_at_once(tmp_path: Path, monkeypatch, word: str, package: str) -> None:
+def test_a_missing_package_is_reported_at_once(tmp_path: Path, monkeypatch, word: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra, match=rf"track: {word} needs the package '{word}'.*pip install .*\[track\]"):
         open_log(tmp_path, word)
@@ -176,8 +176,8 @@ def test_wandb_keeps_the_lines_offline_and_through_a_resume(tmp_path: Path) -> N
     folder = tmp_path / "a-run"
     folder.mkdir()
     word = {"name": "wandb", "project": "stories", "group": "seeds"}
-    notices: list[str] = []
-    log = open_log(folder, word, notices=notices)
+    warnings: list[str] = []
+    log = open_log(folder, word, warnings=warnings)
     write(log, rows)
     log.close()
     ((about, history),) = offline_runs(folder)
@@ -186,7 +186,7 @@ def test_wandb_keeps_the_lines_offline_and_through_a_resume(tmp_path: Path) -> N
     assert {i.key: json.loads(i.value_json) for i in about.config.update}["train"] == {"lr": 0.1}
     identity = (folder / "wandb" / "run-id.txt").read_text()
     assert about.run_id == identity
-    log = open_log(folder, word, notices=notices)
+    log = open_log(folder, word, warnings=warnings)
     log.trim(1)
     repeated = [*rows[:2], MetricsRow(2, {"loss": 7.0}), MetricsRow(3, {"loss": 8.0})]
     write(log, repeated[2:])
@@ -194,7 +194,7 @@ def test_wandb_keeps_the_lines_offline_and_through_a_resume(tmp_path: Path) -> N
     ((about, history),) = offline_runs(folder)  # one, whole: uploading two of an id replaces the first
     assert history == expected_history(repeated)
     assert about.run_id == identity
-    assert notices == []
+    assert warnings == []
 
 
 @pytest.mark.parametrize(
@@ -279,16 +279,16 @@ class Broken:
 def test_trouble_with_wandb_is_reported_and_never_stops_a_run(
     tmp_path: Path, monkeypatch, breaks: str, error: Exception, num_logged: int, notice: str
 ) -> None:
-    library, notices = Broken(breaks, error), []
+    library, warnings = Broken(breaks, error), []
     monkeypatch.setitem(sys.modules, "wandb", library)
-    log = open_log(tmp_path, {"name": "wandb", "mode": "online"}, notices=notices)
+    log = open_log(tmp_path, {"name": "wandb", "mode": "online"}, warnings=warnings)
     write(log, ROWS)
     log.close()
     assert [row.step for row in log.read()] == [0, 1, 2, 2, 3]
     assert len(library.logged) == num_logged
-    assert len(notices) == 1
-    assert notices[0].startswith(f"track: wandb {notice}")
-    assert notices[0].endswith("training goes on, metrics.jsonl has everything")
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"track: wandb {notice}")
+    assert warnings[0].endswith("training goes on, metrics.jsonl has everything")
 
 
 def test_our_own_mistakes_are_not_taken_for_trouble_with_wandb(tmp_path: Path, monkeypatch) -> None:

@@ -35,8 +35,8 @@ def test_turns_come_back_whole(tmp_path: Path) -> None:
         row, plain = store.training()
     assert (row.own, row.num_tokens, row.num_own) == (OWN, 6, 3)
     assert row.mean_sampler_logprob == pytest.approx(-1.0), "of what the model wrote"
-    told = Call("", "", "no \\ud800", "malformed")
-    assert row.turns == (Turn(TURNS[0].text, (TURNS[0].calls[0], told), -0.25), TURNS[1])
+    output = Call("", "", "no \\ud800", "malformed")
+    assert row.turns == (Turn(TURNS[0].text, (TURNS[0].calls[0], output), -0.25), TURNS[1])
     assert row.failures == ("the server is down",)
     assert row.transcript.splitlines() == [
         "<think>2 + 2?",

@@ -78,9 +78,9 @@ class FakeRunner:
         self.lines: list[str] = []
 
     def command(self, trial: Trial, resume: bool) -> list[str]:
-        asked = self.doing.get(trial.name, self.doing.get(trial.row, "finish"))
+        request = self.doing.get(trial.name, self.doing.get(trial.row, "finish"))
         recipe = str(trial.settings[0]) if isinstance(trial, Training) else ""
-        what = "resume" if resume else asked
+        what = "resume" if resume else request
         return [sys.executable, "-S", "-c", SCRIPT, str(trial.folder), trial.name, recipe, what,
                 json.dumps(self.evaluations)]  # fmt: skip
 

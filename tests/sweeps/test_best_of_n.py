@@ -34,8 +34,8 @@ def rescored(items: list[Item], sign: float) -> list[Item]:
     """The same answers, scored by somebody who knows (1) or is always mistaken (−1)."""
     found = []
     for item in items:
-        rights = [s.is_right for s in item.samples]
-        found.append(scored(item.index, "".join("r" if r else "w" for r in rights), [sign * r for r in rights]))
+        correct = [s.is_correct for s in item.samples]
+        found.append(scored(item.index, "".join("r" if r else "w" for r in correct), [sign * r for r in correct]))
     return found
 
 
@@ -44,11 +44,13 @@ def test_choices_are_means_over_all_subsets() -> None:
     found = {c.name: c for c in choose({"orm": [items]})}
     assert list(found) == ["orm", MAJORITY, RANDOM, ORACLE]
     for n in (1, 2, 4):
-        for item, value, any_right in zip(items, found["orm"].values[n], found[ORACLE].values[n], strict=True):
+        for item, value, any_correct in zip(items, found["orm"].values[n], found[ORACLE].values[n], strict=True):
             subsets = list(combinations(item.samples, n))
-            best = [max(subset, key=lambda s: s.score or 0.0).is_right for subset in subsets]
+            best = [max(subset, key=lambda s: s.score or 0.0).is_correct for subset in subsets]
             assert value == pytest.approx(statistics.fmean(best))
-            assert any_right == pytest.approx(statistics.fmean(any(s.is_right for s in subset) for subset in subsets))
+            assert any_correct == pytest.approx(
+                statistics.fmean(any(s.is_correct for s in subset) for subset in subsets)
+            )
         assert found[RANDOM].mean(n) == pytest.approx(statistics.fmean(item.share for item in items))
     pick = found[RANDOM]
     assert pick.bounds[1] == pick.bounds[4]  # it does not depend on n
@@ -124,7 +126,7 @@ def test_best_of_n_part_tables_findings_and_data() -> None:
     assert part.data["chosen_by"]["prm"]["4"]["mean"] == found[1].mean(4)
 
 
-def test_equals_cannot_be_told_apart() -> None:
+def test_equals_cannot_be_distinguished() -> None:
     items = random_items(5, 30)
     line = best_of_n_part(choose({"a": [items], "b": [items]}), 2).findings[2]
     assert line == "b chooses as well as, as far as is shown, a at n = 4: +0.0 points [+0.0 to +0.0]"

@@ -20,7 +20,7 @@ GIVEN = ["2 + 3 = 5.", " 5 * 4 = 20."]
 
 
 @pytest.mark.parametrize(
-    ("steps", "is_right", "labels"),
+    ("steps", "is_correct", "labels"),
     [
         ([" 2 + 3 = 5.", " 5 * 4 = 20."], True, [1, 1]),
         ([" 2 + 3 = 6.", " 6 * 4 = 24."], False, [0, 0]),  # what follows from a slip is no better
@@ -31,8 +31,8 @@ GIVEN = ["2 + 3 = 5.", " 5 * 4 = 20."]
         ([" 2 + 3 = 6.", " 5 * 4 = 20."], True, [0, 0]),  # right by luck: the step is still wrong
     ],
 )
-def test_a_step_is_good_as_long_as_the_working_is_the_given_one(steps, is_right: bool, labels: list[int]) -> None:
-    assert label_steps(steps, GIVEN, is_right) == labels
+def test_a_step_is_good_as_long_as_the_working_is_the_given_one(steps, is_correct: bool, labels: list[int]) -> None:
+    assert label_steps(steps, GIVEN, is_correct) == labels
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def item(index: int, texts: dict[str, str]) -> Item:
 
 
 def test_rows_hold_the_steps_as_they_were_cut(task: Task, template, tmp_path: Path) -> None:
-    right = "<think> 2 + 3 = 5. 5 * 4 = 20. </think> <answer> 20 </answer>"
-    texts = {right: "r", "<think> 2 + 3 = 5. 5 * 4 = 21. </think> <answer> 21 </answer>": "w", "<think>": "n"}
+    correct = "<think> 2 + 3 = 5. 5 * 4 = 20. </think> <answer> 20 </answer>"
+    texts = {correct: "r", "<think> 2 + 3 = 5. 5 * 4 = 21. </think> <answer> 21 </answer>": "w", "<think>": "n"}
     write_items([item(0, texts)], tmp_path / "items.jsonl")
     write_labelled(tmp_path / "items.jsonl", task, 2, template, tmp_path / "labelled.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "labelled.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_rows_hold_the_steps_as_they_were_cut(task: Task, template, tmp_path: Pa
     read = registry.find("task", "preferences").bind(
         {"path": str(tmp_path / "labelled.jsonl"), "split": "test", "step_separator": ""}
     )()
-    assert list(read.examples[0].responses[0].steps) == split_steps(reasoning_of(template, right))
+    assert list(read.examples[0].responses[0].steps) == split_steps(reasoning_of(template, correct))
     assert read.examples[0].responses[0].step_labels == (1, 1)
 
 

@@ -20,27 +20,27 @@ from posttrain.sweeps.results import SweepResults
 def test_facts_of_a_trial_by_hand() -> None:
     trial = make_trial("a", 3, [0.1, 0.3, 0.4])
     assert (trial.row, trial.seed, trial.step, trial.points[0].name) == ("a", 3, 4, "stories/validation")
-    facts = trial.facts
-    assert facts["accuracy"] == 0.4
-    assert facts["start_accuracy"] == 0.1
-    assert facts["gain"] == pytest.approx(0.3)
-    assert facts["reward"] == 0.5
-    assert facts["mean_accuracy"] == pytest.approx(0.275)  # (0.2 · 2 + 0.35 · 2) / 4 updates
-    assert facts["train_seconds"] == 8.0  # four updates of two seconds
-    assert facts["sampled_tokens"] == 400.0  # 200 a second for half a second, four times
-    assert facts["trained_tokens"] == 320.0
-    assert (facts["kl_initial"], facts["entropy"], facts["margin_last"]) == (0.1, 0.8, 0.4)
+    info = trial.info
+    assert info["accuracy"] == 0.4
+    assert info["start_accuracy"] == 0.1
+    assert info["gain"] == pytest.approx(0.3)
+    assert info["reward"] == 0.5
+    assert info["mean_accuracy"] == pytest.approx(0.275)  # (0.2 · 2 + 0.35 · 2) / 4 updates
+    assert info["train_seconds"] == 8.0  # four updates of two seconds
+    assert info["sampled_tokens"] == 400.0  # 200 a second for half a second, four times
+    assert info["trained_tokens"] == 320.0
+    assert (info["kl_initial"], info["entropy"], info["margin_last"]) == (0.1, 0.8, 0.4)
     assert [(p.step, p.results["accuracy"]) for p in trial.points] == [(0, 0.1), (2, 0.3), (4, 0.4)]
 
 
 def test_what_was_not_recorded_is_not_there() -> None:
     row = MetricsRow(1, {"loss": 1.0, "trained_tokens": 7.0}, {"step_seconds": 1.0})  # supervised: nothing is sampled
     trial = read_trial([row], "sft", 0, "finished")
-    assert trial.facts == {"train_seconds": 1.0, "trained_tokens": 7.0}
+    assert trial.info == {"train_seconds": 1.0, "trained_tokens": 7.0}
     assert (trial.start, trial.points) == ({}, [])
     late = read_trial([evaluation(2, 0.5, entropy=math.nan)], "a", 0, "finished")
     assert late.start == {}
-    assert {"gain", "start_accuracy", "entropy", "kl_initial"} & set(late.facts) == set()
+    assert {"gain", "start_accuracy", "entropy", "kl_initial"} & set(late.info) == set()
 
 
 def test_a_step_evaluated_twice_counts_once_with_its_last_results() -> None:
@@ -51,7 +51,7 @@ def test_a_step_evaluated_twice_counts_once_with_its_last_results() -> None:
 def test_of_several_tasks_the_first_counts() -> None:
     other = MetricsRow(2, {"eval/gsm8k/test/accuracy": 0.9}, {})
     trial = read_trial([*trial_rows([0.1, 0.2]), other], "a", 0, "finished")
-    assert trial.facts["accuracy"] == 0.2
+    assert trial.info["accuracy"] == 0.2
 
 
 def test_rows_are_sorted_by_mean_and_leave_out_what_did_not_finish() -> None:
@@ -123,13 +123,13 @@ def by_reward() -> SweepResults:
     """``a`` ends at reward 0.4 with KL 2, ``b`` at 0.9 with KL 8; both start at −0.1."""
 
     def rows(last: float, kl: float) -> list[MetricsRow]:
-        def told(step: int, **results: float) -> MetricsRow:
-            facts = {"n": 20.0, "num_graded": 0.0, "format": 1.0, "completion_length": 9.0} | results
-            return MetricsRow(step, {f"eval/hh/test/{name}": value for name, value in facts.items()})
+        def output(step: int, **results: float) -> MetricsRow:
+            info = {"n": 20.0, "num_graded": 0.0, "format": 1.0, "completion_length": 9.0} | results
+            return MetricsRow(step, {f"eval/hh/test/{name}": value for name, value in info.items()})
 
         steps = [MetricsRow(k, {"loss": 0.5, "trained_tokens": 80.0}, {"step_seconds": 2.0}) for k in (1, 2)]
-        start = told(0, reward=-0.1, reward_low=-0.2, reward_high=0.0, kl_initial=0.0)
-        return [start, *steps, told(2, reward=last, kl_initial=kl)]
+        start = output(0, reward=-0.1, reward_low=-0.2, reward_high=0.0, kl_initial=0.0)
+        return [start, *steps, output(2, reward=last, kl_initial=kl)]
 
     trials = [
         read_trial(rows(*at), name, 0, "finished", primary=REWARD)
@@ -161,8 +161,8 @@ def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> Non
     assert loss is not None
 
     def trial(name: str, last: float) -> TrialResult:
-        told = [MetricsRow(step, {"eval/x/loss": value, "eval/x/n": 5.0}) for step, value in ((0, 3.0), (2, last))]
-        return read_trial(told, name, 0, "finished", primary=loss)
+        output = [MetricsRow(step, {"eval/x/loss": value, "eval/x/n": 5.0}) for step, value in ((0, 3.0), (2, last))]
+        return read_trial(output, name, 0, "finished", primary=loss)
 
     rows = rank_rows([trial("a", 2.5), trial("b", 2.0)], ["a", "b"], loss)
     assert [row.name for row in rows] == ["b", "a"]

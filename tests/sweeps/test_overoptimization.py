@@ -55,7 +55,7 @@ def brute_force(item: Item, n: int) -> tuple[float, float]:
     for subset in combinations(item.samples, n):
         order = [-math.inf if s.score is None else s.score for s in subset]
         tied = [s for s, score in zip(subset, order, strict=True) if score == max(order)]
-        gold.append(statistics.fmean(float(s.is_right) for s in tied))
+        gold.append(statistics.fmean(float(s.is_correct) for s in tied))
         proxy.append(statistics.fmean(lowest if s.score is None else s.score for s in tied))
     return statistics.fmean(gold), statistics.fmean(proxy)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import PosttrainError, RecipeError, UnknownWord, UsageError
+from posttrain.errors import PosttrainError, RecipeError, UnknownComponent, UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import DataSection
 from posttrain.sweeps.file import METHOD_KEYS, differences, sweep_names, training_recipe_names, with_method_of
@@ -57,9 +57,13 @@ def test_trials_are_rows_by_seeds_from_the_last_weights_of_the_start() -> None:
 
 
 def test_of_a_recipe_only_the_method_is_taken_and_overrides_change_the_base() -> None:
-    plan, donor = load(), load_recipe("tiny/grpo").resolve()
+    plan, source = load(), load_recipe("tiny/grpo").resolve()
     recipe, _, other = (row.recipe for row in plan.rows)
-    assert (recipe.objective, recipe.advantage, recipe.aggregate) == (donor.objective, donor.advantage, donor.aggregate)
+    assert (recipe.objective, recipe.advantage, recipe.aggregate) == (
+        source.objective,
+        source.advantage,
+        source.aggregate,
+    )
     assert recipe.rollout is not None
     assert recipe.rollout.drop_uniform_groups is False  # the recipe's, not the base's
     assert (recipe.rollout.num_prompts, recipe.rollout.max_tokens) == (2, 8)  # the base's, as all below
@@ -140,7 +144,7 @@ GRPO = "{objective: grpo"
     ],
 )
 def test_mistakes_are_named_with_row_line_and_remedy(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises((RecipeError, UnknownWord)) as caught:
+    with pytest.raises((RecipeError, UnknownComponent)) as caught:
         load_text(tmp_path, text)
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -364,12 +368,14 @@ def test_policies_are_compared_with_the_start_by_a_judge_that_they_never_met(tmp
     for seed in own:
         expected += [*(seed.format(name) for name in names), *(f"{seed}-head-to-head".format(n) for n in names[2:])]
     assert [trial.name for trial in plan.trials] == expected
-    trial, cells = trial_of(plan, "grpo-seed1-head-to-head"), tmp_path / "out" / "cells"
+    trial, trials = trial_of(plan, "grpo-seed1-head-to-head"), tmp_path / "out" / "cells"
     assert trial.needs == ("start", "grpo-seed1", "judge-seed1", "proxy-seed1")
     words = list(trial.command)
     assert plan.start is not None
     assert words[words.index("--against") + 1] == plan.start.weights
-    assert words[words.index("--judge") + 1] == f"{cells / 'judge-seed1'},{cells / 'proxy-seed1'}"  # the judge decides
+    assert (
+        words[words.index("--judge") + 1] == f"{trials / 'judge-seed1'},{trials / 'proxy-seed1'}"
+    )  # the judge decides
     assert trial_of(plan, "dpo-files-seed1").recipe.rewards == []
     some = load_text(tmp_path, RLHF, rows=["grpo"])
     assert sorted(row.name for row in some.rows) == ["grpo", "judge", "proxy"]

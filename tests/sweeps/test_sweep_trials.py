@@ -172,7 +172,7 @@ def test_trials_of_another_recipe_are_refused_and_nothing_changes(make_plan: Mak
 def test_a_trial_in_another_process_and_other_folders_are_refused(
     make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(directory, "TIMEOUT_SECONDS", 0.1)
     plan = make_plan()
     FakeRunner().run(plan)
     with lock_run(plan.trainings[1].folder), pytest.raises(RunConflict) as caught:
@@ -180,7 +180,7 @@ def test_a_trial_in_another_process_and_other_folders_are_refused(
     assert f"other-seed0: another process is working in it (pid {os.getpid()} on " in str(caught.value)
     assert "Wait for it or stop it; the same command then goes on" in str(caught.value)
     assert "elete" not in str(caught.value)  # it is at work
-    monkeypatch.setattr(directory, "PATIENCE_SECONDS", 600.0)  # another sweep at work is not waited for
+    monkeypatch.setattr(directory, "TIMEOUT_SECONDS", 600.0)  # another sweep at work is not waited for
     with lock_run(plan.folder), pytest.raises(RunConflict, match=rf"in this run \(pid {os.getpid()} on "):
         FakeRunner().run(plan)
     (tmp_path / "other").mkdir()

@@ -15,23 +15,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.process_group import ProcessGroup
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.training.build import prepare
 from posttrain.training.distributed import Processes, join
 from posttrain.training.files import RunFiles
 from posttrain.training.loop import TrainResult, train
 from posttrain.training.step import accumulate, apply_update
-from posttrain.world import World
 from small_runs import Events
 
 SECONDS = 600.0  # a bound for the slowest of machines; no test waits for it
 
 
 @contextmanager
-def world_of(size: int) -> Iterator[World]:
+def process_group_of(size: int) -> Iterator[ProcessGroup]:
     """A world of which this process is rank 0; the others train what ``train_case`` tells them."""
-    world = Processes.open(size)
-    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.store.port)}
+    process_group = Processes.open(size)
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process_group.store.port)}
     place["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     others = [
         subprocess.Popen(
@@ -40,9 +40,9 @@ def world_of(size: int) -> Iterator[World]:
         for r in range(1, size)
     ]
     try:
-        with join(world, "cpu", SECONDS):
-            yield world
-            world.tell(None, "case")
+        with join(process_group, "cpu", SECONDS):
+            yield process_group
+            process_group.tell(None, "case")
     finally:
         for other in others:
             try:
@@ -52,27 +52,29 @@ def world_of(size: int) -> Iterator[World]:
                 other.wait()
 
 
-def train_case(world: World, recipe: dict[str, Any], folder: Path, *, resume: bool = False, stop_after: int = 0) -> Any:
+def train_case(
+    process_group: ProcessGroup, recipe: dict[str, Any], folder: Path, *, resume: bool = False, stop_after: int = 0
+) -> Any:
     """Rank 0: train a resolved recipe's plain data; ``stop_after`` so many updates, if it is given. (result, events)"""
-    world.tell((recipe, str(folder), resume, stop_after), "case")
-    return _train(world, recipe, folder, resume, stop_after)
+    process_group.tell((recipe, str(folder), resume, stop_after), "case")
+    return _train(process_group, recipe, folder, resume, stop_after)
 
 
-def shard_case(world: World, recipe: dict[str, Any]) -> tuple[list[list[Any]], float]:
+def shard_case(process_group: ProcessGroup, recipe: dict[str, Any]) -> tuple[list[list[Any]], float]:
     """Rank 0: one update of a resolved recipe. Of every trained parameter the shape, and those of what this process has
     of its gradient, its moment and itself, the types of these three, and what it has in the model that is read by all
     else; and the norm of the gradient.
     """
-    world.tell((recipe,), "case")
-    return _shards(world, recipe)
+    process_group.tell((recipe,), "case")
+    return _shards(process_group, recipe)
 
 
-def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[Any]], float]:
+def _shards(process_group: ProcessGroup, plain: dict[str, Any]) -> tuple[list[list[Any]], float]:
     recipe = validate_recipe(plain).resolve()
-    parts = prepare(recipe, None, world)
+    parts = prepare(recipe, None, process_group)
     batch = parts.source(1).batch
     assert batch is not None
-    loss, _ = accumulate(parts.learning(), batch, recipe.train, world=world)
+    loss, _ = accumulate(parts.learning(), batch, recipe.train, process_group=process_group)
     gradients = [_own_shape(p.grad) for _, p in parts.parameters]
     kinds = [[str(p.grad.dtype), str(p.dtype)] for _, p in parts.parameters]
     own, apart = parts.split_parameters()
@@ -84,8 +86,8 @@ def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[Any]], float
         of.append(str(moment.dtype))
     modules = {"": parts.model, **{f"{name}.": module for name, module in parts.heads.items()}}
     named = {place + n: p for place, module in modules.items() for n, p in module.named_parameters()}
-    beside = [_own_shape(named[name]) for name, _ in parts.parameters]
-    held = (gradients, map(_own_shape, moments), map(_own_shape, trained), kinds, beside)
+    own_shapes = [_own_shape(named[name]) for name, _ in parts.parameters]
+    held = (gradients, map(_own_shape, moments), map(_own_shape, trained), kinds, own_shapes)
     shapes = zip((tuple(p.shape) for p in trained), *held, strict=True)
     return [list(of) for of in shapes], norm
 
@@ -95,7 +97,7 @@ def _own_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _train(
-    world: World, recipe: dict[str, Any], folder: Path, resume: bool, stop_after: int
+    process_group: ProcessGroup, recipe: dict[str, Any], folder: Path, resume: bool, stop_after: int
 ) -> tuple[TrainResult, Any]:
     events = Events()
     result = train(
@@ -104,18 +106,18 @@ def _train(
         resume=resume,
         observer=events,
         should_stop=lambda: 0 < stop_after <= len(events.of("step")),
-        world=world,
+        process_group=process_group,
     )
     return result, events
 
 
 def main() -> None:
-    with join(Processes.attend(), "cpu", SECONDS) as world:
-        while (case := world.tell(None, "case")) is not None:
+    with join(Processes.attend(), "cpu", SECONDS) as process_group:
+        while (case := process_group.tell(None, "case")) is not None:
             if len(case) == 1:
-                _shards(world, *case)
+                _shards(process_group, *case)
             else:
-                _train(world, case[0], Path(case[1]), *case[2:])
+                _train(process_group, case[0], Path(case[1]), *case[2:])
 
 
 if __name__ == "__main__":

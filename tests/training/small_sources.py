@@ -11,13 +11,13 @@ from posttrain.data.base import Task
 from posttrain.data.render import Template
 from posttrain.randomness import draw_indices
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import build_grader
-from posttrain.sampling.scripted import ScriptedEngine
+from posttrain.training.batch_fields import BatchFields
 from posttrain.training.build import build_rollout_source
-from posttrain.training.checks import words_of
+from posttrain.training.checks import resolve_components
 from posttrain.training.sources.rollouts import RolloutSource
-from posttrain.training.streams import Streams
 from posttrain.types import Batch, Example, Message, Rollout
 from posttrain.untrusted import declare_code
 from small_runs import make_recipe
@@ -44,9 +44,9 @@ def same_batch(left: Batch, right: Batch) -> bool:
     """Whether two batches are the same, bit for bit and type for type."""
     fixed = ("tokens", "lengths", "mask", "group", "prefix")
     pairs = [(getattr(left, name), getattr(right, name)) for name in fixed]
-    pairs += [(left.streams[name], right.streams.get(name)) for name in left.streams]
+    pairs += [(left.fields[name], right.fields.get(name)) for name in left.fields]
     return (
-        left.streams.keys() == right.streams.keys()
+        left.fields.keys() == right.fields.keys()
         and left.rows_per_unit == right.rows_per_unit
         and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
     )
@@ -62,19 +62,19 @@ def always_the_same(text: str) -> float:
     return 0.3
 
 
-def scripted_digits(tokenizer: Any) -> ScriptedEngine:
+def scripted_digits(tokenizer: Any) -> FakeEngine:
     """Answers with one digit, drawn by the key, and the end token."""
-    return ScriptedEngine([[tokenizer.encode(d)[-1], tokenizer.eos_token_id] for d in DIGITS], logprob=-2.0)
+    return FakeEngine([[tokenizer.encode(d)[-1], tokenizer.eos_token_id] for d in DIGITS], logprob=-2.0)
 
 
-def mostly_uniform(tokenizer: Any, varied: Callable[[tuple[int, ...]], bool]) -> ScriptedEngine:
+def mostly_uniform(tokenizer: Any, varied: Callable[[tuple[int, ...]], bool]) -> FakeEngine:
     """Prompts for which ``varied`` is true get different answers, the others always a 5."""
     digits = [tokenizer.encode(d)[-1] for d in DIGITS]
 
     def answer(prompt: tuple[int, ...], key: int) -> list[int]:
         return [digits[key % 10] if varied(prompt) else digits[5], tokenizer.eos_token_id]
 
-    return ScriptedEngine(answer)
+    return FakeEngine(answer)
 
 
 def sampled(
@@ -82,19 +82,19 @@ def sampled(
     template: Template,
     task: Task,
     *,
-    engine: ScriptedEngine | None = None,
+    engine: FakeEngine | None = None,
     reward: str = "last_digit",
     **changes: Any,
 ) -> RolloutSource:
     """A source over a scripted engine, with the streams that need no model."""
     recipe: Recipe = make_recipe("grpo", **changes)
     declare_code(f"small_sources:{reward}")
-    grader = build_grader([RewardWord(name=f"small_sources:{reward}")], template)
-    words = words_of(recipe)
+    grader = build_grader([RewardComponent(name=f"small_sources:{reward}")], template)
+    words = resolve_components(recipe)
     needs = words.needs - {"ref_logprobs", "kl_baseline"}
-    streams = Streams(needs, recipe, None, 1024)  # type: ignore[arg-type]
+    fields = BatchFields(needs, recipe, None, 1024)  # type: ignore[arg-type]
     engine = engine or scripted_digits(tokenizer)
-    return build_rollout_source(words, task, grader, tokenizer, engine, 1024, streams)
+    return build_rollout_source(words, task, grader, tokenizer, engine, 1024, fields)
 
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:

@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.heads import ScalarHead
-from posttrain.training.streams import fillers
+from posttrain.training.batch_fields import fillers
 from posttrain.types import Batch, Sample, collate
 
 VOCABULARY, WIDTH, CANDIDATES = 61, 16, 3
@@ -60,8 +60,8 @@ class CaseRow:
     mask: list[bool]
     group: int
     prefix: int
-    token_streams: dict[str, list[float]] = field(default_factory=dict)
-    row_streams: dict[str, float] = field(default_factory=dict)
+    token_fields: dict[str, list[float]] = field(default_factory=dict)
+    row_fields: dict[str, float] = field(default_factory=dict)
     candidates: dict[str, torch.Tensor] = field(default_factory=dict)  # [answer tokens, K]
 
 
@@ -109,7 +109,7 @@ class Case:
         """The same with a stream ``correction``."""
         return replace(self, with_correction=True)
 
-    def streams(self) -> set[str]:
+    def fields(self) -> set[str]:
         """What the objective reads with these options, and what rollouts always have."""
         traits, options = self.entry.traits, self.entry.options(self.own_options)
         needs = set(traits["needs"])
@@ -135,7 +135,7 @@ class Case:
     def rows(self) -> list[CaseRow]:
         """Three prompts with three rows each, or four pairs on three prompts."""
         generator = torch.Generator().manual_seed(5)
-        needs, by_steps = self.streams(), "step_labels" in self.streams()
+        needs, by_steps = self.fields(), "step_labels" in self.fields()
         units = [0, 0, 1, 2] if self.level == "pair" else [0, 0, 0, 1, 1, 1, 2, 2, 2]
         prompts = [draw_ids(2 + 2 * g, generator) for g in range(3)]
         rows = []
@@ -149,13 +149,13 @@ class Case:
                     trained[-1] = True
                 prompt = prompts[group]
                 row = CaseRow(prompt + draw_ids(n, generator), [False] * len(prompt) + trained, group, len(prompt))
-                drawn = draw_streams(n, self.options.get("num_classes", 2), generator)
+                drawn = draw_fields(n, self.options.get("num_classes", 2), generator)
                 drawn["rows"] |= {"margins": margin}
-                row.token_streams.update({k: v for k, v in drawn["tokens"].items() if k in needs})
-                row.row_streams.update({k: v for k, v in drawn["rows"].items() if k in needs})
+                row.token_fields.update({k: v for k, v in drawn["tokens"].items() if k in needs})
+                row.row_fields.update({k: v for k, v in drawn["rows"].items() if k in needs})
                 row.candidates.update({k: v for k, v in drawn["candidates"].items() if k in needs})
                 rows.append(row)
-        filled = rows[0].token_streams | rows[0].row_streams | rows[0].candidates
+        filled = rows[0].token_fields | rows[0].row_fields | rows[0].candidates
         assert needs == set(filled), "every stream is filled here"
         return rows
 
@@ -164,7 +164,7 @@ def draw_ids(n: int, generator: torch.Generator) -> list[int]:
     return torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
 
 
-def draw_streams(n: int, num_classes: int, generator: torch.Generator) -> dict[str, dict[str, Any]]:
+def draw_fields(n: int, num_classes: int, generator: torch.Generator) -> dict[str, dict[str, Any]]:
     """Numbers for every stream of a row with ``n`` answer tokens, of a size that keeps ratios moderate."""
     noise = torch.randn(8, n, generator=generator)
     logprobs = noise[:4] * 0.5 - 4.0
@@ -200,15 +200,15 @@ def collated(rows: list[CaseRow], rows_per_unit: int) -> Batch:
     samples = []
     for row in rows:
         before = [0.0] * row.prefix
-        streams: dict[str, Any] = {name: before + values for name, values in row.token_streams.items()}
-        samples.append(Sample(row.ids, row.mask, row.group, row.prefix, streams | row.row_streams))
+        fields: dict[str, Any] = {name: before + values for name, values in row.token_fields.items()}
+        samples.append(Sample(row.ids, row.mask, row.group, row.prefix, fields | row.row_fields))
     batch = collate(samples, rows_per_unit=rows_per_unit)
-    batch.streams = {name: x.double() for name, x in batch.streams.items()}
+    batch.fields = {name: x.double() for name, x in batch.fields.items()}
     for name, values in rows[0].candidates.items():
         stacked = torch.zeros((*batch.tokens.shape, CANDIDATES), dtype=values.dtype)
         for b, row in enumerate(rows):
             stacked[b, row.prefix : len(row.ids)] = row.candidates[name]
-        batch.streams[name] = stacked
+        batch.fields[name] = stacked
     return batch
 
 
@@ -220,8 +220,8 @@ def blank_row(like: CaseRow) -> CaseRow:
         [False] * n,
         77,
         0,
-        {name: [3.0] * n for name in like.token_streams},
-        dict(like.row_streams),
+        {name: [3.0] * n for name in like.token_fields},
+        dict(like.row_fields),
         {name: x[:1].expand(n, -1) for name, x in like.candidates.items()},
     )
 
@@ -240,8 +240,8 @@ def widened(batch: Batch, columns: int) -> Batch:
     def pad(x: torch.Tensor, value: float = 0) -> torch.Tensor:
         return F.pad(x, (0, 0) * (x.ndim - 2) + (0, columns), value=value)
 
-    streams = {name: x if x.ndim == 1 else pad(x, 7) for name, x in batch.streams.items()}
-    return replace(batch, tokens=pad(batch.tokens, 3), mask=pad(batch.mask), streams=streams)
+    fields = {name: x if x.ndim == 1 else pad(x, 7) for name, x in batch.fields.items()}
+    return replace(batch, tokens=pad(batch.tokens, 3), mask=pad(batch.mask), fields=fields)
 
 
 def build_model(seed: int) -> Any:

@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 import pytest
 
 from posttrain.errors import RunFailure
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.sampling.base import Engine, Groups, Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.training import loop
-from posttrain.training.build import Parts, prepare
+from posttrain.training.build import TrainerState, prepare
 from posttrain.training.files import RunFiles
-from posttrain.training.sources.ahead import HELD
+from posttrain.training.sources.prefetch import HELD
 from posttrain.training.sources.rollouts import Drawn
-from posttrain.world import ONE, World
 from small_runs import (
     make_recipe,
     recorded,
@@ -67,18 +67,20 @@ def without_staleness(folder: Path) -> list[dict[str, float]]:
 
 
 def killed_at(step: int) -> Callable[[str, dict[str, Any]], None]:
-    def observe(event: str, facts: dict[str, Any]) -> None:
-        if event == "step" and facts["step"] == step:
+    def observe(event: str, info: dict[str, Any]) -> None:
+        if event == "step" and info["step"] == step:
             raise Killed
 
     return observe
 
 
-def by_the_definition(staleness: int) -> Callable[..., Parts]:
+def by_the_definition(staleness: int) -> Callable[..., TrainerState]:
     """``prepare`` with groups drawn as the words say: a copy of every version is kept, and that of b − S samples."""
 
-    def prepared(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
-        parts = prepare(recipe, folder, world)
+    def prepared(
+        recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS
+    ) -> TrainerState:
+        parts = prepare(recipe, folder, process_group)
         versions: list[Any] = []
         source = parts.source
         draw = source.draw
@@ -98,7 +100,7 @@ def by_the_definition(staleness: int) -> Callable[..., Parts]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_every_group_is_sampled_with_the_version_that_the_schedule_says(
+def test_every_group_is_sampled_with_the_version_that_the_schedule_states(
     staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = stale_recipe(staleness)
@@ -193,14 +195,14 @@ def test_a_server_samples_in_a_thread_with_the_same_versions_as_the_native_engin
     assert [version for name, version, _ in served.calls if name == "MainThread"] == [0, 4, 8]  # evaluations
 
 
-def test_a_server_that_fails_on_the_way_is_asked_once_more(tmp_path: Path, served: type[Remote]) -> None:
+def test_asynchrony_failing_server_is_retried_once(tmp_path: Path, served: type[Remote]) -> None:
     """One that is waited for ends the run; one in flight comes again with the weights of then."""
     served.fails = 1
     with pytest.raises(RunFailure, match="the server is gone"):
         run(tmp_path / "first", served_recipe(1))
 
-    def lose_a_batch(event: str, facts: dict[str, Any]) -> None:
-        if event == "step" and facts["step"] == 2:
+    def lose_a_batch(event: str, info: dict[str, Any]) -> None:
+        if event == "step" and info["step"] == 2:
             served.fails = 1
 
     watched(tmp_path / "later", served_recipe(1), lose_a_batch)

@@ -142,7 +142,7 @@ def test_the_folder_is_what_other_tools_load_and_holds_no_pickle(tmp_path: Path)
     "name",
     ["model.safetensors", "heads.safetensors", "state.json"],
 )
-def test_a_flipped_byte_in_any_file_falls_back_and_says_so(tmp_path: Path, name: str) -> None:
+def test_a_flipped_byte_in_any_file_falls_back_and_is_reported(tmp_path: Path, name: str) -> None:
     save(tmp_path, 10, heads={"value.weight": torch.ones(1, 32)})
     save(tmp_path, 20, heads={"value.weight": torch.zeros(1, 32)})
     size = (tmp_path / "step-000020" / name).stat().st_size
@@ -203,7 +203,7 @@ def test_none_verifies(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_one_step_asked_for_by_number(tmp_path: Path) -> None:
+def test_one_step_requested_by_number(tmp_path: Path) -> None:
     save(tmp_path, 10)
     path = save(tmp_path, 20)
     assert load(tmp_path, step=10).step == 10

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import shard_case, train_case, world_of
+from ranks import process_group_of, shard_case, train_case
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fake_follower import FakeFollower
 from posttrain.errors import RecipeError
 from posttrain.models.load import load_model
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
 from posttrain.training.checkpoint import load_checkpoint
-from posttrain.training.checks import words_of
-from posttrain.world import ONE, World
+from posttrain.training.checks import resolve_components
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, shallow, steps_of
 
 SHARDED = {"scale": {"sharding": "fsdp2"}}
@@ -170,7 +170,7 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded:
 def _a_teacher_of_another_mind(tmp_path_factory: pytest.TempPathFactory) -> None:
     CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
     adapter = tmp_path_factory.mktemp("adapter")
-    train_case(ONE, recipe_of("lora", "float32", train={"steps": 1, "lr": 1e-2}), adapter)
+    train_case(SINGLE_PROCESS, recipe_of("lora", "float32", train={"steps": 1, "lr": 1e-2}), adapter)
     CASES["kto on an adapter"]["model"]["name"] = str(adapter / "checkpoints" / "step-000001")
 
 
@@ -181,27 +181,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     @cache
     def train_alone(case: str, dtype: str, steps: int = 5) -> Path:
         folder = tmp_path_factory.mktemp("alone")
-        train_case(ONE, recipe_of(case, dtype, train={"steps": steps}), folder)
+        train_case(SINGLE_PROCESS, recipe_of(case, dtype, train={"steps": steps}), folder)
         return folder
 
     return train_alone
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def several(request: pytest.FixtureRequest) -> Iterator[World]:
+def several(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     """A world of so many processes; there is one at a time."""
-    with world_of(request.param) as world:
-        yield world
+    with process_group_of(request.param) as process_group:
+        yield process_group
 
 
 @pytest.mark.parametrize("case", ["sft", "ppo", "mixture"])
-def test_several_processes_train_as_one(case: str, several: World, alone: Callable[..., Path], tmp_path: Path) -> None:
+def test_several_processes_train_as_one(
+    case: str, several: ProcessGroup, alone: Callable[..., Path], tmp_path: Path
+) -> None:
     train_case(several, recipe_of(case, "float64", train={"steps": 2}), tmp_path)
     check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)
 
 
 @pytest.mark.parametrize("case", ["sft", *slow("grpo", "lora and adamw")])
-def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, tmp_path: Path) -> None:
+def test_products_in_bf16_with_the_weights_in_parts(case: str, several: ProcessGroup, tmp_path: Path) -> None:
     """As one process computes them, nearer than fp32 is; what is added up and what moves is fp32.
 
     Sums over rows in another order turn the last of bf16's 8 bits over now and then.
@@ -216,7 +218,7 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, t
         "parted": recipe_of(case, "float32", **changes, train=coarse, **SHARDED),
     }
     for name, recipe in recipes.items():
-        train_case(several if name == "parted" else ONE, recipe, tmp_path / name)
+        train_case(several if name == "parted" else SINGLE_PROCESS, recipe, tmp_path / name)
     alone, exact, parted = (steps_of(tmp_path / name) for name in recipes)
     assert parted[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
     one, other, sharded = (steps[0]["grad_norm"] for steps in (alone, exact, parted))
@@ -249,7 +251,7 @@ def stored(folder: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", ["sft alone", *slow("sft", "ppo")])
 def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
-    case: str, several: World, alone: Callable[..., Path], tmp_path: Path
+    case: str, several: ProcessGroup, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
     """It holds, bit for bit, what the main process gathers; in another number of processes it goes on as any."""
     together, gathered = recipe_of(case, "float64", **WRITTEN_TOGETHER), recipe_of(case, "float64", **SHARDED)
@@ -260,7 +262,7 @@ def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
     assert len(list((folder / "optimizer").glob("*.safetensors"))) == several.size
     assert {file.suffix for file in folder.rglob("*") if file.is_file()} <= {".json", ".safetensors", ".jinja"}
     shutil.copytree(tmp_path / "together", tmp_path / "alone")
-    train_case(ONE, recipe_of(case, "float64"), tmp_path / "alone", resume=True)
+    train_case(SINGLE_PROCESS, recipe_of(case, "float64"), tmp_path / "alone", resume=True)
     check_same(alone(case, "float64"), tmp_path / "alone", "float64")
     train_case(several, together, tmp_path / "whole")
     train_case(several, together, tmp_path / "together", resume=True)
@@ -269,10 +271,10 @@ def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
 
 def test_shares_of_what_all_have_whole_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"scale\.checkpoint: every process has all of it"):
-        words_of(make_recipe("sft", scale={"processes": 2, "checkpoint": "sharded"}))
+        resolve_components(make_recipe("sft", scale={"processes": 2, "checkpoint": "sharded"}))
 
 
-def test_a_share_that_is_missing_or_damaged_leaves_the_checkpoint_before(several: World, tmp_path: Path) -> None:
+def test_a_share_that_is_missing_or_damaged_leaves_the_checkpoint_before(several: ProcessGroup, tmp_path: Path) -> None:
     recipe = recipe_of("sft", "float64", train={"steps": 2, "save_every": 1}, **WRITTEN_TOGETHER)
     train_case(several, recipe, tmp_path)
     last = tmp_path / "checkpoints" / "step-000002"
@@ -286,8 +288,8 @@ def test_a_share_that_is_missing_or_damaged_leaves_the_checkpoint_before(several
     file.unlink()
     longer = {**recipe, "train": {**recipe["train"], "steps": 3}}
     result, events = train_case(several, longer, tmp_path, resume=True)
-    assert (result.step, [facts["step"] for facts in events.of("step")]) == (3, [2, 3])
-    assert any("is missing" in facts["message"] for facts in events.of("notice"))
+    assert (result.step, [info["step"] for info in events.of("step")]) == (3, [2, 3])
+    assert any("is missing" in info["message"] for info in events.of("notice"))
 
 
 def _evaluations(folder: Path) -> list[MetricsRow]:
@@ -298,7 +300,7 @@ def _evaluations(folder: Path) -> list[MetricsRow]:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_train_every_method_as_one(
-    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+    case: str, dtype: str, several: ProcessGroup, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
     _, events = train_case(several, recipe_of(case, dtype), tmp_path)
     check_same(alone(case, dtype), tmp_path, dtype, rounded=case not in METHODS)
@@ -320,28 +322,28 @@ def stopped() -> dict[tuple[str, int], Path]:
 @pytest.mark.parametrize("case", ["sft", "dynamic sampling"])
 def test_a_run_goes_on_in_another_number_of_processes(
     case: str,
-    several: World,
+    several: ProcessGroup,
     alone: Callable[..., Path],
     stopped: dict[tuple[str, int], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    recipe, worlds = recipe_of(case, "float64"), {1: ONE, several.size: several}
-    for size, world in worlds.items():
+    recipe, process_groups = recipe_of(case, "float64"), {1: SINGLE_PROCESS, several.size: several}
+    for size, process_group in process_groups.items():
         folder = stopped[case, size] = tmp_path_factory.mktemp("stopped")
-        result, _ = train_case(world, recipe, folder, stop_after=2)
+        result, _ = train_case(process_group, recipe, folder, stop_after=2)
         assert (result.step, result.reason) == (2, "interrupted")
     for (name, began), folder in stopped.items():
         if name == case:  # 2 to 4 among them, when 4 processes are there
-            for size, world in worlds.items():
+            for size, process_group in process_groups.items():
                 goes_on = tmp_path_factory.mktemp("goes_on") / "run"
                 shutil.copytree(folder, goes_on)
-                _, events = train_case(world, recipe, goes_on, resume=True)
+                _, events = train_case(process_group, recipe, goes_on, resume=True)
                 check_same(alone(case, "float64"), goes_on, "float64")
-                told = any("goes on in" in facts["message"] for facts in events.of("notice"))
-                assert told == (size != began)
+                output = any("goes on in" in info["message"] for info in events.of("notice"))
+                assert output == (size != began)
                 if size == began == several.size:
                     whole = tmp_path_factory.mktemp("whole")
-                    train_case(world, recipe, whole)
+                    train_case(process_group, recipe, whole)
                     assert same_bits(saved_tensors(whole, 5), saved_tensors(goes_on, 5))
 
 
@@ -349,7 +351,7 @@ def test_a_run_goes_on_in_another_number_of_processes(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("case", [*METHODS, "lora", "lora and adamw", "recomputed", *NO_SAMPLES])
 def test_shards_train_as_one_process(
-    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+    case: str, dtype: str, several: ProcessGroup, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The norm among them: it is that of the whole gradient, and not of one process's part."""
     train_case(several, recipe_of(case, dtype, **SHARDED), tmp_path)
@@ -357,7 +359,7 @@ def test_shards_train_as_one_process(
 
 
 @pytest.mark.parametrize("case", ["grpo", *slow("sft", "ppo", "lora", "kto")])
-def test_answers_of_a_server_leave_each_process_its_part(case: str, several: World, tmp_path: Path) -> None:
+def test_answers_of_a_server_leave_each_process_its_part(case: str, several: ProcessGroup, tmp_path: Path) -> None:
     """Weights go out and the probe is computed tensor by tensor, with all processes: none has a whole model.
 
     Of five problems and micro-batches of 60 tokens one process has more than another, and repeats of the other's count
@@ -365,7 +367,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
     """
     tiny = load_model(ModelSection(name=shallow(2), dtype="float64"), seed=0)
     folders = {}
-    for name, world, scale in (("alone", ONE, {}), ("parted", several, SHARDED)):
+    for name, process_group, scale in (("alone", SINGLE_PROCESS, {}), ("parted", several, SHARDED)):
         folders[name] = tmp_path / name
         with FakeFollower(tiny.model, tiny.tokenizer) as server:
             engine = {"name": "vllm", "url": server.url}
@@ -380,9 +382,9 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
             about |= {} if case in ("kto", "sft") else {"rollout": {**SHORT, "engine": engine}}
             uneven = {"steps": 3, "micro_batch_tokens": 60}
             recipe = recipe_of(case, "float64", **about, eval=shown, train=uneven, **scale)
-            train_case(world, recipe, folders[name])
+            train_case(process_group, recipe, folders[name])
             assert server.label.endswith(":3")
-            shapes, _ = shard_case(world, recipe)
+            shapes, _ = shard_case(process_group, recipe)
     check_same(folders["alone"], folders["parted"], "float64", steps=3)
     ours, theirs = ([row.metrics for row in _evaluations(folder)] for folder in folders.values())
     assert theirs == [pytest.approx(row, rel=1e-7, abs=1e-12) for row in ours]
@@ -396,24 +398,24 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
         for c in ("sft", *NO_SAMPLES)
     ],
 )
-def test_a_whole_model_stays_beside_the_parts_where_something_samples(case: str, several: World) -> None:
+def test_a_whole_model_stays_next_to_the_parts_where_something_samples(case: str, several: ProcessGroup) -> None:
     """Where nothing does, what a process has of every tensor is its rows, and what is read of a model is gathered."""
     (shapes, _), plain = shard_case(several, recipe_of(case, "float64", **SHARDED)), recipe_of(case, "float64")
     rows = [whole[0] for whole, *_ in shapes]
     kept = [of[-1][0] for of in shapes]
     assert kept == (rows if case == "sft" else [-(-of // several.size) for of in rows])
-    assert [of[0] for of in shapes] == [of[0] for of in shard_case(ONE, plain)[0]]
+    assert [of[0] for of in shapes] == [of[0] for of in shard_case(SINGLE_PROCESS, plain)[0]]
 
 
 @pytest.mark.parametrize(("staleness", "scale"), [pytest.param(1, {}, marks=pytest.mark.slow), (2, SHARDED)])
 def test_several_processes_sample_ahead_as_one(
-    staleness: int, scale: dict[str, Any], several: World, tmp_path: Path
+    staleness: int, scale: dict[str, Any], several: ProcessGroup, tmp_path: Path
 ) -> None:
     """Each samples its share; stopped, the run goes on in as many processes to the bit, and in one."""
     about: dict[str, Any] = {"rollout": {**SHORT, "staleness": staleness}, "train": {"steps": 4, "lr": 1e-3}}
     about["model"] = {"name": shallow(2)}
     plain, shared = recipe_of("grpo", "float64", **about), recipe_of("grpo", "float64", **about, **scale)
-    train_case(ONE, plain, tmp_path / "alone")
+    train_case(SINGLE_PROCESS, plain, tmp_path / "alone")
     train_case(several, shared, tmp_path / "together")
     check_same(tmp_path / "alone", tmp_path / "together", "float64", steps=4)
     versions = {(row.step, row.version) for row in recorded(tmp_path / "together")[0]}
@@ -422,5 +424,5 @@ def test_several_processes_sample_ahead_as_one(
     shutil.copytree(tmp_path / "stopped", tmp_path / "in one")
     train_case(several, shared, tmp_path / "stopped", resume=True)
     assert same_bits(saved_tensors(tmp_path / "together", 4), saved_tensors(tmp_path / "stopped", 4))
-    train_case(ONE, plain, tmp_path / "in one", resume=True)
+    train_case(SINGLE_PROCESS, plain, tmp_path / "in one", resume=True)
     check_same(tmp_path / "alone", tmp_path / "in one", "float64", steps=4)

@@ -32,7 +32,7 @@ def group_of(tokenizer: Any, template: Template, question: str, answers: list[tu
     return rollouts
 
 
-def told(tokenizer: Any, template: Template, question: str, solution: str) -> list[int]:
+def output(tokenizer: Any, template: Template, question: str, solution: str) -> list[int]:
     text = f"{question}\n\nCorrect solution:\n\n{solution}\n\nCorrectly solve the original question.\n\n{question}"
     return encode_prompt(tokenizer, template, [Message("user", text)])
 
@@ -47,7 +47,7 @@ def groups(tokenizer: Any, template: Template) -> list[list[Rollout]]:
     return [group_of(tokenizer, template, q, a) for q, a in zip(questions, (FIRST, SECOND, THIRD), strict=True)]
 
 
-def test_each_row_is_told_a_right_answer_of_another_sample(tokenizer, template) -> None:
+def test_each_row_is_shown_a_right_answer_of_another_sample(tokenizer, template) -> None:
     feedback = Feedback(tokenizer, template, label_above=0.5, context_tokens=1024)
     given = groups(tokenizer, template)
     rows = [(n, g) for n, group in enumerate(given) for g in range(len(group))]
@@ -61,7 +61,7 @@ def test_each_row_is_told_a_right_answer_of_another_sample(tokenizer, template) 
     for b, ((n, g), solution) in enumerate(zip(rows, solutions, strict=True)):
         rollout = given[n][g]
         question = rollout.example.messages[0].content
-        prompt = list(rollout.prompt_ids) if solution is None else told(tokenizer, template, question, solution)
+        prompt = list(rollout.prompt_ids) if solution is None else output(tokenizer, template, question, solution)
         ids = prompt + list(rollout.completion.ids)
         assert batch.tokens[b, : int(batch.lengths[b])].tolist() == ids
         assert batch.mask[b].nonzero()[:, 0].tolist() == list(range(len(prompt), len(ids)))
@@ -72,7 +72,7 @@ def test_each_row_is_told_a_right_answer_of_another_sample(tokenizer, template) 
 
 def test_a_prompt_that_would_not_fit_is_left_as_it_is(tokenizer, template) -> None:
     given = groups(tokenizer, template)[:1]
-    long = told(tokenizer, template, "What is 2 plus 2?", "<think>two and two are 4")
+    long = output(tokenizer, template, "What is 2 plus 2?", "<think>two and two are 4")
     needed = len(long) + len(given[0][1].completion.ids)
     for limit, expected in ((needed, 1.0), (needed - 1, 0.0)):
         feedback = Feedback(tokenizer, template, label_above=0.5, context_tokens=limit)
@@ -111,12 +111,12 @@ def test_the_teacher_reads_the_rewritten_prompt_and_its_words_stand_at_the_stude
     for n, group in enumerate(groups_of(draw.rollouts, 4)):
         for g, rollout in enumerate(group):
             b = 4 * n + g
-            right = [r for i, r in enumerate(group) if i != g and r.reward > 0.1]
-            shares.append(float(bool(right)))
+            correct = [r for i, r in enumerate(group) if i != g and r.reward > 0.1]
+            shares.append(float(bool(correct)))
             prompt = list(rollout.prompt_ids)
-            if right:
+            if correct:
                 question = rollout.example.messages[-1].content
-                prompt = told(parts.tokenizer, parts.grader.template, question, right[0].text)
+                prompt = output(parts.tokenizer, parts.grader.template, question, correct[0].text)
                 assert len(prompt) > len(rollout.prompt_ids) + 10
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + list(rollout.completion.ids)])).logits[0] / TEMPERATURE
@@ -124,10 +124,10 @@ def test_the_teacher_reads_the_rewritten_prompt_and_its_words_stand_at_the_stude
             best = table.topk(4).values
             trained = batch.mask[b]
             assert int(trained.sum()) == len(table)
-            ids = batch.streams["teacher_ids"][b, trained]
+            ids = batch.fields["teacher_ids"][b, trained]
             torch.testing.assert_close(
-                batch.streams["teacher_candidate_logprobs"][b, trained], best, atol=3e-5, rtol=0.0
+                batch.fields["teacher_candidate_logprobs"][b, trained], best, atol=3e-5, rtol=0.0
             )
             torch.testing.assert_close(table.gather(1, ids), best, atol=3e-5, rtol=0.0)
-    assert batch.streams["has_feedback"].tolist() == shares
+    assert batch.fields["has_feedback"].tolist() == shares
     assert 0 < sum(shares) < len(shares)

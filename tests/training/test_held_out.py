@@ -13,14 +13,14 @@ import torch
 
 from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, encode_response, end_id
-from posttrain.data.render.words import r1_zero
+from posttrain.data.render.templates import r1_zero
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evaluation.generation import held_out_indices
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.store.metrics import MetricsLog
-from posttrain.training.build import Parts, prepare
-from posttrain.training.checks import words_of
+from posttrain.training.build import TrainerState, prepare
+from posttrain.training.checks import resolve_components
 from posttrain.training.files import RunFiles
 from posttrain.training.held_out import HeldOut, choose_held_out, evaluate_objective
 from posttrain.training.loop import train
@@ -46,7 +46,7 @@ def recipe_of(objective: Any, responses: str, **sections: Any) -> Recipe:
     return validate_recipe(data).resolve()
 
 
-def evaluated(parts: Parts, recipe: Recipe) -> dict[str, float]:
+def evaluated(parts: TrainerState, recipe: Recipe) -> dict[str, float]:
     (task,) = parts.evaluator.tasks
     (held_out,) = parts.evaluator.held_out.values()
     evaluation = evaluate_objective(held_out, task, parts.method, recipe.train)
@@ -54,14 +54,14 @@ def evaluated(parts: Parts, recipe: Recipe) -> dict[str, float]:
     return evaluation.results
 
 
-def score_at(parts: Parts, ids: list[int], position: int) -> float:
+def score_at(parts: TrainerState, ids: list[int], position: int) -> float:
     """The head's score by the model's own forward pass, without anything of the trainer's."""
     with torch.no_grad():
         hidden = parts.model.get_decoder()(input_ids=torch.tensor([ids])).last_hidden_state[0, position]
         return float(parts.heads["head"].weight[0].double() @ hidden.double())
 
 
-def written(parts: Parts, example: Example, response: Response) -> list[int]:
+def written(parts: TrainerState, example: Example, response: Response) -> list[int]:
     """A response as r1_zero shows it, put together by hand."""
     template = r1_zero(preamble="")
     shown = replace(example, solution=response.text, answer=response.answer)
@@ -100,8 +100,8 @@ def test_judged_answers_are_counted_one_by_one() -> None:
     chosen = [parts.evaluator.tasks[0].examples[i] for i in held_out_indices(24, 7)]
     every = [(e, r) for e in chosen for r in e.responses]
     units = [every[i] for i in held_out_indices(14, 7)]
-    right = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
-    assert results["answer_accuracy"] == pytest.approx(sum(right) / 7)
+    correct = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
+    assert results["answer_accuracy"] == pytest.approx(sum(correct) / 7)
     assert results["n"] == 7.0
 
 
@@ -112,16 +112,16 @@ def test_steps_are_averaged_over_steps_and_the_interval_over_solutions() -> None
     template = r1_zero(preamble="")
     chosen = [parts.evaluator.tasks[0].examples[i] for i in held_out_indices(24, 7)]
     every = [(e, r) for e in chosen for r in e.responses]
-    right, positive = [], []
+    correct, positive = [], []
     for example, response in [every[i] for i in held_out_indices(14, 7)]:
         ids = encode_prompt(parts.tokenizer, template, example.messages)
         for step, label in zip(response.steps, response.step_labels, strict=True):
             ids = ids + encode_plain(parts.tokenizer, step)
-            right.append((score_at(parts, ids, -1) > 0) == (label == 1))
+            correct.append((score_at(parts, ids, -1) > 0) == (label == 1))
             positive.append(label)
         assert end_id(parts.tokenizer, template) not in ids
-    assert len(right) > 7
-    assert results["step_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert len(correct) > 7
+    assert results["step_accuracy"] == pytest.approx(sum(correct) / len(correct))
     assert results["positive_share"] == pytest.approx(sum(positive) / len(positive))
     assert (results["step_accuracy_low"], results["step_accuracy_high"]) == pytest.approx(
         wilson_interval(results["step_accuracy"] * 7, 7)
@@ -171,22 +171,22 @@ def test_it_leaves_no_trace() -> None:
 def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_path: Path) -> None:
     recipe = recipe_of(NAMES[responses], responses)
     events: list[tuple[str, dict[str, Any]]] = []
-    result = train(recipe, RunFiles.within(tmp_path), observer=lambda name, facts: events.append((name, facts)))
-    evaluations = [facts for name, facts in events if name == "evaluation"]
-    assert [facts["step"] for facts in evaluations] == [0, 1, 2]
-    assert {facts["name"] for facts in evaluations} == {"stories/validation"}
+    result = train(recipe, RunFiles.within(tmp_path), observer=lambda name, info: events.append((name, info)))
+    evaluations = [info for name, info in events if name == "evaluation"]
+    assert [info["step"] for info in evaluations] == [0, 1, 2]
+    assert {info["name"] for info in evaluations} == {"stories/validation"}
     rows = [row for row in MetricsLog(tmp_path / "metrics.jsonl").read() if "loss" not in row.metrics]
     assert [row.metrics[f"eval/stories/validation/{metric}"] for row in rows] == [
-        facts["results"][metric] for facts in evaluations
+        info["results"][metric] for info in evaluations
     ]
     assert all(row.timing["evaluation_seconds"] > 0 for row in rows)
     assert "seconds" not in result.evaluations["stories/validation"]
-    accuracies = [facts["results"][metric] for facts in evaluations[1:]]
+    accuracies = [info["results"][metric] for info in evaluations[1:]]
     best = 1 + max(range(2), key=lambda i: (accuracies[i], i))
     assert (tmp_path / "checkpoints" / "best").resolve().name == f"step-{best:06d}"
     state = json.loads((tmp_path / "checkpoints" / "best" / "state.json").read_text())
     assert state["best"] == {"step": float(best), metric: max(accuracies)}
-    assert {facts["primary_metric"].name for facts in evaluations} == {metric}
+    assert {info["primary_metric"].name for info in evaluations} == {metric}
 
 
 def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
     whole = train(recipe, RunFiles.within(tmp_path / "whole"))
     steps: list[int] = []
 
-    def observe(event: str, facts: dict[str, Any]) -> None:
-        steps.extend([facts["step"]] if event == "step" else [])
+    def observe(event: str, info: dict[str, Any]) -> None:
+        steps.extend([info["step"]] if event == "step" else [])
 
     train(recipe, RunFiles.within(tmp_path / "cut"), observer=observe, should_stop=lambda: len(steps) >= 1)
     again = train(recipe, RunFiles.within(tmp_path / "cut"), resume=True)
@@ -223,7 +223,7 @@ def test_what_was_dropped_is_counted() -> None:
         return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair", draws=draws)
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
-    words = words_of(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))
+    words = resolve_components(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))
     chosen = choose_held_out(read, [task], words)["pairs/test"]
     assert (len(chosen.units), chosen.num_dropped) == (2, 2)
     with pytest.raises(UsageError, match="no example to evaluate on"):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_streams import TEMPERATURE, initial_model, plain_logprobs, update
+from test_batch_fields import TEMPERATURE, initial_model, plain_logprobs, update
 
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import validate_recipe
+from posttrain.training.batch_fields import BatchFields, mismatch_answers
 from posttrain.training.build import prepare
-from posttrain.training.streams import Streams, mismatch_answers
 from posttrain.types import Batch, Sample, collate
 from small_runs import Events, make_recipe, steps_of, watched
 
@@ -56,10 +56,10 @@ def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_
         batch = parts.source(step).batch
         assert batch is not None
         assert batch.num_rows >= 6
-        assert batch.streams["kl_baseline"].shape == (batch.num_rows,)
-        assert len(set(batch.streams["kl_baseline"].tolist())) == 1
+        assert batch.fields["kl_baseline"].shape == (batch.num_rows,)
+        assert len(set(batch.fields["kl_baseline"].tolist())) == 1
         expected = kl_of_mismatched(batch, parts.model, initial_model(), temperature=1.0)  # a likelihood
-        found.append(float(batch.streams["kl_baseline"][0]))
+        found.append(float(batch.fields["kl_baseline"][0]))
         assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-4)
         rollout_buffer = parts.source.rollout_buffer(step)
         assert rollout_buffer is None if step == 3 else "stream.kl_baseline" not in rollout_buffer
@@ -80,11 +80,11 @@ def test_the_kl_baseline_is_never_negative() -> None:
         fixed = Fixed(reference)
         recipe = make_recipe("grpo", **KTO)
         recipe.train.micro_batch_tokens = 500
-        streams = Streams(frozenset({"kl_baseline"}), recipe, policy, 1 << 20, reference=fixed)  # type: ignore[arg-type]
-        given = replace(batch, streams={})
-        rows = streams.before_step(given).streams["kl_baseline"]
+        fields = BatchFields(frozenset({"kl_baseline"}), recipe, policy, 1 << 20, reference=fixed)  # type: ignore[arg-type]
+        given = replace(batch, fields={})
+        rows = fields.before_step(given).fields["kl_baseline"]
         assert rows[0].item() == pytest.approx(expected, abs=1e-4)
-        assert given.streams == {}
+        assert given.fields == {}
 
 
 @dataclass
@@ -123,8 +123,8 @@ def test_mismatched_answers_by_hand() -> None:
     assert mismatch_answers(collate(samples[:2]), limit=9) is None
 
 
-@pytest.mark.parametrize(("batch", "said"), [(1, True), (4, False)])
-def test_kto_one_prompt_a_batch_is_said_once(tmp_path: Path, batch: int, said: bool) -> None:
+@pytest.mark.parametrize(("batch", "text"), [(1, True), (4, False)])
+def test_kto_one_prompt_a_batch_is_reported_once(tmp_path: Path, batch: int, text: bool) -> None:
     recipe = validate_recipe(
         {
             "task": {"name": "stories", "size": 24, "max_steps": 3, "responses": "judged"},
@@ -137,9 +137,9 @@ def test_kto_one_prompt_a_batch_is_said_once(tmp_path: Path, batch: int, said: b
     )
     events = Events()
     watched(tmp_path, recipe.resolve(), events)
-    messages = [facts["message"] for facts in events.of("notice")]
+    messages = [info["message"] for info in events.of("notice")]
     found = [message for message in messages if message.startswith("kl_baseline: all answers of step 1 have the same")]
-    assert len(found) == said
+    assert len(found) == text
     for row in steps_of(tmp_path):  # the rewards of the kinds that there are
         assert ("desirable_reward" in row) == (row["desirable"] > 0)
         assert ("undesirable_reward" in row) == (row["desirable"] < 1)

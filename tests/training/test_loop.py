@@ -65,7 +65,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
     events = Events()
     second = watched(cut, recipe, events, resume=True)
     assert events.of("start")[0]["resumed_from"] == stop_after
-    assert [facts["step"] for facts in events.of("step")] == list(range(stop_after + 1, recipe.train.steps + 1))
+    assert [info["step"] for info in events.of("step")] == list(range(stop_after + 1, recipe.train.steps + 1))
     assert (second.step, second.reason) == (undisturbed.step, "finished")
     assert second.evaluations == undisturbed.evaluations
     ours, theirs = saved_tensors(whole, recipe.train.steps), saved_tensors(cut, recipe.train.steps)
@@ -84,8 +84,8 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     recipe, events = one_layer_recipe("grpo", regularize={"kl_coef": 0.1}, train={"steps": 3}), Events()
     own, seen = torch.get_num_threads(), []
 
-    def observe(event: str, facts: dict[str, Any]) -> None:
-        events(event, facts)
+    def observe(event: str, info: dict[str, Any]) -> None:
+        events(event, info)
         if event == "step":
             seen.append(torch.get_num_threads())
 
@@ -99,7 +99,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(own)
     message = f"number of threads: {own + 1}, as it began; here it would be {own}"
-    assert message in [facts["message"] for facts in events.of("notice")]
+    assert message in [info["message"] for info in events.of("notice")]
     for name in ("whole", "cut"):
         state = tmp_path / name / "checkpoints" / "step-000003" / "state.json"
         assert json.loads(state.read_text())["num_threads"] == own + 1
@@ -140,7 +140,7 @@ def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path
     assert run(tmp_path / "second", recipe, resume=True).step == 2
 
 
-def test_loop_clamped_log_ratios_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_clamped_log_ratios_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events()
     recipe = one_layer_recipe("grpo", train={"steps": 4, "ppo_epochs": 2, "lr": 3e-3})
     monkeypatch.setattr(primitives, "MAX_LOG_RATIO", 1e-3)  # the second update on a batch goes beyond it
@@ -148,12 +148,12 @@ def test_loop_clamped_log_ratios_are_said_once(tmp_path: Path, monkeypatch: pyte
     shares = [row["clamped_log_ratios"] for row in steps_of(tmp_path)]
     assert shares[0] == 0.0
     assert shares[1] > 0.5
-    said = [
+    text = [
         message
-        for message in (facts["message"] for facts in events.of("notice"))
+        for message in (info["message"] for info in events.of("notice"))
         if message.startswith("clamped_log_ratios")
     ]
-    assert [message.partition(" of the")[0] for message in said] == [f"clamped_log_ratios: {shares[1]:.2%}"]
+    assert [message.partition(" of the")[0] for message in text] == [f"clamped_log_ratios: {shares[1]:.2%}"]
 
 
 def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     evaluator = parts.evaluator
     assert evaluator is not None
     expected = evaluate(evaluator.sampler, Questions(evaluator.tasks[0], evaluator.sampling(0.0), n=6))
-    facts = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
-    assert evaluated[0] == facts
+    info = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
+    assert evaluated[0] == info
     records = recorded(tmp_path)[1]
     assert [r.completion for r in records if r.step == 0] == [r.text for r in expected.rollouts]
     assert [r.step for r in records] == [0] * 6 + [2] * 6 + [3] * 6
@@ -231,19 +231,21 @@ def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
         (r.example_id, k) for r in items["sample"] for k in range(3)
     ]
     assert len({r.completion for r in several}) > 6
-    (facts,) = [row.metrics for row in MetricsLog(tmp_path / "several" / "metrics.jsonl").read() if row.step == 0]
-    assert (facts["eval/stories/validation/n"], facts["eval/stories/validation/samples"]) == (6.0, 3.0)
-    assert facts["eval/stories/validation/pass@3"] >= facts["eval/stories/validation/accuracy"]
+    (info,) = [row.metrics for row in MetricsLog(tmp_path / "several" / "metrics.jsonl").read() if row.step == 0]
+    assert (info["eval/stories/validation/n"], info["eval/stories/validation/samples"]) == (6.0, 3.0)
+    assert info["eval/stories/validation/pass@3"] >= info["eval/stories/validation/accuracy"]
 
 
 def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]) -> None:
-    def pretend(_: Any, asked: Questions) -> Evaluation:
-        return Evaluation("stories/validation", {"accuracy": accuracies[asked.step], "seconds": 0.0}, [])
+    def pretend(_: Any, request: Questions) -> Evaluation:
+        return Evaluation("stories/validation", {"accuracy": accuracies[request.step], "seconds": 0.0}, [])
 
     monkeypatch.setattr(held_out, "evaluate", pretend)
 
 
-def test_the_best_evaluation_is_kept_whatever_save_every_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_evaluation_is_kept_whatever_save_every_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # steps:                          0    1    2    3    4    5    6    7    8
     scripted_accuracies(monkeypatch, [0.9, 0.3, 0.5, 0.5, 0.2, 0.1, 0.4, 0.4, 0.1])
     recipe = one_layer_recipe(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines.respondents import Scripted
+from sampling.respondents import Scripted
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,8 +22,8 @@ from posttrain.sampling.native import engine as native_engine
 from posttrain.sampling.native import turns
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.schedule import Schedule
-from posttrain.training.build import Parts, prepare
-from posttrain.training.memory import Memory, Micro, _logits, stated_memory
+from posttrain.training.build import TrainerState, prepare
+from posttrain.training.memory import Memory, Micro, _logits, estimate_memory
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
@@ -111,7 +111,7 @@ def nll(outputs: Outputs, batch: Batch) -> Loss:
     return Loss(-outputs.logprobs, {})
 
 
-def learn(parts: Parts, recipe: Recipe, batch: Batch) -> None:
+def learn(parts: TrainerState, recipe: Recipe, batch: Batch) -> None:
     accumulate(Method(parts.method.forward, nll, lambda mask: mask / mask.sum()), batch, recipe.train)
 
 
@@ -174,7 +174,7 @@ class Peak(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-def peak_of(parts: Parts, recipe: Recipe, batch: Batch) -> int:
+def peak_of(parts: TrainerState, recipe: Recipe, batch: Batch) -> int:
     """The most that a micro-batch held at a time beside weights and gradients, in bytes."""
     learn(parts, recipe, batch)  # from now on there are gradients that are added to
     grads = [p.grad for _, p in parts.parameters if p.grad is not None]
@@ -189,39 +189,44 @@ CASES = [*((kind, "qwen3") for kind in RECIPES), ("lora-bf16", "llama"), ("dpo",
 @pytest.mark.parametrize(("kind", "model"), CASES)
 def test_parts_are_what_is_alive(kind: str, model: str, folders: dict[str, str]) -> None:
     recipe = recipe_of(kind, folders[model])
-    said = stated_memory(recipe)
-    assert isinstance(said, Memory)
+    message = estimate_memory(recipe)
+    assert isinstance(message, Memory)
     parts = prepare(recipe)
-    assert num_bytes(list(parts.model.parameters())) == said.weights
+    assert num_bytes(list(parts.model.parameters())) == message.weights
     frozen = parts.reference._frozen if parts.reference is not None else None
-    assert said.reference == (num_bytes(list(frozen.model.parameters())) if frozen is not None else 0)
-    assert (said.reference > 0) == (kind in ("grpo", "dpo"))
+    assert message.reference == (num_bytes(list(frozen.model.parameters())) if frozen is not None else 0)
+    assert (message.reference > 0) == (kind in ("grpo", "dpo"))
     batch = longest_batch(kind)
     with keeping(list(parts.model.parameters())) as kept:
         learn(parts, recipe, batch)
     trained = [p for _, p in parts.parameters]
-    assert num_bytes([p.grad for p in trained if p.grad is not None]) == said.gradients
+    assert num_bytes([p.grad for p in trained if p.grad is not None]) == message.gradients
     parts.optimizer.step()
     state = [x for values in parts.optimizer.state.values() for x in values.values()]
-    assert num_bytes(state) == said.optimizer
-    assert said.activations == pytest.approx(kept["activations"], rel=0.15)
-    assert kept["logits"] < said.logits
+    assert num_bytes(state) == message.optimizer
+    assert message.activations == pytest.approx(kept["activations"], rel=0.15)
+    assert kept["logits"] < message.logits
     parts.optimizer.zero_grad(set_to_none=True)
-    assert said.activations + said.logits == pytest.approx(peak_of(parts, recipe, batch), rel=0.15)
-    assert said.update == pytest.approx(
-        said.weights + said.reference + said.optimizer + said.gradients + said.activations + said.logits
+    assert message.activations + message.logits == pytest.approx(peak_of(parts, recipe, batch), rel=0.15)
+    assert message.update == pytest.approx(
+        message.weights
+        + message.reference
+        + message.optimizer
+        + message.gradients
+        + message.activations
+        + message.logits
     )
 
 
 @pytest.mark.parametrize("kind", ["grpo"])
 def test_recomputed_activations_are_those_of_one_layer(kind: str, folders: dict[str, str]) -> None:
     recipe = recipe_of(kind, folders["llama"], train__gradient_checkpointing="true")
-    said, usual = stated_memory(recipe), stated_memory(recipe_of(kind, folders["llama"]))
-    assert isinstance(said, Memory)
+    message, usual = estimate_memory(recipe), estimate_memory(recipe_of(kind, folders["llama"]))
+    assert isinstance(message, Memory)
     assert isinstance(usual, Memory)
-    assert said.activations < 0.5 * usual.activations
+    assert message.activations < 0.5 * usual.activations
     measured = peak_of(prepare(recipe), recipe, longest_batch(kind))
-    assert said.activations + said.logits == pytest.approx(measured, rel=0.15)
+    assert message.activations + message.logits == pytest.approx(measured, rel=0.15)
 
 
 def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
@@ -230,19 +235,19 @@ def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
         {"model.name": folders["qwen3"]} | COMMON | SAMPLED | {"rollout.num_prompts": "1", "train.num_minibatches": "1"}
     )
     ppo = load_recipe("rl/ppo", list(sampled.items())).resolve()
-    said, without = stated_memory(ppo), stated_memory(recipe)
-    assert isinstance(said, Memory)
+    message, without = estimate_memory(ppo), estimate_memory(recipe)
+    assert isinstance(message, Memory)
     assert isinstance(without, Memory)
     parts = prepare(ppo)
     learned = [p for module in parts.heads.values() for p in module.parameters() if p.requires_grad]
-    assert said.heads == 16 * sum(p.numel() for p in learned)
+    assert message.heads == 16 * sum(p.numel() for p in learned)
     batch = longest_batch("grpo")
     with keeping([*parts.model.parameters(), *learned]) as kept:
         accumulate(Method(parts.method.forward, value_error, lambda mask: mask / mask.sum()), batch, ppo.train)
-    assert said.activations == 2 * without.activations
-    assert said.activations == pytest.approx(kept["activations"], rel=0.15)
+    assert message.activations == 2 * without.activations
+    assert message.activations == pytest.approx(kept["activations"], rel=0.15)
     rm = load_recipe("tiny/rm", [("model.name", folders["qwen3"])]).resolve()
-    scorer = stated_memory(rm)
+    scorer = estimate_memory(rm)
     assert isinstance(scorer, Memory)
     assert (scorer.heads, scorer.logits, scorer.kv_cache, scorer.rollouts) == (16 * 128, 0, 0, 0)
 
@@ -275,13 +280,13 @@ def test_the_cache_of_sampling(
         rollout__max_tokens="300",
         advantage__name="raw" if group == 1 else "normalized",
     )
-    said = stated_memory(recipe)
-    assert isinstance(said, Memory)
+    message = estimate_memory(recipe)
+    assert isinstance(message, Memory)
     engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders[model]).eval())
     keys = [[100 * p + i for i in range(group)] for p in range(prompts)]
     engine.generate([[5 + p] * PROMPT for p in range(prompts)], keys, Sampling(max_tokens=300, temperature=1.0))
-    assert said.kv_cache == pytest.approx(max(shown), rel=0.15)
-    assert said.sampling == said.weights + said.optimizer + said.reference + said.kv_cache
+    assert message.kv_cache == pytest.approx(max(shown), rel=0.15)
+    assert message.sampling == message.weights + message.optimizer + message.reference + message.kv_cache
 
 
 def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +310,8 @@ def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], mo
         rollout__max_turns="12",
         rollout__max_turn_tokens="64",
     )
-    said = stated_memory(recipe)
-    assert isinstance(said, Memory)
+    message = estimate_memory(recipe)
+    assert isinstance(message, Memory)
 
     def answer(prompt: int, sample: int, turn: int, ids: Sequence[int]) -> Reply:
         return Reply(finish="out_of_turns") if turn == 11 else Reply((7, 8))
@@ -316,12 +321,12 @@ def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], mo
     sampling = Sampling(max_tokens=400, temperature=1.0, stop_ids=stop)
     [group] = engine.converse([[5] * PROMPT], [[1, 2, 3, 4]], sampling, Scripted(answer))
     assert max(len(completion.ids) for completion in group) > 300
-    assert max(shown) <= said.kv_cache <= 2.3 * max(shown)
+    assert max(shown) <= message.kv_cache <= 2.3 * max(shown)
 
 
 def test_the_cache_of_a_server_is_not_counted(folders: dict[str, str]) -> None:
     own, served = (
-        stated_memory(recipe_of("grpo", folders["qwen3"], **engine)) for engine in ({}, {"rollout__engine": "vllm"})
+        estimate_memory(recipe_of("grpo", folders["qwen3"], **engine)) for engine in ({}, {"rollout__engine": "vllm"})
     )
     assert isinstance(own, Memory)
     assert served == replace(own, kv_cache=0)

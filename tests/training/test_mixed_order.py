@@ -28,7 +28,7 @@ def counts(places: list[int]) -> dict[str, int]:
 def test_a_task_without_parts_is_drawn_as_it_always_was() -> None:
     order = RowOrder(3, "prompts", 4, (), range(10), further=2)
     assert order.turn(5).places == draw_indices(3, "prompts", 20, 4, 10)
-    assert order.turn(5).passes == [2, 2, 2, 2]
+    assert order.turn(5).epochs == [2, 2, 2, 2]
     assert order.turn(5, 2).places == draw_indices(3, "further prompts", (5 * 2 + 1) * 4, 4, 10)
 
 
@@ -37,7 +37,7 @@ def test_every_batch_has_its_share_and_every_row_its_turn() -> None:
     turns = [order.turn(batch) for batch in range(35)]
     assert all(counts(turn.places) == {"a": 4, "b": 2} for turn in turns)
     for part, number in (("a", 10), ("b", 7)):
-        drawn = [(p, n) for turn in turns for p, n in zip(turn.places, turn.passes, strict=True) if ROWS[p] == part]
+        drawn = [(p, n) for turn in turns for p, n in zip(turn.places, turn.epochs, strict=True) if ROWS[p] == part]
         for in_pass in range(len(drawn) // number):
             rows = [p for p, n in drawn if n == in_pass]
             assert len(rows) == len(set(rows)) == number, "every row once in a pass over its part"

@@ -29,8 +29,8 @@ def test_train_base_model_without_format_warns_everywhere(tmp_path: Path, capsys
 def test_train_rate_too_small_for_the_weights_warns_once(tmp_path: Path) -> None:
     events = Events()
     watched(tmp_path, make_recipe("sft", train={"steps": 12, "lr": 1e-30}, data={"batch_size": 1}), events)
-    said = [facts["message"] for facts in events.of("notice") if "weights_moved" in facts["message"]]
-    assert said == [
+    message = [info["message"] for info in events.of("notice") if "weights_moved" in info["message"]]
+    assert message == [
         "weights_moved: no weight has moved in 10 steps. The learning rate of 1e-30 is too small for the dtype of the "
         "weights: raise train.lr, or set model.dtype float32"
     ]
@@ -40,12 +40,12 @@ def test_train_rate_too_small_for_the_weights_warns_once(tmp_path: Path) -> None
 def test_train_run_that_learns_does_not_warn(tmp_path: Path) -> None:
     events = Events()
     watched(tmp_path, make_recipe("grpo"), events)
-    assert not [facts for facts in events.of("notice") if "learn" in facts["message"]]
+    assert not [info for info in events.of("notice") if "learn" in info["message"]]
     assert {step["weights_moved"] for step in steps_of(tmp_path)} == {1.0}
 
 
 @pytest.mark.slow
-def test_sweep_of_a_key_without_effect_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_of_a_key_without_effect_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     over = ("--over", "train.lr=1e-5,1e-4", "--seeds", "1", "--jobs", "1", "--run", "s", "--runs-dir", str(tmp_path))
     assert main(["sweep", "tiny/grpo", *over, *BLIND, *SHORT]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -56,8 +56,8 @@ def best_of(folder: Path) -> str | None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float]) -> None:
-    def pretend(_: Any, asked: Questions) -> Evaluation:
-        return Evaluation("made/up", {name: values[asked.step], "n": 1.0, "seconds": 0.0}, [])
+    def pretend(_: Any, request: Questions) -> Evaluation:
+        return Evaluation("made/up", {name: values[request.step], "n": 1.0, "seconds": 0.0}, [])
 
     monkeypatch.setattr(held_out, "evaluate", pretend)
 
@@ -86,12 +86,12 @@ def test_the_held_out_loss_by_hand(pairs: Path) -> None:
     assert "accuracy" not in results
 
 
-def test_imitation_without_gold_is_told_by_its_loss_and_keeps_the_lowest(pairs: Path, tmp_path: Path) -> None:
+def test_imitation_without_gold_is_measured_by_its_loss_and_keeps_the_lowest(pairs: Path, tmp_path: Path) -> None:
     events = Events()
     watched(tmp_path / "run", imitation(pairs), events)
     evaluations = events.of("evaluation")
-    assert {facts["primary_metric"].name for facts in evaluations} == {"loss"}
-    losses = {facts["step"]: facts["results"]["loss"] for facts in evaluations}
+    assert {info["primary_metric"].name for info in evaluations} == {"loss"}
+    losses = {info["step"]: info["results"]["loss"] for info in evaluations}
     assert losses[4] < losses[0]
     lowest = min(range(1, 5), key=lambda step: (losses[step], -step))
     assert best_of(tmp_path / "run") == f"step-{lowest:06d}"
@@ -107,7 +107,7 @@ def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monk
     assert MetricsLog(tmp_path / "metrics.jsonl").read() == []
 
 
-def test_a_policy_without_gold_answers_is_told_by_its_reward(pairs: Path, tmp_path: Path) -> None:
+def test_a_policy_without_gold_answers_is_measured_by_its_reward(pairs: Path, tmp_path: Path) -> None:
     task = {"name": "preferences", "path": str(pairs), "validation_share": 0.2}
     evaluation = {"every": 2, "num_examples": 4, "max_tokens": 8, "num_kl_prompts": 2}
     recipe = one_layer_recipe("grpo", train={"steps": 4}, eval=evaluation)
@@ -115,13 +115,13 @@ def test_a_policy_without_gold_answers_is_told_by_its_reward(pairs: Path, tmp_pa
     events = Events()
     watched(tmp_path / "run", validate_recipe(data).resolve(), events)
     evaluations = events.of("evaluation")
-    assert {facts["primary_metric"] for facts in evaluations} == {REWARD}
-    results = {facts["step"]: facts["results"] for facts in evaluations}
+    assert {info["primary_metric"] for info in evaluations} == {REWARD}
+    results = {info["step"]: info["results"] for info in evaluations}
     assert results[0]["kl_initial"] == pytest.approx(0.0, abs=1e-6)
     assert all(r["reward_low"] <= r["reward"] <= r["reward_high"] for r in results.values())
     best = max((2, 4), key=lambda step: (results[step]["reward"], step))
     assert best_of(tmp_path / "run") == f"step-{best:06d}"
-    steps = [facts["metrics"] for facts in events.of("step")]
+    steps = [info["metrics"] for info in events.of("step")]
     assert not any({"accuracy", "completion_length_wrong"} & metrics.keys() for metrics in steps)
 
 

@@ -48,7 +48,7 @@ def test_every_rated_step_is_trained_once(tokenizer: Any, tmp_path: Path) -> Non
     batch = everything(source)
     assert given.dropped == source.dropped == {"a candidate step without a rating": 1}
     trained = [
-        (tokenizer.decode([int(batch.tokens[b, t])]).strip(), int(batch.stream("step_labels")[b, t]))
+        (tokenizer.decode([int(batch.tokens[b, t])]).strip(), int(batch.field("step_labels")[b, t]))
         for b, t in batch.mask.nonzero().tolist()
     ]
     assert sorted(trained) == [("b", 2), ("c", 0), ("d", 1), ("g", 0), ("h", 2)]

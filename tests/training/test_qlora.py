@@ -106,5 +106,5 @@ def test_training_goes_on_from_a_quantized_folder_and_from_an_adapter(tmp_path: 
     adapter = tmp_path / "first" / "checkpoints" / "step-000001"
     run(tmp_path / "second", make_recipe("sft", model={"name": str(adapter)}, train={"steps": 1}))
     assert [quantized_bits(made.model) for made in parts] == [8, 8]
-    stated = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert stated == str(folder)
+    given_arguments = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert given_arguments == str(folder)

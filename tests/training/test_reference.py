@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_streams import CLOSE, LORA, difference, initial_model, plain_logprobs, update
+from test_batch_fields import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
-from posttrain.training.build import Parts, prepare
+from posttrain.training.batch_fields import Scorer
+from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import load_checkpoint, restore_model
 from posttrain.training.sources import dataset as sources
-from posttrain.training.streams import Scorer
 from posttrain.types import Batch
 from small_runs import make_recipe, run, save_perturbed
 
@@ -23,30 +23,30 @@ KEPT = "ref_logprobs.safetensors"
 DPO = {"objective": {"name": "dpo"}, "data": {"batch_size": 3}}
 
 
-def batches(parts: Parts, steps: int = 4) -> list[Batch]:
+def batches(parts: TrainerState, steps: int = 4) -> list[Batch]:
     found = [parts.source(step).batch for step in range(1, steps + 1)]
     return [batch for batch in found if batch is not None]
 
 
 def same_reference(left: list[Batch], right: list[Batch]) -> bool:
     return all(
-        torch.equal(a.streams["ref_logprobs"], b.streams["ref_logprobs"]) for a, b in zip(left, right, strict=True)
+        torch.equal(a.fields["ref_logprobs"], b.fields["ref_logprobs"]) for a, b in zip(left, right, strict=True)
     )
 
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many rows the reference is asked for."""
-    asked: list[int] = []
+    request: list[int] = []
     original = Scorer.logprobs
 
     def counting(self: Scorer, batch: Batch) -> Any:
-        asked.append(batch.num_rows)
+        request.append(batch.num_rows)
         return original(self, batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Scorer, "logprobs", counting)
-        yield asked
+        yield request
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
@@ -56,25 +56,25 @@ def test_they_are_those_of_the_start_model_also_after_updates(model: dict[str, A
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
         expected = plain_logprobs(initial_model(), batch, 1.0)
-        assert difference(batch.streams["ref_logprobs"], expected) < CLOSE
-        assert not bool(batch.streams["ref_logprobs"][~batch.mask].any())
-    assert difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
+        assert difference(batch.fields["ref_logprobs"], expected) < CLOSE
+        assert not bool(batch.fields["ref_logprobs"][~batch.mask].any())
+    assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
 
 
 def test_they_are_computed_once_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "FIXED_CHUNK", 4)  # ten pairs, in three parts
     recipe = make_recipe("judged", **DPO)
-    with counted(monkeypatch) as asked:
+    with counted(monkeypatch) as request:
         first = batches(prepare(recipe, tmp_path))
-    assert asked == [8, 8, 4]
-    with counted(monkeypatch) as asked:
+    assert request == [8, 8, 4]
+    with counted(monkeypatch) as request:
         again = batches(prepare(recipe, tmp_path))
-    assert asked == []
+    assert request == []
     assert same_reference(first, again)
     monkeypatch.undo()
     alone = batches(prepare(recipe))  # without a folder, in one part
     assert all(
-        difference(a.streams["ref_logprobs"], b.streams["ref_logprobs"]) < CLOSE
+        difference(a.fields["ref_logprobs"], b.fields["ref_logprobs"]) < CLOSE
         for a, b in zip(first, alone, strict=True)
     )
 
@@ -91,13 +91,13 @@ def test_they_are_not_trusted_for_anything_else(change: str, tmp_path: Path, mon
     folder.mkdir()
     batches(prepare(make_recipe("judged", **DPO), folder))
     other = make_recipe("judged", **DPO, **changes[change])
-    with counted(monkeypatch) as asked:
+    with counted(monkeypatch) as request:
         found = batches(prepare(other, folder))
-    assert sum(asked) == (18 if change == "rows" else 20)
+    assert sum(request) == (18 if change == "rows" else 20)
     assert same_reference(found, batches(prepare(other)))
-    with counted(monkeypatch) as asked:  # now these are the ones that are kept
+    with counted(monkeypatch) as request:  # now these are the ones that are kept
         prepare(other, folder)
-    assert asked == []
+    assert request == []
 
 
 def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> None:
@@ -113,5 +113,5 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
         restore_model(parts.model, found.path)
         batch = parts.source(3).batch
         assert batch is not None
-        assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch, 1.0)) < CLOSE
-        assert difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
+        assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch, 1.0)) < CLOSE
+        assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1

@@ -42,7 +42,7 @@ def ids_of(rollout: Rollout) -> tuple[int, ...]:
     return rollout.prompt_ids + rollout.completion.ids
 
 
-def right_and_wrong_by_hand(group: list[Rollout], threshold: float, most: int) -> list[tuple[Rollout, Rollout]]:
+def correct_and_wrong_by_hand(group: list[Rollout], threshold: float, most: int) -> list[tuple[Rollout, Rollout]]:
     """The i-th answer above the threshold with the i-th that is not, in the order of sampling."""
     pairs = []
     used: set[int] = set()
@@ -67,24 +67,24 @@ def test_rows_of_pairs_alternate_and_share_their_prompt(tokenizer, template) -> 
     draw = source(1)
     batch = draw.batch
     groups = groups_of(draw.rollouts, 6)
-    expected = [(n, pair) for n, group in enumerate(groups) for pair in right_and_wrong_by_hand(list(group), 4.5, 2)]
+    expected = [(n, pair) for n, group in enumerate(groups) for pair in correct_and_wrong_by_hand(list(group), 4.5, 2)]
     assert 5 < len(expected) <= 10
     assert max(Counter(n for n, _ in expected).values()) == 2
     assert batch.rows_per_unit == 2
     assert rows_of(batch) == [ids_of(r) for _, pair in expected for r in pair]
     assert batch.group.tolist() == [n for n, _ in expected for _ in range(2)]
-    assert set(batch.streams) == {*ALL_OF_THE_DATA, "sampler_logprobs"}
+    assert set(batch.fields) == {*ALL_OF_THE_DATA, "sampler_logprobs"}
     for u, (_, (chosen, rejected)) in enumerate(expected):
         assert chosen.prompt_ids == rejected.prompt_ids
         for b, rollout_ in ((2 * u, chosen), (2 * u + 1, rejected)):
             prompt = len(rollout_.prompt_ids)
             assert int(batch.prefix[b]) == prompt
             assert batch.mask[b].tolist() == [prompt <= t < prompt + 2 for t in range(batch.mask.shape[1])]
-            assert batch.streams["rewards"][b] == rollout_.reward
-            assert batch.streams["margins"][b] == chosen.reward - rejected.reward > 0  # the same number on both rows
-            assert batch.streams["labels"][b] == float(rollout_.reward in (8.0, 9.0))  # at the bound it is not above it
-    assert set(batch.streams["labels"].tolist()) == {0.0, 1.0}
-    assert 7.0 in batch.streams["rewards"].tolist()
+            assert batch.fields["rewards"][b] == rollout_.reward
+            assert batch.fields["margins"][b] == chosen.reward - rejected.reward > 0  # the same number on both rows
+            assert batch.fields["labels"][b] == float(rollout_.reward in (8.0, 9.0))  # at the bound it is not above it
+    assert set(batch.fields["labels"].tolist()) == {0.0, 1.0}
+    assert 7.0 in batch.fields["rewards"].tolist()
     assert draw.metrics["selected"] == 2 * len(expected) / 30
     assert "advantage_mean" not in draw.metrics
     assert all(r.advantage is None for r in draw.rollouts)
@@ -98,7 +98,7 @@ def test_answers_to_imitate_carry_nothing_but_themselves(tokenizer, template) ->
     kept = [ids_of(r) for r in draw.rollouts if r.reward > 6.5]
     assert 0 < len(kept) < 16
     assert rows_of(draw.batch) == kept
-    assert set(draw.batch.streams) == {"sampler_logprobs"}
+    assert set(draw.batch.fields) == {"sampler_logprobs"}
     assert draw.metrics["selected"] == len(kept) / 16
 
 
@@ -116,27 +116,27 @@ def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
     assert draw.metrics["selected"] == 0.0
     assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / 6)
     assert source.rollout_buffer(1) is None
-    assert source.take_notices() == [NOTHING_SELECTED]
+    assert source.take_warnings() == [NOTHING_SELECTED]
     again = source(2)
     assert (again.batch, again.fresh, again.rollouts) == (None, False, [])
     assert source(3).batch is None
-    assert source.take_notices() == [], "it is said once"
+    assert source.take_warnings() == [], "it is said once"
     resumed = sampled(tokenizer, template, sums(20), **changes, train={"ppo_epochs": 2})
     resumed.restore(source.rollout_buffer(1), source.state())
     assert resumed(2).batch is None
     assert resumed.engine.calls == []  # type: ignore[attr-defined]
 
 
-def test_a_reward_for_right_answers_without_gold_is_told(tmp_path: Path) -> None:
+def test_a_reward_for_right_answers_without_gold_is_reported(tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(40)))
-    asked = {"name": "jsonl", "path": str(tmp_path / "asked.jsonl"), "answer_key": ""}
-    told = {}
+    request = {"name": "jsonl", "path": str(tmp_path / "asked.jsonl"), "answer_key": ""}
+    output = {}
     for name, rewards in (("paid", ["correct"]), ("not", [{"name": "correct", "weight": 0.0}])):
-        recipe = one_layer_recipe("grpo", task=asked, rewards=rewards, train={"steps": 2})
+        recipe = one_layer_recipe("grpo", task=request, rewards=rewards, train={"steps": 2})
         events = Events()
         watched(tmp_path / name, recipe, events)
-        told[name] = [notice["message"] for notice in events.of("notice")].count(NO_GOLD)
-    assert told == {"paid": 1, "not": 0}
+        output[name] = [notice["message"] for notice in events.of("notice")].count(NO_GOLD)
+    assert output == {"paid": 1, "not": 0}
 
 
 def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) -> None:

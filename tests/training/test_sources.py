@@ -158,7 +158,7 @@ def test_pairs_of_given_answers(tokenizer, template) -> None:
                 assert rows_of(batch)[b] == ids
                 assert int(batch.prefix[b]) == start
                 assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
-            assert batch.streams["margins"][2 * u : 2 * u + 2].tolist() == [better.score - worse.score] * 2
+            assert batch.fields["margins"][2 * u : 2 * u + 2].tolist() == [better.score - worse.score] * 2
 
 
 def test_labels_of_pairs_are_of_the_better_and_the_worse_answer(tokenizer, template) -> None:
@@ -176,7 +176,7 @@ def test_labels_of_pairs_are_of_the_better_and_the_worse_answer(tokenizer, templ
     assert set(rows_of(batch)) == set(expected)
     for b, ids in enumerate(rows_of(batch)):
         start, label = expected[ids]
-        assert batch.streams["labels"][b] == label
+        assert batch.fields["labels"][b] == label
         assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
         assert int(batch.prefix[b]) == start  # where its prompt ends: answers to other prompts are put behind it
     assert len(set(batch.group.tolist())) == 6
@@ -240,8 +240,8 @@ def test_labelled_steps_are_trained_at_their_ends_alone(tokenizer, template) -> 
         first = start + len(encode_plain(tokenizer, steps[0])) - 1
         second = first + len(encode_plain(tokenizer, steps[1]))
         assert batch.mask[b].nonzero()[:, 0].tolist() == [first, second]
-        assert batch.streams["step_labels"][b, [first, second]].tolist() == list(item.responses[2].step_labels)
-        assert set(batch.streams) == {"step_labels"}
+        assert batch.fields["step_labels"][b, [first, second]].tolist() == list(item.responses[2].step_labels)
+        assert set(batch.fields) == {"step_labels"}
 
 
 def encoded_steps(tokenizer, template, item: Example) -> tuple[int, ...]:
@@ -273,8 +273,8 @@ def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
         group = draw.rollouts[3 * (b // 3) : 3 * (b // 3) + 3]
         expected = float(rollout.text[-1]) - sum(float(r.text[-1]) for r in group) / 3
         assert rollout.advantage == pytest.approx(expected, abs=1e-12)
-        assert batch.streams["advantages"][b].tolist() == pytest.approx([expected if on else 0.0 for on in trained])
-        assert batch.streams["sampler_logprobs"][b].tolist() == [-2.0 if on else 0.0 for on in trained]
+        assert batch.fields["advantages"][b].tolist() == pytest.approx([expected if on else 0.0 for on in trained])
+        assert batch.fields["sampler_logprobs"][b].tolist() == [-2.0 if on else 0.0 for on in trained]
     assert draw.metrics["reward"] == pytest.approx(sum(float(r.text[-1]) for r in draw.rollouts) / 6)
 
 
@@ -351,5 +351,5 @@ def test_the_bound_fills_the_batch_with_uniform_groups(tokenizer, template) -> N
     assert draw.metrics["accepted_groups"] == 0.0
     assert draw.metrics["uniform_groups"] == 1.0
     assert draw.batch.num_rows == 21
-    assert draw.batch.streams["advantages"].abs().max() == 0.0  # they add no gradient
+    assert draw.batch.fields["advantages"].abs().max() == 0.0  # they add no gradient
     assert draw.metrics["advantage_std"] == 0.0

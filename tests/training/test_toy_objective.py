@@ -36,10 +36,10 @@ def bounded_reinforce(
         strength: s.
         pull: p.
     """
-    push = torch.tanh(strength * batch.stream("advantages"))
+    push = torch.tanh(strength * batch.field("advantages"))
     values = -push * outputs.logprobs
     if pull:
-        values = values + 0.5 * pull * (outputs.logprobs - batch.stream("ref_logprobs")).square()
+        values = values + 0.5 * pull * (outputs.logprobs - batch.field("ref_logprobs")).square()
     return Loss(values, {"push": push.abs()})
 
 
@@ -54,7 +54,7 @@ def wanted_gap(outputs: Outputs, batch: Batch, *, per_point: float = 4.0) -> Los
     """
     of_rows = row_sum(outputs.logprobs, batch.mask)
     gap = of_rows[0::2] - of_rows[1::2]
-    wanted = per_point * batch.stream("margins")[0::2]
+    wanted = per_point * batch.field("margins")[0::2]
     return Loss(0.5 * (gap - wanted).square(), {"gap": gap.detach(), "wanted": wanted})
 
 

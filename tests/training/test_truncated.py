@@ -11,7 +11,7 @@ from small_sources import groups_of, rows_of, same_batch, sampled, sums
 
 from posttrain import registry
 from posttrain.recipes.recipe import Recipe
-from posttrain.sampling.scripted import ScriptedEngine
+from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.training.build import prepare
 from posttrain.training.sources import TrainBatch
 from posttrain.training.step import accumulate
@@ -24,15 +24,15 @@ GROUP = ("7.", "3.", "9999", "11.")
 FOUR = {"num_prompts": 1, "group_size": 4, "max_tokens": 3, "mask_truncated": True}
 
 
-def in_order(tokenizer: Any, *groups: tuple[str, ...]) -> ScriptedEngine:
+def in_order(tokenizer: Any, *groups: tuple[str, ...]) -> FakeEngine:
     """The answers of these groups, prompt by prompt in the order in which they are sampled; a point is the end."""
     digits = {d: tokenizer.encode(d)[-1] for d in "0123456789"} | {".": tokenizer.eos_token_id}
     answers = [text for group in groups for text in group]
-    return ScriptedEngine(lambda prompt, key: [digits[d] for d in answers.pop(0)], logprob=-2.0)
+    return FakeEngine(lambda prompt, key: [digits[d] for d in answers.pop(0)], logprob=-2.0)
 
 
 def advantages_of(batch: Batch) -> list[list[float]]:
-    return [row[mask].tolist() for row, mask in zip(batch.stream("advantages"), batch.mask, strict=True)]
+    return [row[mask].tolist() for row, mask in zip(batch.field("advantages"), batch.mask, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_what_is_masked_counts_in_no_denominator_and_in_the_baseline(
     assert [r.advantage for r in draw.rollouts] == [2.0, -2.0, 4.0, -4.0]  # the mean of all four is 5
     assert draw.batch is not None
     assert advantages_of(draw.batch) == [[2.0] * 2, [-2.0] * 2, [-4.0] * 3]
-    facts = {name: draw.metrics[name] for name in ("masked", "truncated", "selected", "reward")}
-    assert facts == {"masked": 0.25, "truncated": 0.25, "selected": 0.75, "reward": 5.0}
+    info = {name: draw.metrics[name] for name in ("masked", "truncated", "selected", "reward")}
+    assert info == {"masked": 0.25, "truncated": 0.25, "selected": 0.75, "reward": 5.0}
     word = registry.find("aggregation", name_of(aggregate)).bind(options_of(aggregate))
     each = word(draw.batch.mask)
     rows = [row[mask].tolist() for row, mask in zip(each, draw.batch.mask, strict=True)]
@@ -114,9 +114,9 @@ def test_the_batch_is_the_one_without_the_masked_rows(words: str) -> None:
     rest = whole.batch.select(kept)
     for name in ("tokens", "lengths", "mask", "group", "prefix"):
         assert torch.equal(getattr(draw.batch, name), getattr(rest, name)), name
-    assert draw.batch.streams.keys() == rest.streams.keys()
-    for name, stream in rest.streams.items():  # a pass over other rows differs in the last bits
-        assert torch.allclose(draw.batch.streams[name], stream, atol=1e-5), name
+    assert draw.batch.fields.keys() == rest.fields.keys()
+    for name, stream in rest.fields.items():  # a pass over other rows differs in the last bits
+        assert torch.allclose(draw.batch.fields[name], stream, atol=1e-5), name
     assert draw.metrics["masked"] == 1 - len(kept) / len(ended)
     _, expected, theirs = gradients(cut_recipe(words, masks=False), rest)
     assert loss == pytest.approx(expected, abs=1e-6)

@@ -67,13 +67,13 @@ def test_only_micro_batches_go_to_the_models_device(monkeypatch: pytest.MonkeyPa
     assert batch is not None
     pieces = [batch.select(rows) for rows in split_rows(batch, 60)]
     assert len(pieces) > 2
-    assert batch.stream("ref_logprobs").abs().sum() > 0
+    assert batch.field("ref_logprobs").abs().sum() > 0
     assert max(tokens for _, tokens in moved) <= 60
     moved.clear()
     accumulate(parts.method, batch, recipe.train)
     assert [tokens for name, tokens in moved if name == "Batch"] == [int(piece.lengths.sum()) for piece in pieces]
     assert [name for name, _ in moved].count("Packing") == len(pieces)
-    tensors = [batch.tokens, batch.mask, batch.weights, *batch.streams.values()]
+    tensors = [batch.tokens, batch.mask, batch.weights, *batch.fields.values()]
     assert {str(x.device) for x in tensors if x is not None} == {"cpu"}
 
 
@@ -163,7 +163,7 @@ def test_loss_by_hand(model) -> None:
     assert loss == pytest.approx(sum(nll) / 3, abs=1e-9)
     assert metrics["nll"] == pytest.approx(sum(nll) / 3, abs=1e-9)
     # a correction weighs the values and leaves the denominator alone
-    batch.streams["correction"] = torch.tensor([[1.0, 0.5, 2.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
+    batch.fields["correction"] = torch.tensor([[1.0, 0.5, 2.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
     _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, micro_batch_rows=1)
     assert loss == pytest.approx((0.5 * nll[0] + 2.0 * nll[1]) / 3, abs=1e-9)
     assert metrics["nll"] == pytest.approx(sum(nll) / 3, abs=1e-9)
@@ -250,8 +250,8 @@ def test_final_accuracy_by_hand() -> None:
 def test_the_samplers_divergence_by_hand(model) -> None:
     """kl_sampler is k3 of KL(μ‖π) on samples from μ; the weights are π/μ."""
     sampler = [-2.0, -3.0, -4.0]
-    streams = {"sampler_logprobs": [0.0, *sampler]}
-    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    fields = {"sampler_logprobs": [0.0, *sampler]}
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], fields=fields)])
     table = model(torch.tensor([[1, 2, 3, 4]])).logits[0].log_softmax(-1).detach()
     ratios = [math.exp(float(table[t, t + 2]) - mu) for t, mu in enumerate(sampler)]
     _, _, metrics = Trainer(Case("cross_entropy", {}), (model, model)).gradient("token_mean", batch)
@@ -262,12 +262,12 @@ def test_the_samplers_divergence_by_hand(model) -> None:
 
 def test_accumulate_log_ratios_beyond_20_are_counted(model) -> None:
     """The first token is 1e3 nats from the sampler, the third has a teacher at −inf; a prompt token does not count."""
-    streams = {"old_logprobs": [-1e3, -1e3, -3.0, -4.0], "teacher_logprobs": [0.0, -1e3, -3.0, -math.inf]}
-    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    fields = {"old_logprobs": [-1e3, -1e3, -3.0, -4.0], "teacher_logprobs": [0.0, -1e3, -3.0, -math.inf]}
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], fields=fields)])
     _, _, metrics = Trainer(Case("on_policy_distillation", {}), (model, model)).gradient("token_mean", batch)
     assert metrics["clamped_log_ratios"] == pytest.approx(2 / 3)
-    streams["teacher_logprobs"][3], streams["old_logprobs"][1], streams["teacher_logprobs"][1] = -5.0, -2.0, -2.0
-    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    fields["teacher_logprobs"][3], fields["old_logprobs"][1], fields["teacher_logprobs"][1] = -5.0, -2.0, -2.0
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], fields=fields)])
     _, _, metrics = Trainer(Case("on_policy_distillation", {}), (model, model)).gradient("token_mean", batch)
     assert metrics["clamped_log_ratios"] == 0.0
 
@@ -326,7 +326,7 @@ def test_pieces_by_hand() -> None:
 def test_units_are_selected_whole_with_their_weights() -> None:
     samples = [Sample([b] * (3 + b), [False] * 2 + [True] * (1 + b), b // 2, 2) for b in range(6)]
     batch = collate(samples, rows_per_unit=2)
-    batch.streams = {
+    batch.fields = {
         "ref_logprobs": batch.tokens.double(),
         "labels": torch.arange(6.0),
         "teacher_ids": batch.tokens[:, :, None].expand(-1, -1, 2).clone(),
@@ -336,12 +336,12 @@ def test_units_are_selected_whole_with_their_weights() -> None:
     assert part.weights is not None
     assert part.weights.tolist() == pytest.approx([0.3, 0.1])
     assert part.rows_per_unit == 2
-    assert part.tokens[:, 0].tolist() == part.streams["labels"].tolist() == [4, 5, 0, 1]
+    assert part.tokens[:, 0].tolist() == part.fields["labels"].tolist() == [4, 5, 0, 1]
     assert part.lengths.tolist() == [7, 8, 3, 4]
-    assert part.streams["ref_logprobs"].shape == part.tokens.shape == (4, 8)
-    assert part.streams["teacher_ids"].shape == (4, 8, 2)
+    assert part.fields["ref_logprobs"].shape == part.tokens.shape == (4, 8)
+    assert part.fields["teacher_ids"].shape == (4, 8, 2)
     short = batch.select([2, 3])
-    assert short.tokens.shape == short.mask.shape == short.streams["ref_logprobs"].shape == (2, 6)
+    assert short.tokens.shape == short.mask.shape == short.fields["ref_logprobs"].shape == (2, 6)
     assert short.unit_mask.tolist() == [[False, False, True, True, True, True]]
     batch.weights = batch.mask.double()  # of tokens: each row keeps its own
     chosen = batch.select([2, 3]).weights

@@ -11,13 +11,13 @@ import torch
 
 from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
+from posttrain.process_group import SINGLE_PROCESS
 from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm import training
 from posttrain.sampling.vllm.engine import vllm
 from posttrain.sampling.vllm.training import TOLERANCE, Trained, largest_difference
-from posttrain.world import ONE
 
 pytestmark = pytest.mark.vllm
 NUM_UPDATES = 40
@@ -41,7 +41,7 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_serv
     """A server that reads files of this machine's memory."""
     engine = vllm(tiny.model, tiny.tokenizer, enforce_eager=True, timeout_seconds=300.0)
     assert isinstance(engine, Trained)
-    engine.settle(tmp_path_factory.mktemp("following"), ONE)
+    engine.settle(tmp_path_factory.mktemp("following"), SINGLE_PROCESS)
     try:
         engine.sync(0)
         yield engine

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
+from sampling.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
 
 from posttrain.cli import main
 from posttrain.sampling.base import Sampling

@@ -124,7 +124,7 @@ def right_and_wrong(rewards: Rewards, *, threshold: float = 0.5, num_pairs: Anno
     """
     units: Units = []
     for n, row in enumerate(rewards.tolist()):
-        right = [g for g, r in enumerate(row) if r > threshold]
+        correct = [g for g, r in enumerate(row) if r > threshold]
         wrong = [g for g, r in enumerate(row) if r <= threshold]
-        units += [((n, a), (n, b)) for a, b in zip(right, wrong, strict=False)][:num_pairs]
+        units += [((n, a), (n, b)) for a, b in zip(correct, wrong, strict=False)][:num_pairs]
     return units

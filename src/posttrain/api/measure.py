@@ -29,7 +29,7 @@ from posttrain.evaluation.plan import (
 )
 from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import read_word
+from posttrain.recipes.sections import read_component
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.evaluation import write_page, write_table_page
 from posttrain.runs.models import find_source
@@ -137,9 +137,9 @@ def evaluate(
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
         drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
-        tasks=[] if word is None else [read_word(word, "data")],
-        templates=[] if template is None else [read_word(template, "template")],
-        engine=read_word(engine, "engine"),
+        tasks=[] if word is None else [read_component(word, "data")],
+        templates=[] if template is None else [read_component(template, "template")],
+        engine=read_component(engine, "engine"),
         best_of=None if best_of is None else find_source(os.fspath(best_of), runs),
         out=None if out is None else Path(out),
     )
@@ -208,7 +208,7 @@ def generate(
     examples = [example_of(prompt, i) for i, prompt in enumerate(listed)]
     if not examples:
         raise UsageError("prompts: there are none. Give at least one")
-    word = None if template is None else complete_template(read_word(template, "template"), source)
+    word = None if template is None else complete_template(read_component(template, "template"), source)
     opened = open_model(source, word)
     return answers_to(
         opened, examples, n=n, seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k
@@ -238,11 +238,11 @@ def answers_to(
     ):
         for one in completions:
             text, count = decode_response(model.tokenizer, template, one.ids, prompt), len(one.ids)
-            asked = "\n".join(message.content for message in example.messages)
+            request = "\n".join(message.content for message in example.messages)
             logprob = math.fsum(one.logprobs) / len(one.logprobs) if one.logprobs else None
             graded = [Attempt(example, "", text, one)] if example.answer is not None else []
             outcome = model.grader.grade(graded)[0].outcome if graded else None
-            answers.append(Answer(asked, text, template.extract(text), count, one.finish, logprob, outcome))
+            answers.append(Answer(request, text, template.extract(text), count, one.finish, logprob, outcome))
     return answers
 
 

@@ -18,15 +18,15 @@ from posttrain.api.training import given, read_recipe
 from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import read_word
+from posttrain.recipes.sections import read_component
 from posttrain.registry import stop_import
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect
 from posttrain.store.durable import storage_errors
-from posttrain.training.build import Parts, prepare
+from posttrain.training.batch_fields import needed_fields
+from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import write_model
 from posttrain.training.sources.rollouts import RolloutSource
 from posttrain.training.step import Method, accumulate, apply_update, learning_rate
-from posttrain.training.streams import needed_streams
 from posttrain.types import Batch, Example, Loss, Outputs, Rollout
 
 # Of a trainer without a recipe; its prompts come from the loop.
@@ -78,7 +78,7 @@ class Trainer:
             self.recipe, _ = read_recipe(name, overrides, given(runs_dir, data, None, rewards, model))
         if self.recipe.rollout is None:
             raise UsageError("recipe: it trains on data, and a trainer samples. Give a recipe with 'rollout'")
-        self.parts: Parts = prepare(self.recipe)
+        self.parts: TrainerState = prepare(self.recipe)
         assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
         self.source = self.parts.source
         self.step = 0  # number of updates
@@ -158,10 +158,10 @@ class Trainer:
         units: list[tuple[tuple[int, int], ...]] = [
             ((n, g),) for n, group in enumerate(groups) for g in range(len(group))
         ]
-        needs = self.source.streams.needs
+        needs = self.source.batch_fields.needs
         if "advantages" in needs and any(one.advantage is None for group in groups for one in group):
             raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
-        return self.source.streams(self.source.batch_of(groups, units))
+        return self.source.batch_fields(self.source.batch_of(groups, units))
 
     def forward_backward(self, batch: Batch | Groups, objective: Objective | None = None) -> Gradients:
         """Add the gradients of an objective to those of the parameters.
@@ -178,7 +178,7 @@ class Trainer:
             -0.0021
         """
         rows = batch if isinstance(batch, Batch) else self.batch(batch)
-        rows = self.source.streams.before_step(rows)
+        rows = self.source.batch_fields.before_step(rows)
         method = self.parts.learning()
         if objective is not None:
             method = self._with_objective(method, objective, rows)
@@ -190,9 +190,9 @@ class Trainer:
     def _with_objective(self, method: Method, objective: Objective, batch: Batch) -> Method:
         if not isinstance(objective, str | Mapping):
             return replace(method, objective=objective)
-        word = read_word(objective, "objective")
+        word = read_component(objective, "objective")
         entry = registry.find("objective", word.name, "objective")
-        missing = sorted(needed_streams(entry, word.options, True) - batch.streams.keys())
+        missing = sorted(needed_fields(entry, word.options, True) - batch.fields.keys())
         if missing or entry.traits.get("level", "token") != method.level:
             lacks = f"reads {', '.join(missing)}" if missing else "is of another unit"
             raise UsageError(

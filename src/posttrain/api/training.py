@@ -26,11 +26,11 @@ from posttrain.api.run import Run
 from posttrain.commands.progress import choose_progress
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
-from posttrain.recipes.sections import task_words
+from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.processes import follow, is_follower
-from posttrain.training.checks import words_of
+from posttrain.training.checks import resolve_components
 from posttrain.training.files import Observer
 
 
@@ -67,15 +67,15 @@ class Callbacks:
     on_checkpoint: Callback | None = None
     is_stopped: bool = False
 
-    def __call__(self, event: str, facts: dict[str, Any]) -> None:
-        self.view(event, facts)
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
+        self.view(event, info)
         callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
         if callback is None:
             return
-        metrics = dict(facts.get("metrics") or facts.get("results") or {})
-        happened = Event(int(facts["step"]), metrics, facts.get("name"))
-        if "path" in facts:
-            happened.path, happened.is_best = Path(facts["path"]), bool(facts.get("best"))
+        metrics = dict(info.get("metrics") or info.get("results") or {})
+        happened = Event(int(info["step"]), metrics, info.get("name"))
+        if "path" in info:
+            happened.path, happened.is_best = Path(info["path"]), bool(info.get("best"))
         callback(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
@@ -172,7 +172,7 @@ def read_recipe(
     """
     recipe = load_recipe(name, [*given, *overrides]).resolve()
     refuse_tasks(recipe)
-    words_of(recipe)
+    resolve_components(recipe)
     return recipe, lost_options(name, overrides)
 
 
@@ -182,7 +182,7 @@ def refuse_tasks(recipe: Recipe) -> None:
     Raises:
         UsageError: from the trait.
     """
-    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_words(named)):
+    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_components(named)):
         refuse = find("task", word.name).traits.get("refuse")
         if refuse is not None:
             refuse(**word.options)

@@ -131,13 +131,13 @@ def leaves_out_tables(quiet: bool) -> bool:
 def read_table(table: Table) -> dict[str, Any]:
     """Return the texts of a table of rich by column; the second column of a name is ``name (2)``."""
 
-    def text_of(cell: Any) -> str:
-        return harmless(cell.plain if isinstance(cell, rich.text.Text) else str(cell)).replace("\n", " ").strip()
+    def text_of(value: Any) -> str:
+        return harmless(value.plain if isinstance(value, rich.text.Text) else str(value)).replace("\n", " ").strip()
 
     labels = [text_of(column.header) for column in table.columns]
     seen = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
     names = [f"{label} ({n})" if n > 1 else label for label, n in zip(labels, seen, strict=True)]
-    lines = zip(*([text_of(cell) for cell in column.cells] for column in table.columns), strict=True)
+    lines = zip(*([text_of(value) for value in column.cells] for column in table.columns), strict=True)
     return {"title": text_of(table.title or ""), "rows": [dict(zip(names, line, strict=True)) for line in lines]}
 
 
@@ -154,10 +154,10 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Table:
-    """Return a table without rules; the columns on the ``right`` hold numbers."""
+def plain_table(*columns: str, correct: Sequence[str] = (), **options: Any) -> Table:
+    """Return a table without rules; the columns on the ``correct`` hold numbers."""
     table = Table(*columns, **{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
-    for column in right:
+    for column in correct:
         table.add_column(column, justify="right")
     return table
 

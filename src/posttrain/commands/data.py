@@ -11,7 +11,7 @@ from rich.rule import Rule
 from posttrain import registry
 from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.explain import summary
-from posttrain.commands.options import chosen_words
+from posttrain.commands.options import chosen_components
 from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
 from posttrain.data.render import encode_plain
 from posttrain.errors import UsageError
@@ -35,8 +35,8 @@ def run_data(arguments: argparse.Namespace) -> int:
         known = ", ".join(registry.names("task"))
         raise UsageError(f"give the task's name: posttrain data show NAME. Known: {known}")
     arguments.task = arguments.name
-    word = chosen_words(arguments)["task"]
-    task = build_task(word, "task")
+    component = chosen_components(arguments)["task"]
+    task = build_task(component, "task")
     tokenizer = None if arguments.model is None else load_tokenizer(arguments.model)
     unit = "characters" if tokenizer is None else f"tokens of {arguments.model}"
 
@@ -51,7 +51,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         _print_example(console, example)
     if arguments.plot is not None:
         title = f"{task.name}/{task.split}: {stats.num_read:,} examples"
-        target = Path(arguments.plot or f"data-{word.name.replace(':', '-')}.png")
+        target = Path(arguments.plot or f"data-{component.name.replace(':', '-')}.png")
         if target.suffix and target.suffix.lower() not in PICTURES:
             kinds = ", ".join(PICTURES)
             raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use {kinds}")
@@ -76,7 +76,7 @@ def _print_description(console: Console, task: Task, stats: Description, unit: s
     read = "" if stats.num_read == stats.num_examples else f", the first {stats.num_read:,} of which were read"
     console.print(Text.assemble((f"{task.name}/{task.split}", "bold"), f": {stats.num_examples:,} examples{read}"))
     left_out = [f"left out: {count:,} × {reason}" for reason, count in task.dropped.items()]
-    for line in (*left_out, *_facts(stats, unit, limit), *task.notices):
+    for line in (*left_out, *_info(stats, unit, limit), *task.warnings):
         console.print(Text(f"  {line}"))
     tables = []
     if task.keys:
@@ -86,8 +86,8 @@ def _print_description(console: Console, task: Task, stats: Description, unit: s
     names = [{0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}") for share in PERCENTILES]
     tables.append(plain_table(unit, right=("texts", *names, "mean")))
     for part, values in stats.lengths.items():
-        cells = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
-        tables[-1].add_row(part, f"{len(values):,}", *cells, f"{sum(values) / len(values):,.1f}")
+        columns = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
+        tables[-1].add_row(part, f"{len(values):,}", *columns, f"{sum(values) / len(values):,.1f}")
     labels = {f"labels of {name}": counts for name, counts in stats.labels.items()}
     for name, counts in (labels | stats.kinds).items():
         tables.append(plain_table(name, right=("count", "share")))
@@ -98,7 +98,7 @@ def _print_description(console: Console, task: Task, stats: Description, unit: s
         console.print(table)
 
 
-def _facts(stats: Description, unit: str, limit: int | None) -> list[str]:
+def _info(stats: Description, unit: str, limit: int | None) -> list[str]:
     turns = ", ".join(f"{n:,} × {length}" for length, n in sorted(stats.turns.items()))
     lines = [
         f"prompts that stand there more than once: {stats.repeated_prompts:,} examples repeat an earlier one",

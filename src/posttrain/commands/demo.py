@@ -30,7 +30,7 @@ from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.plan import Drawing, measure
 from posttrain.evaluation.tables import Row, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.recipes.sections import Word, map_tasks
+from posttrain.recipes.sections import Component, map_tasks
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
@@ -179,8 +179,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     started, console = time.monotonic(), open_console()
     root, story = Path(arguments.runs_dir), STORIES[arguments.story]
     plan = make_plan(root, arguments.seed, story)
-    word = plan.grpo_recipe.task
-    task = build_task(map_tasks(word, lambda one: Word(name=one.name, **(one.options | {"split": "test"}))))
+    component = plan.grpo_recipe.task
+    task = build_task(map_tasks(component, lambda one: Component(name=one.name, **(one.options | {"split": "test"}))))
     stages: dict[str, Evaluation] = {}
     for label, title, text, folder, recipe in (
         (LABELS[0], "1. The base model", story.texts[0], None, plan.sft_recipe),
@@ -255,7 +255,7 @@ def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
 
 
 def _line(label: str, r: Results, story: Story) -> str:
-    parts = [f"{r[key]:.0%} {said}" for key, said in story.shares.items() if key in r]
+    parts = [f"{r[key]:.0%} {description}" for key, description in story.shares.items() if key in r]
     worked = f", {r['shows_reasoning']:.0%} show their working" if "shows_reasoning" in r else ""
     return (
         f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} problems of the test split right (95 % interval "
@@ -276,7 +276,7 @@ def side_by_side(stages: Mapping[str, Evaluation], recipe: Recipe) -> list[Trans
             answer = Answer(
                 label=label,
                 text=show_turns(rollout.turns, rollout.failures) or rollout.text,
-                is_right=rollout.parts["correct"] == 1.0,
+                is_correct=rollout.parts["correct"] == 1.0,
                 extracted=extract(rollout.text),
                 num_tokens=rollout.completion.num_own,
                 is_cut=rollout.completion.finish == "length",
@@ -337,7 +337,7 @@ def _show_end(
         title = Text(f"{transcript.question}  (answer: {transcript.gold})")
         table = Table(title=title, title_justify="left", expand=False)
         for answer in transcript.answers:
-            verdict = (answer.verdict, "green" if answer.is_right else "red")
+            verdict = (answer.verdict, "green" if answer.is_correct else "red")
             table.add_column(Text.assemble(f"{answer.label}: ", verdict), ratio=1)
         table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
         console.print(table)

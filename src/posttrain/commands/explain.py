@@ -19,13 +19,13 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from posttrain.commands.console import Text, open_console, plain_table, say
-from posttrain.errors import GONE, UnknownWord
-from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.errors import GONE, UnknownComponent
+from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name
 from posttrain.recipes.document import interpretation_names
-from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
-from posttrain.recipes.sections import Section, Word, task_words
-from posttrain.registry import HOMES, Entry, entries, find, kinds_of, suggest
+from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
+from posttrain.recipes.sections import Component, Section, task_components
+from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest
 from posttrain.store.metric_names import METRICS, find_metric
 from posttrain.sweeps.file import training_recipe_names
 
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
-    "stream": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
+    "batch_field": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
     "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
 
@@ -106,7 +106,7 @@ def show_type(annotation: Any) -> str:
         return "none"
     if annotation is Any:
         return "anything"
-    if isinstance(annotation, type) and issubclass(annotation, Section | Word):
+    if isinstance(annotation, type) and issubclass(annotation, Section | Component):
         return "a section" if issubclass(annotation, Section) else "a word"
     if origin is typing.Annotated:
         constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [])]
@@ -123,7 +123,7 @@ def show_type(annotation: Any) -> str:
 
 def show_default(value: Any) -> str:
     """Return a default as it would stand in a recipe."""
-    if isinstance(value, Word):
+    if isinstance(value, Component):
         return value.name
     if isinstance(value, BaseModel):
         return "see below"
@@ -135,7 +135,7 @@ def show_default(value: Any) -> str:
     return json.dumps(value) if is_odd or isinstance(value, bool) else str(value)
 
 
-def word_options(entry: Entry) -> list[Option]:
+def component_options(entry: Entry) -> list[Option]:
     """Return the keyword-only parameters of a component's function: its YAML keys."""
     return _options(entry.options_model, entry.doc)
 
@@ -192,12 +192,12 @@ def keys_with(name: str) -> dict[str, Option]:
     return found
 
 
-def words_with(name: str) -> list[tuple[Entry, Option]]:
+def components_with(name: str) -> list[tuple[Entry, Option]]:
     """Return the components with an option: named alone, or after the component or the key where it stands."""
     place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
-    every = (entry for group in all_words().values() for entry in group.values())
-    placed = (entry for entry in every if place in ("", entry.kind, KINDS[entry.kind][0], entry.name))
-    return [(entry, option) for entry in placed for option in word_options(entry) if option.name == key]
+    every = (entry for group in all_components().values() for entry in group.values())
+    listed = (entry for entry in every if place in ("", entry.kind, KINDS[entry.kind][0], entry.name))
+    return [(entry, option) for entry in listed for option in component_options(entry) if option.name == key]
 
 
 def all_names() -> set[str]:
@@ -206,9 +206,9 @@ def all_names() -> set[str]:
     for section in sections().values():
         for key, field in section.model_fields.items():
             known |= {key, *(choice for choice in _choices(field.annotation) if isinstance(choice, str))}
-    for group in all_words().values():
+    for group in all_components().values():
         for entry in group.values():
-            known |= {entry.name, *(option.name for option in word_options(entry))}
+            known |= {entry.name, *(option.name for option in component_options(entry))}
     return known
 
 
@@ -219,7 +219,7 @@ def _choices(annotation: Any) -> list[Any]:
     return [choice for one in inner for choice in _choices(one)]
 
 
-def recipes_by_word() -> dict[tuple[str, str], list[str]]:
+def recipes_by_component() -> dict[tuple[str, str], list[str]]:
     """Return the shipped recipes that use each component, by (kind, name)."""
     from posttrain.training import checks  # torch, which a list of the recipes does without
 
@@ -227,21 +227,25 @@ def recipes_by_word() -> dict[tuple[str, str], list[str]]:
     for name in training_recipe_names():
         recipe = load_recipe(name).resolve()
         tasks = (recipe.task, *recipe.eval.tasks)
-        used = {("task", part.name) for task in tasks for part in (task, *task_words(task))}
-        for path, kind in WORD_KINDS.items():
+        used = {("task", part.name) for task in tasks for part in (task, *task_components(task))}
+        for path, kind in COMPONENT_KINDS.items():
             above, _, key = path.rpartition(".")
             value = getattr(getattr(recipe, above) if above else recipe, key, None)
-            used |= {(kind, word.name) for word in (value if isinstance(value, list) else [value]) if word is not None}
-        for word in used | {("stream", stream) for stream in checks.words_of(recipe).needs}:
-            users.setdefault(word, []).append(name)
+            used |= {
+                (kind, component.name)
+                for component in (value if isinstance(value, list) else [value])
+                if component is not None
+            }
+        for component in used | {("batch_field", stream) for stream in checks.resolve_components(recipe).needs}:
+            users.setdefault(component, []).append(name)
     for name in interpretation_names("dictionary"):
         users.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
     return users
 
 
-def all_words() -> dict[str, dict[str, Entry]]:
+def all_components() -> dict[str, dict[str, Entry]]:
     """Return every registered component, by kind."""
-    return {kind: entries(kind) for kind in HOMES}
+    return {kind: entries(kind) for kind in COMPONENT_MODULES}
 
 
 def summary(doc: str) -> str:
@@ -271,14 +275,14 @@ def run_explain(arguments: argparse.Namespace) -> int:
     named = [find("reward", name)] if ":" in name else kinds_of(name)
     recipes, shown, metric = recipes_called(name), [name] if name in sections() else [], find_metric(name)
     is_known = named or kinds or recipes or shown
-    keys, having = ({}, []) if is_known else (keys_with(name), words_with(name))
+    keys, having = ({}, []) if is_known else (keys_with(name), components_with(name))
     answer = "" if is_known or keys else answer_other_name(name)
     keys |= keys_with(OTHER_NAMES.get(name, "")) if answer else {}
     if not (is_known or keys or having or metric or answer):
         if name in GONE:
-            raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
+            raise UnknownComponent(f"{name!r} was removed. Use {GONE[name]}.")
         hint = suggest(name, all_names())
-        raise UnknownWord(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
+        raise UnknownComponent(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
     if answer:
         say(console, f"{name}:{answer}\n")
     for entry in named:
@@ -329,8 +333,8 @@ def _print_entry(console: Console, entry: Entry) -> None:
     _print_heading(console, entry.name, f"{entry.kind}, {source}", without_arguments(entry.doc) or "(no docstring)")
     # an engine that does not follow training samples for `posttrain evaluate --engine` alone
     key = KINDS[entry.kind][0] if entry.traits.get("follows_training", True) else entry.kind
-    _print_options(console, word_options(entry), key)
-    users = recipes_by_word().get((entry.kind, entry.name), [])
+    _print_options(console, component_options(entry), key)
+    users = recipes_by_component().get((entry.kind, entry.name), [])
     console.print(Text.assemble(("recipes that use it: ", "bold"), ", ".join(users) or "none that ships"))
     console.print()
 
@@ -338,14 +342,14 @@ def _print_entry(console: Console, entry: Entry) -> None:
 def _print_recipe(console: Console, name: str) -> None:
     recipe = load_recipe(name).resolve()
     _print_heading(console, name, "recipe", recipe.description.strip())
-    words = {kind: getattr(recipe, key) for key, kind in WORD_KINDS.items() if kind in _IN_A_METHOD}
-    words |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
+    components = {kind: getattr(recipe, key) for key, kind in COMPONENT_KINDS.items() if kind in _IN_A_METHOD}
+    components |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
     table = plain_table("key", "word", "what it is", show_header=False)
-    for kind, word in words.items():
-        if word is not None and word.name != "every":
-            options = ", ".join(f"{option} {value}" for option, value in word.options.items())
-            what = f"{summary(find(kind, word.name).doc)} {options}".strip()
-            table.add_row(KINDS[kind][0].rpartition(".")[2], Text(word.name, style="cyan"), Text(what))
+    for kind, component in components.items():
+        if component is not None and component.name != "every":
+            options = ", ".join(f"{option} {value}" for option, value in component.options.items())
+            what = f"{summary(find(kind, component.name).doc)} {options}".strip()
+            table.add_row(KINDS[kind][0].rpartition(".")[2], Text(component.name, style="cyan"), Text(what))
     console.print(table)
     console.print(Text(f"\nread it: posttrain recipes show {name}    train: posttrain train {name}\n", style="dim"))
 

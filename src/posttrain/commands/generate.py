@@ -9,7 +9,7 @@ from rich.console import Console
 from posttrain.api.measure import Answer, answers_to
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.interpret.steering import check_steering, steering_of
-from posttrain.commands.options import chosen_words
+from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
 from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
@@ -19,20 +19,20 @@ from posttrain.types import Example, Message
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Sample answers to a prompt, or to an example of a task, and show what they are worth."""
-    words = chosen_words(arguments)
+    components = chosen_components(arguments)
     check_steering(arguments)
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
-        if other := "--task" if "task" in words else "--limit" if arguments.limit else "":
+        if other := "--task" if "task" in components else "--limit" if arguments.limit else "":
             raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         examples = [Example("prompt", (Message("user", arguments.prompt),))]
     else:
-        task = build_task(choose_task(words.get("task"), arguments.model, source.recipe), "task")
+        task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
-    sampler = open_model(source, complete_template(words.get("template"), source))
+    sampler = open_model(source, complete_template(components.get("template"), source))
     steered, change = steering_of(arguments, sampler.model)
     with steered:
         answers = answers_to(
@@ -54,12 +54,12 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _print_answer(console: Console, answer: Answer, example: Example) -> None:
-    facts = [f"{answer.num_tokens} tokens", "cut off" if answer.finish == "length" else "ended by itself"]
+    info = [f"{answer.num_tokens} tokens", "cut off" if answer.finish == "length" else "ended by itself"]
     if answer.logprob is not None:
-        facts.append(f"mean log-prob {answer.logprob:.3f}")
-    facts.append("no answer found" if answer.answer is None else f"answer {answer.answer}")
+        info.append(f"mean log-prob {answer.logprob:.3f}")
+    info.append("no answer found" if answer.answer is None else f"answer {answer.answer}")
     if answer.outcome is not None:
-        facts.append("right" if answer.outcome == "right" else f"wrong, it is {example.answer}")
+        info.append("right" if answer.outcome == "right" else f"wrong, it is {example.answer}")
     console.print()
     console.print(Text(answer.text))
-    console.print(Text(" · ".join(facts), style="dim"))
+    console.print(Text(" · ".join(info), style="dim"))

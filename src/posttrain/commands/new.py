@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.data.base import build_task
 from posttrain.errors import UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.store.durable import storage_errors
 from posttrain.types import Example
 
@@ -126,7 +126,7 @@ def run_new(arguments: argparse.Namespace) -> int:
 def _stories(split: str, seed: int, responses: str = "none") -> Iterator[Example]:
     """Yield word problems of one or two steps; those of two splits share no working."""
     options = {"split": split, "seed": seed, "size": NUM_ROWS, "max_steps": 2, "responses": responses}
-    return iter(build_task(Word.model_validate({"name": "stories", **options}), "task").examples)
+    return iter(build_task(Component.model_validate({"name": "stories", **options}), "task").examples)
 
 
 def _demonstrations() -> Rows:

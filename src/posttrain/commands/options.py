@@ -19,7 +19,7 @@ from posttrain.other_names import short_dtype
 from posttrain.untrusted import ALLOW_CODE, TRUST_REMOTE_CODE
 
 if TYPE_CHECKING:  # only the standard library is imported with this module
-    from posttrain.recipes.sections import Word
+    from posttrain.recipes.sections import Component
 
 LARGEST = 10**9
 MAY_BE_EMPTY = ("system",)  # options for which an empty text means nothing
@@ -97,7 +97,7 @@ def add_runs_dir(parser: argparse.ArgumentParser, default: str = "runs") -> None
     parser.add_argument("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=help_line)
 
 
-def add_consent(parser: argparse.ArgumentParser) -> None:
+def add_allow_code(parser: argparse.ArgumentParser) -> None:
     """Add the options that allow code of a stored recipe, and the Python of a model."""
     own: dict[str, Any] = {"metavar": "MODULE:FUNCTION[@FOLDER]", "action": "append", "default": argparse.SUPPRESS}
     parser.add_argument(ALLOW_CODE, help="a function that a run's recipe names, and that may be imported", **own)
@@ -199,12 +199,14 @@ def share(text: str) -> float:
     return value
 
 
-def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:
+def chosen_components(arguments: argparse.Namespace) -> dict[str, Component]:
     """Return the components ``task`` and ``template`` of a command that takes one of each."""
-    return {section: words[0] for section, words in words_of(arguments).items() if words}
+    return {section: components[0] for section, components in read_components(arguments).items() if components}
 
 
-def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "template")) -> dict[str, list[Word]]:
+def read_components(
+    arguments: argparse.Namespace, sections: Sequence[str] = ("task", "template")
+) -> dict[str, list[Component]]:
     """Return the components that the command line names (``--task``, ``--template``), each with its options.
 
     ``--task.key`` belongs to the only task, or to the model's own where none is named; with several it is
@@ -214,7 +216,7 @@ def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "
         UsageError: an option that belongs to none, or might belong to several.
     """
     from posttrain.recipes.document import apply_override
-    from posttrain.recipes.sections import read_word
+    from posttrain.recipes.sections import read_component
 
     given = {section: getattr(arguments, section, None) for section in sections}
     named = {s: [value] if isinstance(value, str) else [*dict.fromkeys(value or ())] for s, value in given.items()}
@@ -230,9 +232,13 @@ def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "
         owner = owner or (own[0] if own else "")
         wrapped: dict[str, Any] = {section: data[section][owner]}
         apply_override(wrapped, f"{section}.{rest}", value)
-    words = {section: [read_word(word, f"--{section}") for word in own.values()] for section, own in data.items()}
+    components = {
+        section: [read_component(component, f"--{section}") for component in own.values()]
+        for section, own in data.items()
+    }
     return {  # a name that is empty was given, and is refused where it is looked up
-        section: [word for word in own if word.name or word.options or named[section]] for section, own in words.items()
+        section: [component for component in own if component.name or component.options or named[section]]
+        for section, own in components.items()
     }
 
 
@@ -319,12 +325,12 @@ def _add_removal(parser: argparse.ArgumentParser) -> None:
 
 def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """Return the arguments with ``--max_tokens`` written as ``--max-tokens``, where that is a known option."""
-    words, end = list(arguments), len(arguments)
-    for at, word in enumerate(words[: words.index("--") if "--" in words else end]):
-        name, equals, value = word.partition("=")
+    components, end = list(arguments), len(arguments)
+    for at, component in enumerate(components[: components.index("--") if "--" in components else end]):
+        name, equals, value = component.partition("=")
         if name.startswith("--") and name not in known and name.replace("_", "-") in known:
-            words[at] = f"{name.replace('_', '-')}{equals}{value}"
-    return words
+            components[at] = f"{name.replace('_', '-')}{equals}{value}"
+    return components
 
 
 def refuse_command(command: str, known: Sequence[str]) -> None:
@@ -348,25 +354,29 @@ def refuse_command(command: str, known: Sequence[str]) -> None:
     raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {listed}")
 
 
-def refuse_action(command: str, words: Sequence[str], actions: Sequence[str]) -> None:
+def refuse_action(command: str, components: Sequence[str], actions: Sequence[str]) -> None:
     """Refuse a word after a command with actions that is none of them.
 
     Raises:
         UsageError: with the action that is meant.
     """
-    word = next(iter(words), "-")
-    if word.startswith("-") or word in actions:
+    component = next(iter(components), "-")
+    if component.startswith("-") or component in actions:
         return
-    meant = nearest(word, actions) or (f"show {word}" if "show" in actions else "")
+    meant = nearest(component, actions) or (f"show {component}" if "show" in actions else "")
     hint = f" Did you mean `posttrain {command} {meant}`?" if meant else ""
-    raise UsageError(f"there is no action {shown(word)} of `posttrain {command}`.{hint} Actions: {', '.join(actions)}")
+    raise UsageError(
+        f"there is no action {shown(component)} of `posttrain {command}`.{hint} Actions: {', '.join(actions)}"
+    )
 
 
 def complete_action(arguments: Sequence[str]) -> list[str]:
     """Return the words after ``runs`` as argparse is to read them: without an action, ``list`` is meant."""
-    words, start = list(arguments), 0
-    while start < len(words) and (words[start] == "--traceback" or words[start].startswith("--runs-dir")):
-        start += 2 if words[start] == "--runs-dir" else 1
-    if start >= len(words) or (words[start].startswith("-") and words[start] not in ("-h", "--help")):
-        return [*words[:start], "list", *words[start:]]
-    return words
+    components, start = list(arguments), 0
+    while start < len(components) and (
+        components[start] == "--traceback" or components[start].startswith("--runs-dir")
+    ):
+        start += 2 if components[start] == "--runs-dir" else 1
+    if start >= len(components) or (components[start].startswith("-") and components[start] not in ("-h", "--help")):
+        return [*components[:start], "list", *components[start:]]
+    return components

@@ -40,24 +40,24 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     """Store a model in few bits, measure the loss, and print both."""
     from pathlib import Path
 
-    from posttrain.commands.options import chosen_words
+    from posttrain.commands.options import chosen_components
     from posttrain.evaluation.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
     from posttrain.runs.models import find_source
 
-    words = chosen_words(arguments)
-    asked = QuantizationRequest(
+    components = chosen_components(arguments)
+    request = QuantizationRequest(
         find_source(arguments.model, arguments.runs_dir),
         arguments.bits,
         dtype=arguments.dtype,
         device=arguments.device,
-        task=words.get("task"),
-        template=words.get("template"),
+        task=components.get("task"),
+        template=components.get("template"),
         n=arguments.limit,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
         out=Path(arguments.out) if arguments.out else None,
     )
-    report, out = quantize_model(asked)
+    report, out = quantize_model(request)
     if not arguments.quiet:
         _print_report(report, f"the model and {REPORT}: {out}")
     return 0

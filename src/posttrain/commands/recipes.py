@@ -97,8 +97,8 @@ def _row(name: str, task: str, model: str, size: float | None, gigabytes: float,
     else:
         sized = f"{size:g}B" if size >= 0.5 else f"{1000 * size:.0f}M"
         hardware = f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
-    cells = (name, task, model.rpartition("/")[2], sized, hardware, first_sentence(description))
-    return dict(zip(COLUMNS, cells, strict=True))
+    columns = (name, task, model.rpartition("/")[2], sized, hardware, first_sentence(description))
+    return dict(zip(COLUMNS, columns, strict=True))
 
 
 def _billions(model: str) -> float | None:

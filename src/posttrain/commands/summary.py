@@ -25,7 +25,7 @@ from posttrain.store.metric_names import REWARD, Metric
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
-from posttrain.untrusted import consent_options, fitting
+from posttrain.untrusted import allow_code_options, fitting
 
 NUM_TRANSCRIPTS = 6
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
@@ -48,7 +48,7 @@ def write_summary(folder: str | Path) -> Path:
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
     write_results(run, recipe, rows, points)
-    leave, folder = consent_options(os.getcwd()), str(run.folder)  # for the code that the recipe names
+    leave, folder = allow_code_options(os.getcwd()), str(run.folder)  # for the code that the recipe names
     again = ["posttrain", "train", str(run.recipe_path), "--run", f"{run.folder.name}-again", *leave]
     commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
     if not recipe.trains_scorer:
@@ -124,7 +124,7 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     totals = {name: sum(row.timing.get(name, 0.0) for row in rows) for name in PHASES}
     spent = [f"{name.removesuffix('_seconds')} {show_duration(used)}" for name, used in totals.items() if used >= 0.5]
     peak = max((row.timing.get("peak_memory_bytes", 0.0) for row in rows), default=0.0)
-    facts = {
+    info = {
         "steps": str(max((row.step for row in rows), default=0)),
         "time": show_duration(seconds_of(rows)),
         "of which": ", ".join(spent),
@@ -132,7 +132,7 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     }
     panels = choose_panels(rows, RunDirectory(folder).primary_metric())
     recipe = read_text(folder / "recipe.yaml")
-    return Chapter(title, text, panels, recipe, [(name, fact) for name, fact in facts.items() if fact])
+    return Chapter(title, text, panels, recipe, [(name, fact) for name, fact in info.items() if fact])
 
 
 def last_start(run: RunDirectory) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool
     return Answer(
         label=label,
         text=row.transcript,
-        is_right=None if row.outcome == "ungraded" else row.parts.get("correct") == 1.0,
+        is_correct=None if row.outcome == "ungraded" else row.parts.get("correct") == 1.0,
         reward=row.reward if tells_reward else None,
         extracted=extract(row.completion),
         num_tokens=row.num_own,

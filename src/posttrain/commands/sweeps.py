@@ -60,10 +60,10 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     from posttrain.errors import INTERRUPTED
     from posttrain.sweeps.plan import load_sweep
 
-    asked = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
+    options = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
     over = None if arguments.over is None else arguments.over[0]
     folder = folder_of(arguments.run, arguments.recipe, over, arguments.runs_dir)
-    plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **asked)
+    plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **options)
     console = open_console()
     if arguments.dry_run:
         for line in describe_plan(plan):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from posttrain.api.training import carry_out, read_recipe
 from posttrain.commands.progress import choose_progress
-from posttrain.data.base import build_task, eval_words
+from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import task_words
+from posttrain.recipes.sections import task_components
 from posttrain.runs.processes import follow, is_follower
 from posttrain.untrusted import harmless
 
@@ -74,18 +74,22 @@ def check_data(recipe: Recipe) -> None:
     from posttrain.data.reading import HUB
     from posttrain.data.render.rows import refuse_untrained
 
-    words, lines = {"task": recipe.task}, dict[str, None]()
+    components, lines = {"task": recipe.task}, dict[str, None]()
     if recipe.eval.every:
-        words |= {f"eval.tasks.{i}": word for i, word in enumerate(eval_words(recipe))}
-    for key, named in words.items():
-        paths = [str(word.options["path"]) for word in task_words(named) if word.options.get("path") is not None]
+        components |= {f"eval.tasks.{i}": component for i, component in enumerate(eval_components(recipe))}
+    for key, named in components.items():
+        paths = [
+            str(component.options["path"])
+            for component in task_components(named)
+            if component.options.get("path") is not None
+        ]
         if not paths or any(path.startswith(HUB) for path in paths):
             continue
         try:
             task = build_task(named, key)
             if key == "task" and recipe.data is not None:
                 refuse_untrained(task.name, task.examples, recipe.data.train_on or "assistant")
-            lines |= dict.fromkeys(task.notices)
+            lines |= dict.fromkeys(task.warnings)
         except (DataNotThere, MissingExtra) as error:
             lines[f"{key}: {error}"] = None
     for line in lines:
@@ -101,7 +105,9 @@ def check_tools(recipe: Recipe) -> None:
     if recipe.environment is not None or recipe.tools:
         from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
 
-        refuse_unpaid(build_toolset(recipe.environment, recipe.tools or ()), [word.name for word in recipe.rewards])
+        refuse_unpaid(
+            build_toolset(recipe.environment, recipe.tools or ()), [component.name for component in recipe.rewards]
+        )
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
@@ -130,13 +136,13 @@ def _note(text: str) -> None:
 def _print_memory(recipe: Recipe) -> None:
     """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
     from posttrain.commands.runs.show import show_bytes
-    from posttrain.training.memory import stated_memory  # takes transformers, which a dry run else does without
+    from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
 
-    stated = stated_memory(recipe)
-    if isinstance(stated, str):
-        print(harmless(f"memory: no estimate, for {stated}"), file=sys.stderr)
+    estimate = estimate_memory(recipe)
+    if isinstance(estimate, str):
+        print(harmless(f"memory: no estimate, for {estimate}"), file=sys.stderr)
         return
     print("memory of one process, an estimate (docs/how-to/fit-in-memory.md says what is counted):", file=sys.stderr)
-    for name, num_bytes in stated.rows():
+    for name, num_bytes in estimate.rows():
         if num_bytes:
             print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)

@@ -12,7 +12,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EMBEDDED_MODELS, Word, map_tasks, task_words
+from posttrain.recipes.sections import EMBEDDED_MODELS, Component, map_tasks, task_components
 from posttrain.types import Example, Response
 
 
@@ -36,7 +36,7 @@ class Task:
         shares: measures over answered items (``evals/items.py``): by name one share in 0..1 per item.
         parts: of a mixture.
         keys: number of rows with a key, by the key and its use.
-        notices: lines for the start of a run.
+        warnings: lines for the start of a run.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Task:
     shares: Callable[[Sequence[Any]], Mapping[str, Sequence[float]]] | None = None
     parts: tuple[TaskPart, ...] = ()
     keys: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class ExamplesOnDemand(Sequence[Example]):
@@ -85,17 +85,17 @@ def num_repeated(examples: Sequence[Example]) -> int:
     )
 
 
-def build_task(word: Word, where: str = "task") -> Task:
+def build_task(component: Component, where: str = "task") -> Task:
     """Build the task that a recipe names."""
-    return registry.find("task", word.name, where).bind(word.options, where)()
+    return registry.find("task", component.name, where).bind(component.options, where)()
 
 
-def held_out_task(word: Word) -> Word:
+def held_out_task(component: Component) -> Component:
     """The evaluation split of a training task, as the task names it; of a mixture those of its parts."""
-    return map_tasks(word, _held_out)
+    return map_tasks(component, _held_out)
 
 
-def eval_words(recipe: Recipe) -> list[Word]:
+def eval_components(recipe: Recipe) -> list[Component]:
     """The tasks that a run is evaluated on: those of ``eval.tasks``, else the held-out split of its own task.
 
     Raises:
@@ -103,34 +103,36 @@ def eval_words(recipe: Recipe) -> list[Word]:
     """
     if recipe.eval.tasks:
         return list(recipe.eval.tasks)
-    word = held_out_task(recipe.task)
-    for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
+    component = held_out_task(recipe.task)
+    for held, trained in zip(task_components(component), task_components(recipe.task), strict=True):
         if trained.options.get("split") in (held.options["split"], "all"):
             raise RecipeError(
                 f"task.split: training on {trained.options['split']!r} leaves nothing of task {held.name!r} to "
                 "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
             )
-    return [word]
+    return [component]
 
 
-def _held_out(word: Word) -> Word:
-    split = registry.find("task", word.name).traits.get("held_out")
+def _held_out(component: Component) -> Component:
+    split = registry.find("task", component.name).traits.get("held_out")
     if split is None:
-        raise RecipeError(f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0")
-    return Word(name=word.name, **(_without_size(word) | {"split": split}))
+        raise RecipeError(
+            f"eval.tasks: task {component.name!r} names no held-out split; give eval.tasks, or eval.every: 0"
+        )
+    return Component(name=component.name, **(_without_size(component) | {"split": split}))
 
 
-def _without_size(word: Word) -> dict[str, Any]:
+def _without_size(component: Component) -> dict[str, Any]:
     """The options of a task that hold for its other splits too: of one that reads rows not the number of rows.
 
     The size of a task that makes its examples has a default, and stays.
     """
-    size = registry.find("task", word.name, "--task").options_model.model_fields.get("size")
+    size = registry.find("task", component.name, "--task").options_model.model_fields.get("size")
     reads_rows = size is not None and size.default is None
-    return {key: value for key, value in word.options.items() if not (reads_rows and key in ("size", "seed"))}
+    return {key: value for key, value in component.options.items() if not (reads_rows and key in ("size", "seed"))}
 
 
-def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
+def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> Component:
     """The task to measure on: the named one, else the run's own, else stories for ``tiny``.
 
     The split is ``test`` unless named. Where a run was trained on a local file without a test part, or on test prompts
@@ -144,29 +146,29 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
     if named is not None and named.name:
         name = named.name
     elif recipe is not None:
-        return map_tasks(recipe.task, lambda word: _own_task(word, options))
+        return map_tasks(recipe.task, lambda component: _own_task(component, options))
     elif model in EMBEDDED_MODELS:
         name = "stories"
     else:
         known = ", ".join(registry.entries("task"))
         raise UsageError(f"--task is needed: {model!r} is no run that would tell its own. Known tasks: {known}")
-    return map_tasks(Word(name=name, **options), lambda word: _with_split(word, "test"))
+    return map_tasks(Component(name=name, **options), lambda component: _with_split(component, "test"))
 
 
-def _own_task(word: Word, options: Mapping[str, Any]) -> Word:
-    own = {key: value for key, value in _without_size(word).items() if key != "split"}
-    traits = registry.find("task", word.name).traits
+def _own_task(component: Component, options: Mapping[str, Any]) -> Component:
+    own = {key: value for key, value in _without_size(component).items() if key != "split"}
+    traits = registry.find("task", component.name).traits
     learns_from_test = own.get(traits.get("learns_from_test", ""))
     is_of_training = own.get("path") is not None and "path" not in options and not traits.get("splits_file")
     split = "test"
     if is_of_training or learns_from_test:
-        split = _held_out(word).options["split"]
-    return _with_split(Word(name=word.name, **{**own, **options}), split)
+        split = _held_out(component).options["split"]
+    return _with_split(Component(name=component.name, **{**own, **options}), split)
 
 
-def _with_split(word: Word, split: str) -> Word:
-    has_splits = "split" in registry.find("task", word.name, "--task").options_model.model_fields
-    return Word(name=word.name, **(({"split": split} if has_splits else {}) | word.options))
+def _with_split(component: Component, split: str) -> Component:
+    has_splits = "split" in registry.find("task", component.name, "--task").options_model.model_fields
+    return Component(name=component.name, **(({"split": split} if has_splits else {}) | component.options))
 
 
 MAX_KINDS = 30  # a key of meta with more values than this, such as a title, is no breakdown

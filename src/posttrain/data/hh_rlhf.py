@@ -123,7 +123,7 @@ def parse_turns(text: str) -> tuple[Message, ...]:
     before, *parts = _TURN.split(text)
     if not parts or before.strip():
         raise Dropped("the text does not begin with a turn ('Human:' or 'Assistant:')")
-    return tuple(Message(_ROLES[name], said.strip()) for name, said in zip(parts[0::2], parts[1::2], strict=True))
+    return tuple(Message(_ROLES[name], texts.strip()) for name, texts in zip(parts[0::2], parts[1::2], strict=True))
 
 
 def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
@@ -137,8 +137,8 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     merged: list[Message] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:
-            said = [text for text in (merged.pop().content, turn.content) if text]
-            turn = Message(turn.role, "\n\n".join(said))
+            texts = [text for text in (merged.pop().content, turn.content) if text]
+            turn = Message(turn.role, "\n\n".join(texts))
         merged.append(turn)
     if any(not turn.content for turn in merged):
         raise Dropped("a blank turn")

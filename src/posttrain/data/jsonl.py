@@ -12,7 +12,7 @@ from posttrain.data.messages import REASONING_KEYS, add_system, read_instruction
 from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
 from posttrain.data.reading import Row, read_file
 from posttrain.data.render.rows import split_turns
-from posttrain.data.render.words import split_response
+from posttrain.data.render.templates import split_response
 from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade
@@ -75,7 +75,7 @@ def jsonl(
         correct_only: keep only the demonstrations that the grader finds right; the others are counted.
 
     Raises:
-        UnknownWord: no such grader.
+        UnknownComponent: no such grader.
         UsageError: ``correct_only``, and no row has a response with a gold answer.
     """
     if grader is not None:
@@ -84,12 +84,12 @@ def jsonl(
     keys |= {"solution": solution_key, "response": response_key}
     read = partial(read_example, keys=keys)
     collected = collect(read_file(path), read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or ())
-    chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
+    chosen_grader, warnings = (grader, ()) if grader is not None else choose_grader(collected.examples)
     collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
     if correct_only:
         _keep_correct(collected, chosen_grader, path)
     task = collected.as_task("jsonl", path, split, validation_share, by_opening=True, test_share=test_share)
-    return replace(task, notices=(*notices, *task.notices))
+    return replace(task, warnings=(*warnings, *task.warnings))
 
 
 def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
@@ -119,7 +119,7 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     Raises:
         DataError: a key is missing, of the wrong type or empty.
     """
-    messages = add_system(row, _asked(row, keys))
+    messages = add_system(row, _question_messages(row, keys))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
     parts: dict[str, str] = {}
     if of_response in ALIASES["response"] and (row.has("label") or row.has("labels")):
@@ -172,7 +172,7 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     )
 
 
-def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
+def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     """The messages of a row, or its prompt as messages."""
     of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
     if row.has(of_messages):

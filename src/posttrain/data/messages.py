@@ -45,31 +45,31 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
 
 def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     where = f"{key!r}, message {number}"
-    stated = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
-    row.used.update(f"{key}[].{k}" for k in stated)
-    stated = {k: v for k, v in stated.items() if k not in row.ignored}
-    of_role, of_content = ("role", "content") if "role" in stated else ("from", "value")
-    calls = stated.get("tool_calls")
-    if stated.get("from") == "function_call":  # the call is the value
-        calls, stated["value"] = _decoded(stated.get("value")), ""
+    fields = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
+    row.used.update(f"{key}[].{k}" for k in fields)
+    fields = {k: v for k, v in fields.items() if k not in row.ignored}
+    of_role, of_content = ("role", "content") if "role" in fields else ("from", "value")
+    calls = fields.get("tool_calls")
+    if fields.get("from") == "function_call":  # the call is the value
+        calls, fields["value"] = _decoded(fields.get("value")), ""
         calls = calls if isinstance(calls, list) else [calls]
-    if of_role not in stated or (of_content not in stated and not calls and stated[of_role] != "tool"):
+    if of_role not in fields or (of_content not in fields and not calls and fields[of_role] != "tool"):
         raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}")
-    role = row.checked(stated[of_role], f"{key} {number} {of_role}")
+    role = row.checked(fields[of_role], f"{key} {number} {of_role}")
     role = OTHER_ROLES[of_role].get(role, role)
     if role not in ROLES:
         raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
     known = ("role", "content", *_OTHER_KEYS)
-    unknown = next((k for k in stated if k not in (of_role, of_content, *_OTHER_KEYS)), None)
+    unknown = next((k for k in fields if k not in (of_role, of_content, *_OTHER_KEYS)), None)
     if unknown is not None:
         raise row.fail(
             f"{where}: unknown key {unknown!r}.{suggest(unknown, known)} Known: {', '.join(known)}. Rename it, "
             "take it out of the row, or name it in task.ignore_keys"
         )
-    text = _text(row, stated.get(of_content, ""), f"{key} {number} {of_content}", needed=not calls and role != "tool")
-    thoughts = [k for k in REASONING_KEYS if k in stated and str(stated[k]).strip()]
-    reasoning = next((row.checked(stated[k], f"{key} {number} {k}") for k in thoughts), None)
-    if any(stated[k] != reasoning for k in thoughts):
+    text = _text(row, fields.get(of_content, ""), f"{key} {number} {of_content}", needed=not calls and role != "tool")
+    thoughts = [k for k in REASONING_KEYS if k in fields and str(fields[k]).strip()]
+    reasoning = next((row.checked(fields[k], f"{key} {number} {k}") for k in thoughts), None)
+    if any(fields[k] != reasoning for k in thoughts):
         raise row.fail(f"{where}: {' and '.join(map(repr, thoughts))} differ; give one of them")
     if role != "assistant" and (calls or reasoning):
         what = "'tool_calls'" if calls else "reasoning"
@@ -79,8 +79,8 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
         text,
         reasoning=reasoning,
         calls=_read_calls(row, key, number, calls) if calls else (),
-        name=row.checked(stated["name"], f"{key} {number} name") if "name" in stated else None,
-        is_trained=_is_trained(row, where, stated),
+        name=row.checked(fields["name"], f"{key} {number} name") if "name" in fields else None,
+        is_trained=_is_trained(row, where, fields),
     )
 
 
@@ -101,8 +101,8 @@ def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
     return "" if value == "" and not needed else row.checked(value, name)
 
 
-def _is_trained(row: Row, where: str, stated: Mapping[str, Any]) -> bool:
-    values = {key: stated[key] for key in _TRAINED_KEYS if key in stated}
+def _is_trained(row: Row, where: str, fields: Mapping[str, Any]) -> bool:
+    values = {key: fields[key] for key in _TRAINED_KEYS if key in fields}
     for key, value in values.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             allowed = "0 or 1" if key == "weight" else "true or false"
@@ -119,8 +119,8 @@ def _read_calls(row: Row, key: str, number: int, calls: Any) -> tuple[Call, ...]
     return tuple(_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls, start=1))
 
 
-def _read_call(row: Row, place: str, stated: Any) -> Call:
-    function = stated.get("function", stated) if isinstance(stated, Mapping) else {}
+def _read_call(row: Row, place: str, fields: Any) -> Call:
+    function = fields.get("function", fields) if isinstance(fields, Mapping) else {}
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
         arguments = _decoded(arguments or "{}")

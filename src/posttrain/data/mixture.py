@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.data.base import ExamplesOnDemand, Task, TaskPart, build_task, is_pair
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.recipes.document import complete_word
+from posttrain.recipes.document import complete_component
 from posttrain.recipes.sections import Part, read_parts
 from posttrain.registry import register
 from posttrain.types import Example
@@ -19,7 +19,7 @@ PART = "part"  # the key of ``meta`` with the name of an example's part
 def _complete(options: dict[str, Any], where: str) -> dict[str, Any]:
     """The options of a mixture with those of every part's task filled in and checked."""
     plain = [
-        part.model_copy(update={"task": complete_word(part.task, "task", f"{where}.parts.{i}.task")}).model_dump()
+        part.model_copy(update={"task": complete_component(part.task, "task", f"{where}.parts.{i}.task")}).model_dump()
         for i, part in enumerate(read_parts(options["parts"], where))
     ]
     return options | {"parts": plain}
@@ -59,7 +59,7 @@ def mixture(*, parts: list[dict[str, Any]]) -> Task:
         worked=working.pop() if len(working) == 1 else None,
         shares=lambda items: _shares(items, tasks),
         parts=tuple(TaskPart(part.name, part.weight) for part in read),
-        notices=tuple(f"{name}: {line}" for name, task in tasks.items() for line in task.notices),
+        warnings=tuple(f"{name}: {line}" for name, task in tasks.items() for line in task.warnings),
     )
 
 

@@ -39,8 +39,8 @@ def judged_rows(
             continue
         meta = row.plain("meta")
         shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
-        for part, (text, is_right, ids) in enumerate(_judged(row, dropped), start=1):
-            data = {**shared, solution_key: text, verdict_key: is_right, **({RESPONSE_IDS: ids} if ids else {})}
+        for part, (text, is_correct, ids) in enumerate(_judged(row, dropped), start=1):
+            data = {**shared, solution_key: text, verdict_key: is_correct, **({RESPONSE_IDS: ids} if ids else {})}
             yield replace(row, data=data, part=part)
 
 
@@ -60,10 +60,10 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
         num_blank = sum(is_blank(text) for text, _, _ in judged)
         if num_blank:
             dropped["a blank answer"] += num_blank
-        right, wrong = (
+        correct, wrong = (
             [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
         )
-        for part, (chosen, rejected) in enumerate(zip_longest(right, wrong), start=1):
+        for part, (chosen, rejected) in enumerate(zip_longest(correct, wrong), start=1):
             if chosen is None or rejected is None:
                 kinds = ("right", "wrong") if rejected is None else ("wrong", "right")
                 dropped["a {} answer without a {} one to the same question".format(*kinds)] += 1
@@ -81,8 +81,8 @@ def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]
         dropped["no answer was sampled (a prompt that did not fit)"] += 1
     judged = []
     for number, sample in enumerate(samples, start=1):
-        stated = sample if isinstance(sample, Mapping) else {}
-        text, outcome, ids = stated.get("text"), str(stated.get("outcome")), stated.get(RESPONSE_IDS)
+        fields = sample if isinstance(sample, Mapping) else {}
+        text, outcome, ids = fields.get("text"), str(fields.get("outcome")), fields.get(RESPONSE_IDS)
         if not isinstance(text, str):
             raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
         if outcome in UNJUDGED:
@@ -112,7 +112,7 @@ LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "judged": (("completion", "label"), ("messages", "label")),
     "steps": (("completions", "labels"),),
 }
-Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
+TrainerState = tuple[tuple[Message, ...], tuple[Response, ...]]
 NumClasses = Literal[2, 3]
 # From a rating of a step in the data to a class, by the number of classes.
 CLASSES: dict[int, dict[int, int]] = {2: {0: 0, 1: 1}, 3: {-1: 0, 0: 1, 1: 2}}
@@ -157,7 +157,7 @@ def preferences(
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
     """
-    first: list[tuple[Callable[[Row], Parts], bool]] = []  # the first row decides for all
+    first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
 
     def read(row: Row) -> Example:
         if not first:
@@ -192,13 +192,13 @@ def ultrafeedback(row: Row) -> Example:
     return Example("", messages, responses=responses)
 
 
-def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], Parts]:
+def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], TrainerState]:
     """The reader of all rows of a file that begins with ``first``."""
     layout, label = _detect_layout(first), _label_key(first)
     scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
     known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
 
-    def read(row: Row) -> Parts:
+    def read(row: Row) -> TrainerState:
         if known.isdisjoint(row.data):
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
@@ -225,7 +225,7 @@ def _detect_layout(row: Row) -> Layout:
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
-def _read_pair(row: Row, scores: tuple[str, str] | None) -> Parts:
+def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
     """The prompt, and the chosen and the rejected answer with their scores."""
     prompt, answers = _read_answers(row, ("chosen", "rejected"))
     unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
@@ -275,8 +275,8 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
     else:
         prompt = _read_prompt(row)
         if prompt[len(prompt) - len(turns) :] != turns:
-            asked = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
-            if all(turns[start : start + len(asked)] != asked for start in range(len(turns))):
+            question = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
+            if all(turns[start : start + len(question)] != question for start in range(len(turns))):
                 raise Dropped("'prompt' is not what the conversations begin with")
             prompt = add_system(row, turns)
     if prompt[-1].role == "assistant":
@@ -291,7 +291,7 @@ def _label_key(row: Row) -> str:
     return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
 
 
-def _read_judged(row: Row, key: str) -> Parts:
+def _read_judged(row: Row, key: str) -> TrainerState:
     """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
     if row.has("completion") or not row.has("messages"):
         messages, (text,) = _read_answers(row, ["completion"])
@@ -317,7 +317,7 @@ def _answer_of(row: Row, key: str, message: Message) -> str:
     return message.text
 
 
-def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> Parts:
+def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> TrainerState:
     """A prompt with one solution in steps, each with its class."""
     messages = _read_prompt(row)
     lists: list[Sequence[Any]] = []
@@ -391,8 +391,8 @@ def require(row: Row, key: str) -> None:
     if value == [] or is_blank(value):
         raise Dropped(f"{key!r} is blank")
     messages = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
-    said = [item for item in messages if not item.get("tool_calls") and item.get("role") != "tool"]
-    if any(is_blank(item.get("content", item.get("value"))) for item in said):
+    replies = [item for item in messages if not item.get("tool_calls") and item.get("role") != "tool"]
+    if any(is_blank(item.get("content", item.get("value"))) for item in replies):
         raise Dropped(f"{key!r} has a blank message")
 
 

@@ -256,8 +256,8 @@ class Collected:
         self.require_examples(place)
         part: FileSplit = "all" if share is None else split
         chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening, test_share=test_share)
-        notices = () if test_share is None else _describe_part(name, split, len(chosen), len(self.examples))
-        return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys), notices=notices)
+        warnings = () if test_share is None else _describe_part(name, split, len(chosen), len(self.examples))
+        return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys), warnings=warnings)
 
 
 def _describe_part(name: str, split: FileSplit, size: int, total: int) -> tuple[str, ...]:

@@ -315,20 +315,22 @@ def _read_table(path: Path) -> Iterator[Row]:
     reader = csv.reader(stream, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
     names, begins = list[str](), 1
     try:
-        for cells in reader:
+        for values in reader:
             begins, line = reader.line_num + 1, begins
-            if not any(cells):
+            if not any(values):
                 continue
             if not names:  # one without a name, as pandas writes its index, is called by its place
-                names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
+                names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
                 twice = next((name for name in names if names.count(name) > 1), None)
                 if twice is not None:
                     raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
-            elif len(cells) != len(names):
-                what = f"{len(cells)} cells, and the first line names {len(names)} keys; quote cells with commas"
+            elif len(values) != len(names):
+                what = f"{len(values)} cells, and the first line names {len(names)} keys; quote cells with commas"
                 raise DataError(path, what, line)
             else:
-                yield Row(str(path), line, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""})
+                yield Row(
+                    str(path), line, {name: value for name, value in zip(names, values, strict=True) if value != ""}
+                )
     except csv.Error as error:
         what = f"not a readable table ({error}); quote cells that hold quotes or line ends"
         raise DataError(path, what, begins) from None

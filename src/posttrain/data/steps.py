@@ -217,14 +217,14 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
         before = [row.checked(step, f"step {number}") for number, step in enumerate(before, start=1)]
         text = row.checked(text, f"step {len(before) + 1}")
         text += f"\n\n# Answer\n\n{row.answer('answer')}" if row.has("answer") else ""
-        asked = row.text("instruction").strip()
+        instruction = row.text("instruction").strip()
         last = [candidate["text"] for candidate in steps[-1]["completions"]] if steps else []
         continues = before[:-1] == prefix and before[-1:] != [] and before[-1] in last
-        if first is None or asked != problem or not (before == prefix or continues):
+        if first is None or instruction != problem or not (before == prefix or continues):
             if first is not None:
                 yield joined(first)
             given = [{"completions": [{"text": step, "rating": None}], "chosen_completion": 0} for step in before]
-            first, problem, prefix, steps = row, asked, before, [*given, {"completions": []}]
+            first, problem, prefix, steps = row, instruction, before, [*given, {"completions": []}]
         elif continues:
             chosen = steps[-1].get("chosen_completion")
             if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
@@ -324,9 +324,9 @@ def _new_ratings(
     """The ratings of a path from its step ``start`` on, without those that have been given before."""
     ratings: list[int | None] = []
     key = problem.encode()
-    for index, (text, stated) in enumerate(path):
+    for index, (text, own_rating) in enumerate(path):
         key = hashlib.blake2b(key + b"\x1f" + text.encode(), digest_size=12).digest()
-        rating = stated if index >= start else None
+        rating = own_rating if index >= start else None
         before = None if rating is None else rated.get(key)
         if before is not None and not (rating == -1 and index < len(path) - 1):
             other = "" if before == rating else ", with another rating"

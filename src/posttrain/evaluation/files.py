@@ -164,16 +164,16 @@ def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
-def folder_of_its_own(wanted: Path, asked: Mapping[str, Mapping[str, Any]]) -> Path:
+def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, Any]]) -> Path:
     """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... without an evaluation of another question.
 
     Newer weights of the same model are the same question: their results replace the older ones.
 
     Args:
-        asked: settings by the name of a folder below; the empty name is the folder itself.
+        wanted_settings: settings by the name of a folder below; the empty name is the folder itself.
     """
     folder, number = wanted, 1
-    while any(set(settings_replaced(folder / name, own)) - _OF_WEIGHTS for name, own in asked.items()):
+    while any(set(settings_replaced(folder / name, own)) - _OF_WEIGHTS for name, own in wanted_settings.items()):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder

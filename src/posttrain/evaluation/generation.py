@@ -30,13 +30,13 @@ class Scorer(Protocol):
 class Advance:
     """The progress of an evaluation: items done of all, the sum of their shares of right answers, tokens sampled.
 
-    ``num_right`` is None where nothing was graded. ``phase``: ``sampling``, then ``scoring`` by a reward model.
+    ``num_correct`` is None where nothing was graded. ``phase``: ``sampling``, then ``scoring`` by a reward model.
     """
 
     phase: str
     num_done: int
     num_items: int
-    num_right: float | None
+    num_correct: float | None
     num_tokens: int
 
 
@@ -91,7 +91,7 @@ class Questions:
 
 def evaluate(
     sampler: Sampler,
-    asked: Questions,
+    questions: Questions,
     *,
     scorer: Scorer | None = None,
     observe: Callable[[Advance], None] = lambda advance: None,
@@ -109,21 +109,21 @@ def evaluate(
     Raises:
         UsageError: the task is empty, or no prompt fits.
     """
-    started, task, samples = time.perf_counter(), asked.task, asked.samples
-    examples, prompts = _read_questions(sampler, asked)
+    started, task, samples = time.perf_counter(), questions.task, questions.samples
+    examples, prompts = _read_questions(sampler, questions)
     num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
     items = [item_of(example, i) for i, example in enumerate(examples)]
     timing = {"generate_seconds": 0.0, "score_seconds": 0.0, "generated_tokens": 0.0}
 
     def tell(phase: str, num_done: int) -> None:
         graded = graded_items(items)
-        num_right = sum(item.share for item in graded) if graded else None
-        observe(Advance(phase, num_done, len(items), num_right, int(timing["generated_tokens"])))
+        num_correct = sum(item.share for item in graded) if graded else None
+        observe(Advance(phase, num_done, len(items), num_correct, int(timing["generated_tokens"])))
 
-    size = len(prompts) if asked.batch is None else max(1, asked.batch // samples)
+    size = len(prompts) if questions.batch is None else max(1, questions.batch // samples)
     for start in range(0, len(prompts), size):
         slots = list(prompts)[start : start + size]
-        groups = _ask(sampler, asked, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
+        groups = _ask(sampler, questions, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
             items[slot] = item_of(examples[slot], slot, [sample_of(rollout, sampler) for rollout in group])
         rollouts += [rollout for group in groups for rollout in group]
@@ -134,23 +134,23 @@ def evaluate(
         timing["reward_model_seconds"] = time.perf_counter() - before
     if timing["generate_seconds"] > 0:
         timing["generate_tokens_per_second"] = timing["generated_tokens"] / timing["generate_seconds"]
-    results = summarize(items, task, samples=samples, ks=asked.ks, format_part=sampler.grader.format_part)
+    results = summarize(items, task, samples=samples, ks=questions.ks, format_part=sampler.grader.format_part)
     results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
 
 
 def _ask(
-    sampler: Sampler, asked: Questions, batch: Mapping[int, tuple[Example, list[int]]], timing: dict[str, float]
+    sampler: Sampler, questions: Questions, batch: Mapping[int, tuple[Example, list[int]]], timing: dict[str, float]
 ) -> list[list[Rollout]]:
     """The graded answers to the items of a batch, examples with prompts by place; ``timing`` is added to."""
     before, slots = time.perf_counter(), list(batch)
     request = RolloutRequest(
         [example for example, _ in batch.values()],
         [prompt for _, prompt in batch.values()],
-        asked.sampling,
-        key=(asked.seed, f"evaluation {asked.task.name}", 0),
-        group=asked.samples,
-        step=asked.step,
+        questions.sampling,
+        key=(questions.seed, f"evaluation {questions.task.name}", 0),
+        group=questions.samples,
+        step=questions.step,
         prompt_indices=slots,
         slots=slots,
     )
@@ -161,12 +161,12 @@ def _ask(
     return groups
 
 
-def _read_questions(sampler: Sampler, asked: Questions) -> tuple[list[Example], dict[int, list[int]]]:
+def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Example], dict[int, list[int]]]:
     """The examples, and by place the prompts of those that fit."""
-    task, limit = asked.task, sampler.context_tokens
+    task, limit = questions.task, sampler.context_tokens
     if len(task.examples) == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), questions.n)]
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit - 1)
     if not kept:
         raise UsageError(f"task {task.name!r}: no prompt fits into the model's {limit} tokens")

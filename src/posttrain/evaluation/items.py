@@ -66,7 +66,7 @@ class ItemSample:
     response_ids: tuple[int, ...] | None = None
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return self.outcome == "right"
 
 
@@ -86,13 +86,13 @@ class Item:
     samples: tuple[ItemSample, ...] = ()
 
     @property
-    def num_right(self) -> int:
-        return sum(sample.is_right for sample in self.samples)
+    def num_correct(self) -> int:
+        return sum(sample.is_correct for sample in self.samples)
 
     @property
     def share(self) -> float:
         """The share of its samples that were right; 0 without samples."""
-        return self.num_right / len(self.samples) if self.samples else 0.0
+        return self.num_correct / len(self.samples) if self.samples else 0.0
 
     @property
     def is_ungraded(self) -> bool:
@@ -258,28 +258,28 @@ def summarize(
         results["standard_error"] = standard_error(item_values(graded, "accuracy"))
         for name in measure_names(graded, ks):
             results |= with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
-    asked, in_format, lengths = len(items) * samples, [s.in_format for s in drawn], [s.num_tokens for s in drawn]
+    total, in_format, lengths = len(items) * samples, [s.in_format for s in drawn], [s.num_tokens for s in drawn]
     if None not in in_format:
-        results["format"] = sum(map(bool, in_format)) / asked
+        results["format"] = sum(map(bool, in_format)) / total
     results |= {
-        "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
-        "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
-        "truncated": sum(s.finish in TRUNCATED for s in drawn) / asked,
+        "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / total,
+        "grading_failures": sum(s.outcome in FAILURES for s in drawn) / total,
+        "truncated": sum(s.finish in TRUNCATED for s in drawn) / total,
         "completion_length": statistics.fmean(lengths),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
     ends = Counter(OF_EPISODES[s.finish] for s in drawn if s.finish in OF_EPISODES)
-    results |= {name: ends[name] / asked for name in OF_EPISODES.values() if ends[name]}
+    results |= {name: ends[name] / total for name in OF_EPISODES.values() if ends[name]}
     results |= {
         f"completion_length_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()
     }
     if task.worked is not None:
-        results["shows_reasoning"] = sum(task.worked(s.text) for s in drawn) / asked
+        results["shows_reasoning"] = sum(task.worked(s.text) for s in drawn) / total
     for name, values in (task.shares(items) if task.shares is not None else {}).items():
         if values:
             results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
     if has_scores(items):
-        results["unscored"] = sum(s.score is None for s in drawn) / asked
+        results["unscored"] = sum(s.score is None for s in drawn) / total
     parts: dict[str, list[float]] = {}
     for name, value in (pair for sample in drawn for pair in sample.parts.items()):
         if name not in ("correct", format_part):
@@ -319,11 +319,11 @@ def item_values(items: Sequence[Item], name: str) -> list[float]:
         if kind == "accuracy" or not item.samples:
             return item.share
         if kind == "pass":
-            return pass_at_k(len(item.samples), item.num_right, int(k))
+            return pass_at_k(len(item.samples), item.num_correct, int(k))
         if kind == "majority":
-            return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], int(k))
+            return majority_at_k([s.extracted for s in item.samples], [s.is_correct for s in item.samples], int(k))
         scores = [-math.inf if s.score is None else s.score for s in item.samples]
-        return best_of_n(scores, [float(s.is_right) for s in item.samples], int(k))
+        return best_of_n(scores, [float(s.is_correct) for s in item.samples], int(k))
 
     return [value_of(item) for item in items]
 

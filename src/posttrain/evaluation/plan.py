@@ -42,7 +42,7 @@ from posttrain.evaluation.items import default_ks, digest_of
 from posttrain.evaluation.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
-from posttrain.recipes.sections import TURN_DEFAULTS, Word, task_words
+from posttrain.recipes.sections import TURN_DEFAULTS, Component, task_components
 from posttrain.sampling.base import SMALLEST_TEMPERATURE
 from posttrain.sampling.models import (
     NATIVE,
@@ -121,9 +121,9 @@ class EvaluationRequest:
 
     models: Sequence[ModelSource]
     drawing: Drawing
-    tasks: Sequence[Word] = ()
-    templates: Sequence[Word] = ()
-    engine: Word = field(default_factory=lambda: NATIVE)
+    tasks: Sequence[Component] = ()
+    templates: Sequence[Component] = ()
+    engine: Component = field(default_factory=lambda: NATIVE)
     dtype: Dtype | None = None
     device: Device | None = None
     best_of: ModelSource | None = None
@@ -132,7 +132,7 @@ class EvaluationRequest:
 
 
 @dataclass(frozen=True)
-class Cell:
+class EvaluationTrial:
     """One evaluation: a model on a task under a template, with the folder for its files.
 
     ``data`` is the digest of the examples that are asked (``evals/items.py``).
@@ -140,8 +140,8 @@ class Cell:
 
     source: ModelSource
     task: Task
-    task_word: Word
-    template: Word
+    task_component: Component
+    template: Component
     max_tokens: int
     folder: Path
     data: str
@@ -155,67 +155,67 @@ class Cell:
 class Plan:
     """All cells, by model and task and template in the order of the request; ``folder`` holds them."""
 
-    cells: list[Cell]
+    trials: list[EvaluationTrial]
     folder: Path
-    asked: EvaluationRequest
+    request: EvaluationRequest
     best_of_weights: str | None = None
 
     @property
     def is_table(self) -> bool:
-        return len(self.cells) > 1
+        return len(self.trials) > 1
 
-    def settings(self, cell: Cell) -> dict[str, Any]:
+    def settings(self, trial: EvaluationTrial) -> dict[str, Any]:
         """All that decides about a cell's answers, as plain data; what is not set is left out."""
-        checkpoint = resolve_model_name(cell.source.path)
-        asked, recipe = self.asked, cell.source.recipe
+        checkpoint = resolve_model_name(trial.source.path)
+        request, recipe = self.request, trial.source.recipe
         settings: dict[str, Any] = {
-            "model": cell.source.name,
-            "label": cell.source.label,
+            "model": trial.source.name,
+            "label": trial.source.label,
             "checkpoint": checkpoint,
             "weights": weights_mark(checkpoint),
-            "task": cell.task_word.model_dump(),
-            "data": cell.data,
-            "dropped": cell.task.dropped,
-            "template": cell.template.model_dump(),
+            "task": trial.task_component.model_dump(),
+            "data": trial.data,
+            "dropped": trial.task.dropped,
+            "template": trial.template.model_dump(),
         }
-        if recipe is not None and plays(cell.source, cell.template):
+        if recipe is not None and plays(trial.source, trial.template):
             limits = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
             environment = recipe.environment.model_dump() if recipe.environment is not None else None
             settings |= {"environment": environment, "tools": recipe.tools, "turns": limits}
-        settings |= {key: value for key, value in asdict(asked.drawing).items() if key != "batch"}
+        settings |= {key: value for key, value in asdict(request.drawing).items() if key != "batch"}
         settings |= {
-            "max_tokens": cell.max_tokens,
-            "engine": asked.engine.model_dump(),
-            "dtype": asked.dtype,
-            "device": asked.device,
-            "best_of": asked.best_of.name if asked.best_of is not None else None,
+            "max_tokens": trial.max_tokens,
+            "engine": request.engine.model_dump(),
+            "dtype": request.dtype,
+            "device": request.device,
+            "best_of": request.best_of.name if request.best_of is not None else None,
             "best_of_weights": self.best_of_weights,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_plan(asked: EvaluationRequest) -> Plan:
+def make_plan(request: EvaluationRequest) -> Plan:
     """Check what was asked for as far as that goes without loading a model.
 
     Raises:
         UsageError: words, options or combinations that cannot be.
     """
-    drawing = asked.drawing
-    if asked.best_of is not None and drawing.samples == 1:
+    drawing = request.drawing
+    if request.best_of is not None and drawing.samples == 1:
         raise UsageError("--best-of: there is nothing to choose from; give --samples 2 or more")
-    sources = tell_apart(asked.models)
+    sources = tell_apart(request.models)
     for source in sources:
         source.refuse_scorer()
-    longest = max(source.max_tokens for source in sources) if asked.alike else None
-    own: Sequence[Word | None] = [None]
-    tasks_asked = asked.tasks or (choose_common_task(sources) if asked.alike else own)
+    longest = max(source.max_tokens for source in sources) if request.alike else None
+    own: Sequence[Component | None] = [None]
+    requested_tasks = request.tasks or (choose_common_task(sources) if request.alike else own)
     combinations = [
         (source, choose_task(task, source.name, source.recipe), complete_template(template, source) or source.template)
         for source in sources
-        for task in tasks_asked
-        for template in asked.templates or own
+        for task in requested_tasks
+        for template in request.templates or own
     ]
-    registry.find("engine", asked.engine.name, "--engine").options(asked.engine.options, "--engine")
+    registry.find("engine", request.engine.name, "--engine").options(request.engine.options, "--engine")
     for source, task, template in combinations:  # before a task is read, which may take long
         build_template(template, "--template")
         check_rewards(source, template)
@@ -224,35 +224,37 @@ def make_plan(asked: EvaluationRequest) -> Plan:
                 f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
                 "template; name a run that was trained in one, or another task"
             )
-    words = {task.model_dump_json(): task for _, task, _ in combinations}
-    tasks = {key: build_task(word, "--task") for key, word in words.items()}
+    components = {task.model_dump_json(): task for _, task, _ in combinations}
+    tasks = {key: build_task(component, "--task") for key, component in components.items()}
     data = {
         key: digest_of([task.examples[i] for i in held_out_indices(len(task.examples), drawing.n)])
         for key, task in tasks.items()
     }
-    cells = [
-        Cell(
+    trials = [
+        EvaluationTrial(
             source,
-            tasks[word.model_dump_json()],
-            word,
+            tasks[component.model_dump_json()],
+            component,
             template,
             drawing.max_tokens or longest or source.max_tokens,
             Path(),
-            data[word.model_dump_json()],
+            data[component.model_dump_json()],
         )
-        for source, word, template in combinations
+        for source, component, template in combinations
     ]
-    folder, names = _choose_folders(asked.out, cells)
+    folder, names = _choose_folders(request.out, trials)
     refuse_other(folder)
-    best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
-    plan = Plan(cells, folder, asked, best_of_weights)
-    if asked.out is None and folder.exists():  # next to evaluations of other questions
-        folder = folder_of_its_own(folder, {name: plan.settings(cell) for name, cell in zip(names, cells, strict=True)})
-    placed = [replace(cell, folder=folder / name) for name, cell in zip(names, cells, strict=True)]
-    return replace(plan, cells=placed, folder=folder)
+    best_of_weights = weights_mark(resolve_model_name(request.best_of.path)) if request.best_of is not None else None
+    plan = Plan(trials, folder, request, best_of_weights)
+    if request.out is None and folder.exists():  # next to evaluations of other questions
+        folder = folder_of_its_own(
+            folder, {name: plan.settings(trial) for name, trial in zip(names, trials, strict=True)}
+        )
+    in_folders = [replace(trial, folder=folder / name) for name, trial in zip(names, trials, strict=True)]
+    return replace(plan, trials=in_folders, folder=folder)
 
 
-def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
+def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]:
     """The task on which models are compared where none is named: the own task of the last that is a run.
 
     None, and each has its own, where their runs learnt different tasks; runs of one task may differ in its options.
@@ -304,47 +306,51 @@ def run_plan(
         with storage_errors("evaluation", plan.folder):
             (plan.folder / SUMMARY).unlink()
     elif plan.is_table:
-        before = {cell.folder: finished_before(cell.folder, plan.settings(cell)) for cell in plan.cells}
+        before = {trial.folder: finished_before(trial.folder, plan.settings(trial)) for trial in plan.trials}
         finished = {folder: known for folder, known in before.items() if known is not None}
-    left = [cell for cell in plan.cells if cell.folder not in finished]
-    best_of = plan.asked.best_of
+    left = [trial for trial in plan.trials if trial.folder not in finished]
+    best_of = plan.request.best_of
     scorer = open_scorer(best_of) if best_of is not None and left else None
-    for name in dict.fromkeys(cell.source.name for cell in left):
-        cells = [cell for cell in left if cell.source.name == name]
-        finished |= _run_cells(plan, cells, write_page, scorer, progress)
-    ordered = [finished[cell.folder] for cell in plan.cells]
+    for name in dict.fromkeys(trial.source.name for trial in left):
+        trials = [trial for trial in left if trial.source.name == name]
+        finished |= _run_trials(plan, trials, write_page, scorer, progress)
+    ordered = [finished[trial.folder] for trial in plan.trials]
     if plan.is_table:
         rows = rows_of(ordered)
-        pages = [str(cell.folder.relative_to(plan.folder) / SUMMARY) for cell in plan.cells]
+        pages = [str(trial.folder.relative_to(plan.folder) / SUMMARY) for trial in plan.trials]
         titles = [" · ".join((row.evaluation, row.model, row.template or "")) for row in rows]
         page = write_table_page(rows, notes_of(ordered), dict(zip(titles, pages, strict=True)))
         replace_file(plan.folder / SUMMARY, harmless(page).encode())
     return ordered
 
 
-def _run_cells(
-    plan: Plan, cells: Sequence[Cell], write_page: WritePage, scorer: Scorer | None, progress: EvaluationProgress
+def _run_trials(
+    plan: Plan,
+    trials: Sequence[EvaluationTrial],
+    write_page: WritePage,
+    scorer: Scorer | None,
+    progress: EvaluationProgress,
 ) -> dict[Path, Finished]:
     """The cells of one model; before the first is sampled, one prompt of each is encoded."""
-    asked = plan.asked
-    model = open_model(cells[0].source, engine=asked.engine, dtype=asked.dtype, device=asked.device)
-    models = [model.on_stage(cell.template) for cell in cells]
-    for cell, own in zip(cells, models, strict=True):
-        for example in cell.task.examples[:1]:
+    request = plan.request
+    model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
+    models = [model.on_stage(trial.template) for trial in trials]
+    for trial, own in zip(trials, models, strict=True):
+        for example in trial.task.examples[:1]:
             encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)
     finished = {}
-    for cell, own in zip(cells, models, strict=True):
-        settings = plan.settings(cell)
-        if names := settings_replaced(cell.folder, settings):
+    for trial, own in zip(trials, models, strict=True):
+        settings = plan.settings(trial)
+        if names := settings_replaced(trial.folder, settings):
             other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
-            progress.tell(f"{cell.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
-        drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
-        for line in cell.task.notices:
+            progress.tell(f"{trial.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
+        drawing = replace(request.drawing, max_tokens=trial.max_tokens)
+        for line in trial.task.warnings:
             progress.tell(line)
-        evaluation = measure(own, cell.task, drawing, scorer=scorer, progress=progress)
-        evaluation.results.update(count_trained(cell.source, cell.task, drawing.n))
-        write_evaluation(cell.folder, settings, evaluation, write_page)
-        finished[cell.folder] = read_finished(cell.folder)
+        evaluation = measure(own, trial.task, drawing, scorer=scorer, progress=progress)
+        evaluation.results.update(count_trained(trial.source, trial.task, drawing.n))
+        write_evaluation(trial.folder, settings, evaluation, write_page)
+        finished[trial.folder] = read_finished(trial.folder)
     return finished
 
 
@@ -360,7 +366,7 @@ def measure(
     progress = progress or EvaluationProgress()
     progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}")
     max_tokens = drawing.max_tokens or model.source.max_tokens
-    asked = Questions(
+    questions = Questions(
         task,
         model.sampling(max_tokens, drawing.temperature, drawing.top_k, drawing.top_p),
         drawing.n,
@@ -369,7 +375,7 @@ def measure(
         seed=drawing.seed,
         batch=drawing.batch,
     )
-    return evaluate(model, asked, scorer=scorer, observe=progress.observe)
+    return evaluate(model, questions, scorer=scorer, observe=progress.observe)
 
 
 def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
@@ -379,22 +385,22 @@ def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
     Nothing is returned where there is nothing to compare, or the data are gone.
     """
     own = None if source.recipe is None else source.recipe.task
-    words = [] if own is None else task_words(own)
-    if own is None or task.name not in {own.name, *(word.name for word in words)}:
+    components = [] if own is None else task_components(own)
+    if own is None or task.name not in {own.name, *(component.name for component in components)}:
         return {}
     splits = task.split.split("+")
-    read = [w for w in words if _is_file(w) or w.options.get("split", "train") in splits]
+    read = [w for w in components if _is_file(w) or w.options.get("split", "train") in splits]
     try:
-        trained = {example.messages for word in read for example in build_task(word).examples}
+        trained = {example.messages for component in read for example in build_task(component).examples}
     except PosttrainError:
         return {}
-    asked = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    return {"trained_rows": float(sum(example.messages in trained for example in asked))} if read else {}
+    request = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    return {"trained_rows": float(sum(example.messages in trained for example in request))} if read else {}
 
 
-def _is_file(word: Word) -> bool:
+def _is_file(component: Component) -> bool:
     """Return True if a task reads a file of this machine."""
-    path = word.options.get("path")
+    path = component.options.get("path")
     return path is not None and not str(path).startswith(HUB)
 
 
@@ -426,21 +432,21 @@ def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
     return out or (source.run / "evaluation" if source.run else Path(EVALUATIONS)) / slug(name)
 
 
-def _choose_folders(out: Path | None, cells: Sequence[Cell]) -> tuple[Path, list[str]]:
+def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tuple[Path, list[str]]:
     """The folder for everything, and below it the name of each cell's (none for a single cell).
 
     By default it lies in the run, where there is one run alone, and is named by task and template.
     """
-    facts = [(cell.source.label, cell.name, cell.template.name) for cell in cells]
-    models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*facts, strict=True))
-    source = cells[0].source if len(models) == 1 else replace(cells[0].source, run=None)
-    is_own = len(templates) == 1 and cells[0].template == source.template
+    info = [(trial.source.label, trial.name, trial.template.name) for trial in trials]
+    models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*info, strict=True))
+    source = trials[0].source if len(models) == 1 else replace(trials[0].source, run=None)
+    is_own = len(templates) == 1 and trials[0].template == source.template
     place = "+".join(models)
     if source.run is not None:
         place = Path(source.path).name if source.path != str(source.run) else ""
     parts = [part for part in (place, "+".join(labels), "" if is_own else "+".join(templates)) if part]
     varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]
-    names = [slug("-".join(fact[i] for i in varied)) for fact in facts] if len(cells) > 1 else [""]
+    names = [slug("-".join(fact[i] for i in varied)) for fact in info] if len(trials) > 1 else [""]
     earlier = [names[:i].count(name) for i, name in enumerate(names)]
     folders = [f"{name}-{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
     return place_of(source, out, "-".join(parts)), folders

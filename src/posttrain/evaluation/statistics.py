@@ -24,7 +24,7 @@ from posttrain.randomness import generator
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 NUM_RESAMPLES = 10_000
-_CHUNK_CELLS = 4_000_000  # resampled counts in memory at a time
+_CHUNK_VALUES = 4_000_000  # resampled counts in memory at a time
 
 
 def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def standard_error(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
-def pass_at_k(n: int, num_right: int, k: int) -> float:
+def pass_at_k(n: int, num_correct: int, k: int) -> float:
     """The chance that k of an item's n samples, taken without replacement, hold a right one.
 
     ``1 − C(n − c, k) / C(n, k)`` as the product ``1 − Π_{i = n−c+1..n} (1 − k / i)``: unbiased for the chance
@@ -94,11 +94,11 @@ def pass_at_k(n: int, num_right: int, k: int) -> float:
 
     Source: Chen et al. (2021), "Evaluating Large Language Models Trained on Code", equation 1.
     """
-    assert 0 <= num_right <= n, "right samples are among the samples"
+    assert 0 <= num_correct <= n, "right samples are among the samples"
     assert 1 <= k <= n, "k samples are taken out of n"
-    if n - num_right < k:
+    if n - num_correct < k:
         return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - num_right + 1, n + 1))
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - num_correct + 1, n + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def paired_bootstrap(
     # Resampling n items is a multinomial draw over the distinct differences, of which there are few.
     distinct, counts = np.unique(np.round(np.subtract(b, a), 12), return_counts=True)
     random = generator(seed, "paired bootstrap")
-    chunk = max(1, _CHUNK_CELLS // len(distinct))
+    chunk = max(1, _CHUNK_VALUES // len(distinct))
     sizes = [min(chunk, num_resamples - start) for start in range(0, num_resamples, chunk)]
     means = np.concatenate([random.multinomial(n, counts / n, size=size) @ distinct / n for size in sizes])
     means = np.round(means, 12)  # what is 0 must not be a rounding error away from it
@@ -286,7 +286,7 @@ def vote_key(answer: str) -> str:
     return " ".join(text.casefold().split()) if is_words else letters
 
 
-def majority_at_k(answers: Sequence[str | None], is_right: Sequence[bool], k: int) -> float:
+def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: int) -> float:
     """Compute the chance that the most frequent answer among k of an item's samples is right, over all subsets.
 
     Votes are counted by ``vote_key``; a sample without an answer has none. A tie counts as the mean over the tied
@@ -295,12 +295,12 @@ def majority_at_k(answers: Sequence[str | None], is_right: Sequence[bool], k: in
     Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
     """
     n = len(answers)
-    assert len(is_right) == n, "one verdict per sample"
+    assert len(is_correct) == n, "one verdict per sample"
     assert 1 <= k <= n, "k samples are taken out of n"
     verdicts: dict[str, list[bool]] = {}
-    for answer, right in zip(answers, is_right, strict=True):
+    for answer, correct in zip(answers, is_correct, strict=True):
         if answer is not None:
-            verdicts.setdefault(vote_key(answer), []).append(right)
+            verdicts.setdefault(vote_key(answer), []).append(correct)
     votes = [(len(own), Fraction(sum(own), len(own))) for own in verdicts.values()]  # count, share that was right
     if not any(worth for _, worth in votes):
         return 0.0
@@ -357,14 +357,14 @@ def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> fl
     return halves / (2 * len(positive) * len(negative))
 
 
-def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
+def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> float:
     """Compute how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of n answers.
 
     With the answers in falling order of score, a group of m tied ones behind b better ones is the top of
     ``C(n − b, k) − C(n − b − m, k)`` subsets and gains its mean correctness there. Unbiased for k fresh answers.
 
     Args:
-        right: their worth, 1 or 0, or any number whose mean is wanted.
+        correct: their worth, 1 or 0, or any number whose mean is wanted.
 
     Raises:
         ValueError: ``k`` is not in 1..n, or unequal lengths.
@@ -372,7 +372,7 @@ def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"best of {k} needs 1 to {n} answers to choose from")
-    ordered = sorted(zip(scores, right, strict=True), key=lambda pair: -pair[0])
+    ordered = sorted(zip(scores, correct, strict=True), key=lambda pair: -pair[0])
     remaining, total = n, 0.0
     subsets = math.comb(n, k)
     for _, tied in groupby(ordered, key=lambda pair: pair[0]):

@@ -235,12 +235,12 @@ class Paired:
         is_inside = accuracy.low <= 0 <= accuracy.high
         exact = self.mcnemar if self.mcnemar is not None and self.mcnemar >= ALPHA and not is_inside else None
         tests = show_p(accuracy.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
-        facts = f"[{low:.1f}, {high:.1f}], {tests}, on {accuracy.n} items"
+        info = f"[{low:.1f}, {high:.1f}], {tests}, on {accuracy.n} items"
         if accuracy.difference == 0:
-            return f"{self.b} and {self.a} are right equally often, {facts}"
+            return f"{self.b} and {self.a} are right equally often, {info}"
         way = "better" if accuracy.difference > 0 else "worse"
         chance = ", which may be chance," if is_inside or exact is not None or accuracy.p >= ALPHA else ""
-        return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {facts}"
+        return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {info}"
 
     def cautions(self) -> list[str]:
         """Reasons why the interval and its p say less than they seem to."""
@@ -352,7 +352,7 @@ def compare_items(
     if samples > 1:
         table = {"a_higher": len(lost), "b_higher": len(gained), "alike": len(pairs) - len(gained) - len(lost)}
         return Paired(*labels, len(pairs), differences, table, None, gained, lost)
-    num_both = sum(x.num_right > 0 and y.num_right > 0 for x, y in pairs)
+    num_both = sum(x.num_correct > 0 and y.num_correct > 0 for x, y in pairs)
     table = {"both": num_both, "only_a": len(lost), "only_b": len(gained)}
     table["neither"] = len(pairs) - sum(table.values())
     return Paired(*labels, len(pairs), differences, table, mcnemar_p(len(lost), len(gained)), gained, lost)

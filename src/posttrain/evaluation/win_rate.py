@@ -15,16 +15,16 @@ import torch
 
 from posttrain.data.base import Task, build_task, choose_task
 from posttrain.errors import UsageError
-from posttrain.evaluation.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.items import mean_interval, with_interval
+from posttrain.evaluation.kl_from_initial import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
 from posttrain.evaluation.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
-from posttrain.recipes.sections import Word
-from posttrain.sampling.judging import PairJudge
+from posttrain.recipes.sections import Component
+from posttrain.sampling.llm_judge import PairJudge
 from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.store.environment import describe_environment
 from posttrain.store.rollouts import prompt_text
@@ -37,7 +37,7 @@ Judge = Callable[[Sequence[Rollout]], Sequence[float | None]] | PairJudge
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class HeadToHeadItem:
     """The answers of two models, A and B, to the prompt of item ``index``: one or several each."""
 
     index: int
@@ -61,13 +61,15 @@ class WinRate:
                 answer.setdefault("scores", {})[name] = again["score"]
 
 
-def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[Contest]:
+def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[HeadToHeadItem]:
     """The items that both models have answered, by ``Rollout.prompt_index``, in order."""
     sides: tuple[dict[int, list[Rollout]], dict[int, list[Rollout]]] = ({}, {})
     for side, rollouts in zip(sides, (a, b), strict=True):
         for rollout in rollouts:
             side.setdefault(rollout.prompt_index, []).append(rollout)
-    return [Contest(i, tuple(sides[0][i]), tuple(sides[1][i])) for i in sorted(sides[0].keys() & sides[1].keys())]
+    return [
+        HeadToHeadItem(i, tuple(sides[0][i]), tuple(sides[1][i])) for i in sorted(sides[0].keys() & sides[1].keys())
+    ]
 
 
 def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
@@ -75,7 +77,7 @@ def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
     return [float(rollout.outcome == "right") for rollout in rollouts]
 
 
-def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
+def measure_wins(pairs: Sequence[HeadToHeadItem], judge: Judge) -> WinRate:
     """Measure how often an answer of A is judged better than one of B; a tie counts one half.
 
     Within an item every answer of A meets every answer of B; the mean is one number per item, and the intervals count
@@ -87,19 +89,19 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     Raises:
         ValueError: no item.
     """
-    if not contests:
+    if not pairs:
         raise ValueError("no item that both models answered")
-    facts: dict[str, float] = {}
+    info: dict[str, float] = {}
     if isinstance(judge, PairJudge):
-        meetings = [(prompt_text(x.example), x.text, y.text) for one in contests for x, y in product(one.a, one.b)]
-        opinions, facts = judge.meet(meetings)
-        scores: list[float | None] = [None] * sum(len(one.a) + len(one.b) for one in contests)
+        comparisons = [(prompt_text(x.example), x.text, y.text) for one in pairs for x, y in product(one.a, one.b)]
+        opinions, info = judge.meet(comparisons)
+        scores: list[float | None] = [None] * sum(len(one.a) + len(one.b) for one in pairs)
     else:
-        scores = list(judge([rollout for one in contests for rollout in (*one.a, *one.b)]))
+        scores = list(judge([rollout for one in pairs for rollout in (*one.a, *one.b)]))
         opinions = []
     given, worths = iter(scores), iter(opinions)
     items = []
-    for one in contests:
+    for one in pairs:
         own = [[next(given) for _ in one.a], [next(given) for _ in one.b]]
         if isinstance(judge, PairJudge):
             wins = [next(worths) for _ in product(one.a, one.b)]
@@ -108,9 +110,9 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
             wins = pair_wins(*zip(*ranked, strict=True))
         items.append(_item(one, own, wins))
     similar = [item["win_rate_similar"] for item in items if item["num_similar"]]
-    draws = max(1, min(min(len(one.a), len(one.b)) for one in contests))
+    draws = max(1, min(min(len(one.a), len(one.b)) for one in pairs))
     unscored = 0.0 if isinstance(judge, PairJudge) else scores.count(None) / len(scores)
-    results = {"n": float(len(contests)), "unscored": unscored} | facts
+    results = {"n": float(len(pairs)), "unscored": unscored} | info
     results |= with_interval("win_rate", [item["win_rate"] for item in items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
         results[name] = statistics.fmean(item[name] for item in items)
@@ -120,13 +122,15 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     return WinRate(results, items)
 
 
-def _item(contest: Contest, scores: Sequence[Sequence[float | None]], worths: Sequence[float]) -> dict[str, Any]:
-    example = contest.a[0].example
-    lengths = [(len(a.text), len(b.text)) for a, b in product(contest.a, contest.b)]
+def _item(
+    head_to_head: HeadToHeadItem, scores: Sequence[Sequence[float | None]], worths: Sequence[float]
+) -> dict[str, Any]:
+    example = head_to_head.a[0].example
+    lengths = [(len(a.text), len(b.text)) for a, b in product(head_to_head.a, head_to_head.b)]
     alike = [w for w, pair in zip(worths, lengths, strict=True) if max(pair) - min(pair) <= SIMILAR_LENGTH * max(pair)]
     item: dict[str, Any] = {
         "id": example.id,
-        "index": contest.index,
+        "index": head_to_head.index,
         "question": prompt_text(example),
         "answer": example.answer,
         "win_rate": statistics.fmean(worths),
@@ -137,7 +141,7 @@ def _item(contest: Contest, scores: Sequence[Sequence[float | None]], worths: Se
     }
     if alike:
         item["win_rate_similar"] = statistics.fmean(alike)
-    for side, rollouts, of_side in zip("ab", (contest.a, contest.b), scores, strict=True):
+    for side, rollouts, of_side in zip("ab", (head_to_head.a, head_to_head.b), scores, strict=True):
         item[f"characters_{side}"] = statistics.fmean(len(rollout.text) for rollout in rollouts)
         item[side] = [
             {"text": rollout.text, "outcome": rollout.outcome, "extracted": rollout.extracted, "score": score}
@@ -151,7 +155,7 @@ def measure_kl(
     answers: Sequence[Rollout], own: Forward, other: Forward, *, max_tokens: int = MAX_TOKENS
 ) -> list[float]:
     """Measure KL(own‖other) of each answer that ``own`` sampled, in nats: the exact KL of the two next-token
-    distributions (``evaluation/drift.py``), summed over its tokens.
+    distributions (``evaluation/kl_from_initial.py``), summed over its tokens.
 
     Raises:
         UsageError: the other model's vocabulary lacks a likely token.
@@ -175,7 +179,7 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
     return results | {f"{name}_low": max(0.0, results[f"{name}_low"]), f"{name}_per_token": math.fsum(kl) / tokens}
 
 
-def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequence[Contest]) -> str | None:
+def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, items: Sequence[HeadToHeadItem]) -> str | None:
     """Return why the KL between two models cannot be measured here; None where it can."""
     if a.model is None or b.model is None:
         return "it needs both models in this process; use --engine native"
@@ -185,25 +189,25 @@ def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequen
         return "the answers are drawn from cut distributions; leave --top-k and --top-p out"
     if a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
         return "the two models have different tokenizers, so their distributions are over different tokens"
-    if any(contest.a[0].prompt_ids != contest.b[0].prompt_ids for contest in contests):
+    if any(item.a[0].prompt_ids != item.b[0].prompt_ids for item in items):
         return "the two models are asked under different templates; give both one with --template"
     return None
 
 
 @dataclass(frozen=True)
-class ContestPlan:
+class HeadToHeadPlan:
     """Two models whose request was checked, the task that was read, a template for each, the folder for the files."""
 
     sources: tuple[ModelSource, ModelSource]
     drawing: Drawing
-    asked: EvaluationRequest
+    request: EvaluationRequest
     task: Task
-    templates: tuple[Word, Word]
+    templates: tuple[Component, Component]
     folder: Path
     settings: dict[str, Any]
 
 
-def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> ContestPlan:
+def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) -> HeadToHeadPlan:
     """Check the request for two models, A and B, as far as that goes without loading one.
 
     A task that is not named is that of A; a template, the model's own, or that of the one that has one.
@@ -216,40 +220,40 @@ def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> Contes
     """
     if len(set(judges)) < len(judges):
         raise UsageError("--judge: the same judge is named twice")
-    for name, words in (("task", asked.tasks), ("template", asked.templates)):
-        if len(words) > 1:
+    for name, components in (("task", request.tasks), ("template", request.templates)):
+        if len(components) > 1:
             raise UsageError(f"--{name}: one at a time with --against")
-    a, b = asked.models
+    a, b = request.models
     if a.label == b.label:
         a, b = (replace(source, label=f"{source.name} ({side})") for source, side in ((a, "A"), (b, "B")))
     for source in (a, b):
         source.refuse_scorer()
-    word = choose_task(next(iter(asked.tasks), None), a.name, a.recipe)
-    named = next(iter(asked.templates), None)
+    component = choose_task(next(iter(request.tasks), None), a.name, a.recipe)
+    named = next(iter(request.templates), None)
     # the template named, else the model's own, else that of the other one: it was trained with none
     tellers = [own if own.recipe is not None or other.recipe is None else other for own, other in ((a, b), (b, a))]
     first, second = (complete_template(named, teller) or teller.template for teller in tellers)
-    drawing = replace(asked.drawing, max_tokens=asked.drawing.max_tokens or max(a.max_tokens, b.max_tokens), ks=())
-    task = build_task(word, "--task")
+    drawing = replace(request.drawing, max_tokens=request.drawing.max_tokens or max(a.max_tokens, b.max_tokens), ks=())
+    task = build_task(component, "--task")
     name = f"against-{b.label}-{task_label(task)}"
-    folder = place_of(a, asked.out, name if a.run is not None else f"{a.label}-{name}")
+    folder = place_of(a, request.out, name if a.run is not None else f"{a.label}-{name}")
     refuse_other(folder)
     drawn = ("n", "samples", "temperature", "top_k", "top_p", "max_tokens", "seed")
     settings = {
         "a": a.name,
         "b": b.name,
         "judge": ", ".join(judges) or "the task's grader",
-        "task": word.model_dump(),
+        "task": component.model_dump(),
         "templates": [first.model_dump(), second.model_dump()],
         **{name: getattr(drawing, name) for name in drawn},
         "dropped": task.dropped,
     }
-    own = folder if asked.out else folder_of_its_own(folder, {"": settings})
-    return ContestPlan((a, b), drawing, asked, task, (first, second), own, settings)
+    own = folder if request.out else folder_of_its_own(folder, {"": settings})
+    return HeadToHeadPlan((a, b), drawing, request, task, (first, second), own, settings)
 
 
-def run_contest(
-    plan: ContestPlan, judges: Mapping[str, Judge], progress: EvaluationProgress | None = None
+def run_head_to_head(
+    plan: HeadToHeadPlan, judges: Mapping[str, Judge], progress: EvaluationProgress | None = None
 ) -> tuple[WinRate, list[str]]:
     """Sample from both models, judge (the first of ``judges`` counts; none: the task's grader) and measure the KL.
 
@@ -258,36 +262,36 @@ def run_contest(
     Raises:
         UsageError: no item that both answered, or none with a gold answer and no judge.
     """
-    asked = plan.asked
+    request = plan.request
     models, evaluations = [], []
     for source, template in zip(plan.sources, plan.templates, strict=True):
-        model = open_model(source, template, engine=asked.engine, dtype=asked.dtype, device=asked.device)
+        model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
         models.append(model)
         evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
-    contests = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
-    if not contests:
+    items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
+    if not items:
         raise UsageError("no prompt fits into the contexts of both models")
     n, notes = int(evaluations[0].results["n"]), []
-    if left := n - len(contests):
+    if left := n - len(items):
         notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
-        answered, contests = contests, graded(contests, plan.task)
-        if left := len(answered) - len(contests):
+        answered, items = items, graded(items, plan.task)
+        if left := len(answered) - len(items):
             notes.append(f"{left} items have no gold answer; they are left out")
     (_, first), *others = judges.items() or [("", judge_by_grade)]
-    win_rate = measure_wins(contests, first)
+    win_rate = measure_wins(items, first)
     for name, judge in others:
-        win_rate.add_judge(name, measure_wins(contests, judge))
+        win_rate.add_judge(name, measure_wins(items, judge))
     if win_rate.results["unscored"]:
         notes.append(f"{win_rate.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
     for side, evaluation in zip("ab", evaluations, strict=True):
         if evaluation.results.get("num_graded", 0.0) > 0:
             for suffix in ("", "_low", "_high"):
                 win_rate.results[f"accuracy_{side}{suffix}"] = evaluation.results[f"accuracy{suffix}"]
-    if (reason := why_no_kl(models[0], models[1], plan.drawing, contests)) is not None:
+    if (reason := why_no_kl(models[0], models[1], plan.drawing, items)) is not None:
         return win_rate, [*notes, f"no KL: {reason}"]
     forwards = [Forward(model.model, plan.drawing.temperature) for model in models]
-    sides = [[one for contest in contests for one in getattr(contest, side)] for side in ("a", "b")]
+    sides = [[one for pair in items for one in getattr(pair, side)] for side in ("a", "b")]
     for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
         kl = measure_kl(answers, own, other)
         win_rate.results |= summarize_kl(f"kl_{name}", answers, kl)
@@ -296,13 +300,13 @@ def run_contest(
     return win_rate, notes
 
 
-def graded(contests: Sequence[Contest], task: Task) -> list[Contest]:
+def graded(items: Sequence[HeadToHeadItem], task: Task) -> list[HeadToHeadItem]:
     """The contests whose answers were all graded.
 
     Raises:
         UsageError: none was; a judge is needed.
     """
-    kept = [c for c in contests if all(rollout.outcome != "ungraded" for rollout in (*c.a, *c.b))]
+    kept = [c for c in items if all(rollout.outcome != "ungraded" for rollout in (*c.a, *c.b))]
     if not kept:
         raise UsageError(
             f"task {task.name!r} has no gold answers by which one answer could win; give --judge RUN, the run of a "
@@ -311,7 +315,7 @@ def graded(contests: Sequence[Contest], task: Task) -> list[Contest]:
     return kept
 
 
-def write_contest(plan: ContestPlan, win_rate: WinRate, notes: Sequence[str], page: str) -> None:
+def write_head_to_head(plan: HeadToHeadPlan, win_rate: WinRate, notes: Sequence[str], page: str) -> None:
     """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
 
     Raises:

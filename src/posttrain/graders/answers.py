@@ -321,8 +321,8 @@ def same_quantity(gold: Quantity, answer: Quantity, tolerance: float = 0.0) -> b
     if gold.unit and answer.unit:
         if canonical_unit(gold.unit) != canonical_unit(answer.unit):
             return False
-    elif (stated := gold.unit or answer.unit) and not (gold.marked or answer.marked):
-        symbol = stated.partition("^")[0]
+    elif (unit := gold.unit or answer.unit) and not (gold.marked or answer.marked):
+        symbol = unit.partition("^")[0]
         if len(symbol) < 3 and symbol not in SHORT_UNITS and symbol[0] != "°":  # °C is no variable
             return False
     limit = Fraction(tolerance)
@@ -380,8 +380,8 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     expected = parse_quantity(gold)
     if expected is None:
         return same_text(gold, answer)
-    stated = parse_quantity(answer)
-    return stated is not None and same_quantity(expected, stated, tolerance)
+    unit = parse_quantity(answer)
+    return unit is not None and same_quantity(expected, unit, tolerance)
 
 
 def last_number(text: str) -> str | None:

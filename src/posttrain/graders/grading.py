@@ -39,13 +39,13 @@ class Verdict:
     """The finding of a grader.
 
     ``extracted`` is the answer that was graded, where the grader read the text by a rule of its own (None: that
-    of the submission stands). ``facts`` are further numbers by name, the same names for every submission of a
+    of the submission stands). ``info`` are further numbers by name, the same names for every submission of a
     grader, recorded next to the rewards.
     """
 
     outcome: Outcome
     extracted: str | None = None
-    facts: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -62,7 +62,7 @@ class Measured:
     """
 
     value: float
-    facts: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, float] = field(default_factory=dict)
     failure: Literal["timeout", "crash"] | None = None
 
 
@@ -70,7 +70,7 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, An
     """The verdicts of the grader ``name``, in order.
 
     Raises:
-        UnknownWord: no such grader.
+        UnknownComponent: no such grader.
         RecipeError: an option that it does not have.
     """
     entry = registry.find("grader", name, "grader")
@@ -108,14 +108,14 @@ def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list
         mode: the grader that compares with each of them.
     """
     golds = [tuple(s.meta.get("answers") or ()) or (s.answer,) for s in submissions]
-    asked = [
+    to_grade = [
         replace(submission, answer=gold) for submission, own in zip(submissions, golds, strict=True) for gold in own
     ]
-    verdicts = iter(grade(mode, asked))
+    verdicts = iter(grade(mode, to_grade))
     found = []
     for own in golds:
         several = [next(verdicts) for _ in own]
-        right = [verdict for verdict in several if verdict.outcome == "right"]
+        correct = [verdict for verdict in several if verdict.outcome == "right"]
         failed = [verdict for verdict in several if verdict.outcome in FAILURES]
-        found.append((right or failed or several)[0])
+        found.append((correct or failed or several)[0])
     return found

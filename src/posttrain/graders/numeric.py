@@ -35,10 +35,10 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
     introduced = _INTRODUCTION.match(submission.extracted)
-    stated = [submission.extracted, *([submission.extracted[introduced.end() :]] if introduced else [])]
+    candidates = [submission.extracted, *([submission.extracted[introduced.end() :]] if introduced else [])]
     if parse_quantity(submission.answer) is not None:
-        stated.append(_without_name(stated[-1]))
-    return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in stated) else "wrong")
+        candidates.append(_without_name(candidates[-1]))
+    return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in candidates) else "wrong")
 
 
 def _without_name(text: str) -> str:

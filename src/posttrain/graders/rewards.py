@@ -23,7 +23,7 @@ from posttrain import registry
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, register, suggest
 from posttrain.types import TRUNCATED, Example, Turn
 
@@ -132,10 +132,10 @@ def bind_reward(
     else:
         name, function = getattr(reward, "__name__", repr(reward)), reward
         bound, batched = partial(reward, **(options or {})), False
-    asked = _asked(name, function, where, bound.keywords)
+    requested = _requested_arguments(name, function, where, bound.keywords)
     if takes_columns(function):
-        return BoundReward(name, partial(_call_with_columns, bound), asked, batched=True)
-    return BoundReward(name, bound, asked, batched)
+        return BoundReward(name, partial(_call_with_columns, bound), requested, batched=True)
+    return BoundReward(name, bound, requested, batched)
 
 
 def takes_columns(function: Callable[..., Any]) -> bool:
@@ -161,7 +161,7 @@ def _call_with_columns(
     return [0.0 if value is None else value for value in values] if isinstance(values, list | tuple) else values
 
 
-def reward_parts(words: Sequence[RewardWord], template: str, *, has_tags: bool) -> list[str]:
+def reward_parts(components: Sequence[RewardComponent], template: str, *, has_tags: bool) -> list[str]:
     """The names of a recipe's rewards, which a run with this prompt template can compute; nothing is loaded for it.
 
     A name that stands twice gets a number behind it. ``correct`` and the format are reported in every run.
@@ -170,12 +170,14 @@ def reward_parts(words: Sequence[RewardWord], template: str, *, has_tags: bool) 
         UsageError: a reward asks for something that there is not, such as the tags of a template without tags.
     """
     names: list[str] = []
-    for index, word in enumerate(words):
+    for index, component in enumerate(components):
         where = f"rewards.{index}"
-        entry = registry.find("reward", word.name, where)
+        entry = registry.find("reward", component.name, where)
         name = entry.name if entry.name not in names else f"{entry.name}_{index}"
-        asked = _asked(entry.name, entry.function, where, entry.bind(word.options, where).keywords)
-        if not has_tags and ":" not in word.name and "tags" in asked:
+        requested = _requested_arguments(
+            entry.name, entry.function, where, entry.bind(component.options, where).keywords
+        )
+        if not has_tags and ":" not in component.name and "tags" in requested:
             raise UsageError(
                 f"{where}: {name} looks at the tags of the prompt template, and {template!r} has none; "
                 "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
@@ -190,17 +192,19 @@ def format_part(template: str, *, has_tags: bool) -> str | None:
     return "xml_format" if has_tags else _FORMATS.get(template)
 
 
-def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
+def _requested_arguments(
+    name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]
+) -> tuple[str, ...]:
     """The names that the function asks for, next to those that are ``bound`` already."""
     if takes_columns(function):
         return ("prompt", "text", "example")
     place = f"{where}: " if where else ""
-    asked: list[str] = []
+    requested: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY or parameter.name in bound:
             continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            asked.extend(known for known in AVAILABLE if known not in asked)
+            requested.extend(known for known in AVAILABLE if known not in requested)
             continue
         if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
             raise UsageError(
@@ -213,14 +217,14 @@ def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[s
                 f"{suggest(parameter.name, AVAILABLE)} Available: {', '.join(AVAILABLE)}. "
                 "An option of the recipe is a keyword-only parameter (behind a *)."
             )
-        asked.append(parameter.name)
-    return tuple(asked)
+        requested.append(parameter.name)
+    return tuple(requested)
 
 
 def _check_result(value: Any, place: str) -> Result:
     if not isinstance(value, Verdict | Measured):
         return _check_number(value, place)
-    for number in (value.value, *value.facts.values()):
+    for number in (value.value, *value.info.values()):
         _check_number(number, place)
     return value
 

@@ -63,8 +63,8 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
 
     Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
     """
-    asked = [(one.meta["score"], one.extracted) for one in submissions if one.meta.get("score") is not None]
-    results, verdicts = iter(score_answers(asked)), []
+    to_score = [(one.meta["score"], one.extracted) for one in submissions if one.meta.get("score") is not None]
+    results, verdicts = iter(score_answers(to_score)), []
     for one in submissions:
         outcome: Outcome = "ungraded"
         score = 0.0
@@ -72,18 +72,18 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
             result = next(results)
             outcome = "no_answer" if result is None else "wrong" if result.kind == "value" else result.kind
             score = result.value if result is not None and result.kind == "value" else 0.0
-        verdicts.append(Verdict("right" if score >= 1.0 else outcome, facts={"task_score": score}))
+        verdicts.append(Verdict("right" if score >= 1.0 else outcome, info={"task_score": score}))
     return verdicts
 
 
-def score_answers(asked: Sequence[tuple[Scorer, str | None]]) -> list[Result | None]:
+def score_answers(to_score: Sequence[tuple[Scorer, str | None]]) -> list[Result | None]:
     """The result of scoring each answer, in order: its ``value`` is the score, a float. None of a blank answer.
 
     Equal answers to the same question are scored once. A plain function may raise what it likes.
     """
-    outcomes: list[Result | None] = [None] * len(asked)
+    outcomes: list[Result | None] = [None] * len(to_score)
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
-    for place, (scorer, answer) in enumerate(asked):
+    for place, (scorer, answer) in enumerate(to_score):
         if answer is None or is_blank(answer):
             continue
         if isinstance(scorer, WorkerScorer):
@@ -93,7 +93,7 @@ def score_answers(asked: Sequence[tuple[Scorer, str | None]]) -> list[Result | N
             outcomes[place] = Result("value", value=float(scorer(answer)))
     for (target, limits), places in pooled.items():
         pool = shared_pool(target, min(count_cpus(), MAX_WORKERS), limits)
-        scorers = [asked[own[0]][0] for own in places.values()]
+        scorers = [to_score[own[0]][0] for own in places.values()]
         items = [[one.subject, answer] for one, (_, answer) in zip(scorers, places, strict=True)]  # type: ignore[union-attr]
         for own, result in zip(places.values(), pool.run(items), strict=True):
             for place in own:

@@ -32,12 +32,12 @@ from posttrain.models.sources import (
     resolve_model_name,
 )
 from posttrain.option_types import shorten
+from posttrain.process_group import local_rank
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
 from posttrain.store import posix
 from posttrain.untrusted import kind_of_file, trusts_remote_code
-from posttrain.world import local_rank
 
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
@@ -132,9 +132,9 @@ def quantized_bits(model: Any) -> Literal[4, 8] | None:
 
 
 def _bits_in(config: Any) -> Literal[4, 8] | None:
-    stated = getattr(config, "quantization_config", None) or {}
-    stated = stated if isinstance(stated, dict) else stated.to_dict()
-    return 8 if stated.get("load_in_8bit") else 4 if stated.get("load_in_4bit") else None
+    declared = getattr(config, "quantization_config", None) or {}
+    declared = declared if isinstance(declared, dict) else declared.to_dict()
+    return 8 if declared.get("load_in_8bit") else 4 if declared.get("load_in_4bit") else None
 
 
 def num_parameters(model: Any) -> int:
@@ -202,10 +202,10 @@ def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
     """Return the end tokens of ``generation_config.json``; an ordinary token comes from a default, and is none."""
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
-    stated = None
+    declared = None
     with suppress(OSError):  # it has none
-        stated = GenerationConfig.from_pretrained(source).eos_token_id
-    ids = stated if isinstance(stated, list | tuple) else [stated]
+        declared = GenerationConfig.from_pretrained(source).eos_token_id
+    ids = declared if isinstance(declared, list | tuple) else [declared]
     return frozenset(index for index in ids if isinstance(index, int) and index in tokenizer.added_tokens_decoder)
 
 
@@ -290,11 +290,11 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
 
 def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> ModelSection:
     """Return the section of an adapter's base: in the bits that are asked for, else those noted next to the adapter."""
-    asked = section.model_copy(update=changes)
+    wanted = section.model_copy(update=changes)
     note = Path(adapter) / BASE_BITS
-    if asked.load_bits is not None or not note.is_file():
-        return asked
-    return asked.model_copy(update={"load_bits": json.loads(note.read_text(encoding="utf-8"))["load_bits"]})
+    if wanted.load_bits is not None or not note.is_file():
+        return wanted
+    return wanted.model_copy(update={"load_bits": json.loads(note.read_text(encoding="utf-8"))["load_bits"]})
 
 
 def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:

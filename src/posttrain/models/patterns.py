@@ -110,7 +110,7 @@ def check_chat_template(template: str, where: str) -> None:
         raise UsageError(f"{where}the chat template has {len(template):,} characters; at most {MAX_TEMPLATE_CHARS:,}")
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b", "n": [1, {}]}}}
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    asked = [{"role": "system", "content": "s"}, *turns, turns[0]]
+    conversation = [{"role": "system", "content": "s"}, *turns, turns[0]]
     thought = turns[1] | {"content": "<think>\nc\n</think>\n\na", "reasoning_content": "c"}
     calling = [
         turns[0],
@@ -123,7 +123,7 @@ def check_chat_template(template: str, where: str) -> None:
     tokens = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
     conversations = [
         {"messages": messages, "add_generation_prompt": messages[-1] is turns[0], **tokens, **more}
-        for messages in (turns[:1], turns, asked, asked[1:], calling, thinking, [*turns * 32, turns[0]])
+        for messages in (turns[:1], turns, conversation, conversation[1:], calling, thinking, [*turns * 32, turns[0]])
         for more in ({}, {"tools": [tool]}, {"enable_thinking": False})
     ]
     if not _ends(_TEMPLATE_TRIAL, {"template": template, "conversations": conversations}, most_bytes=2**30):

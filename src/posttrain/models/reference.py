@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import has_adapter
+from posttrain.process_group import own_part, whole
 from posttrain.types import with_float64
-from posttrain.world import own_part, whole
 
 
 class Reference:

@@ -15,9 +15,9 @@ from posttrain.errors import CheckpointError
 from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.forward.packing import Reads
 from posttrain.models.heads import ScalarHead, hidden_size
+from posttrain.process_group import own_part
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry
-from posttrain.world import own_part
 
 Fill = Callable[[Tensor, Tensor], object]
 

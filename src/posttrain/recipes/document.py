@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
-from posttrain.recipes.sections import Section, Word
+from posttrain.recipes.sections import Component, Section
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
 
@@ -138,9 +138,9 @@ class Document(Generic[T]):
             what = " and ".join(map(repr, above))
             how = "extends itself" if len(above) == 1 else "extend one another in a circle"
             raise RecipeError(f"{where}: {what} {how}; leave one out")
-        beside = Path(self.place).parent / name
+        sibling = Path(self.place).parent / name
         try:
-            place, text = recipe_text(str(beside) if name and kind_of_file(beside) != "nothing" else name)
+            place, text = recipe_text(str(sibling) if name and kind_of_file(sibling) != "nothing" else name)
         except RecipeError as error:
             raise RecipeError(f"{where}: {error}") from None
         # What a stored recipe extends is its business, and no word of the user's.
@@ -200,9 +200,9 @@ class Document(Generic[T]):
             content = self.model.model_validate(self.content)
         except ValidationError as error:
             raise RecipeError("\n".join(self._explain(item) for item in faults(error))) from None
-        for broken, key, says in content.rules():
+        for broken, key, message in content.rules():
             if broken:
-                raise RecipeError(f"{self.line_of(key)}{key}{says}")
+                raise RecipeError(f"{self.line_of(key)}{key}{message}")
         return content
 
     def _explain(self, item: Any) -> str:
@@ -245,9 +245,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
         # The options of a word were sorted out when it was resolved.
-        values = value.model_dump(mode="json") if isinstance(value, Word) else {k: getattr(value, k) for k in fields}
+        values = (
+            value.model_dump(mode="json") if isinstance(value, Component) else {k: getattr(value, k) for k in fields}
+        )
         shown = {k: v for k, v in values.items() if v is not None or k not in fields or fields[k].default is not None}
-        return shown if isinstance(value, Word) else {k: _plain(v) for k, v in shown.items()}
+        return shown if isinstance(value, Component) else {k: _plain(v) for k, v in shown.items()}
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -255,14 +257,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def complete_word(word: Any, kind: str, where: str) -> Any:
+def complete_component(component: Any, kind: str, where: str) -> Any:
     """A word with all of its options, which are checked."""
-    entry = registry.find(kind, word.name, where)
-    options = entry.options(word.options, where)
+    entry = registry.find(kind, component.name, where)
+    options = entry.options(component.options, where)
     fields = entry.options_model.model_fields
     options = {k: v for k, v in options.items() if v is not None or fields[k].default is not None}
-    fixed = {name: getattr(word, name) for name in type(word).model_fields}
-    return type(word)(**fixed, **json.loads(json.dumps(options)))
+    fixed = {name: getattr(component, name) for name in type(component).model_fields}
+    return type(component)(**fixed, **json.loads(json.dumps(options)))
 
 
 def fingerprint_of(dump: Mapping[str, Any]) -> str:
@@ -386,15 +388,23 @@ def _drop_evaluation_of(before: Any, data: dict[str, Any]) -> None:
     Evaluation is then of the task trained on, as where no tasks are named.
     """
     task, evaluation = data.get("task"), data.get("eval")
-    if before is None or task is None or _word_name(task) == _word_name(before) or not isinstance(evaluation, Mapping):
+    if (
+        before is None
+        or task is None
+        or _component_name(task) == _component_name(before)
+        or not isinstance(evaluation, Mapping)
+    ):
         return
-    words = evaluation.get("tasks") or []
-    if any(_word_name(word) != _word_name(task) for word in (words if isinstance(words, list) else [words])):
+    components = evaluation.get("tasks") or []
+    if any(
+        _component_name(component) != _component_name(task)
+        for component in (components if isinstance(components, list) else [components])
+    ):
         data["eval"] = {key: value for key, value in evaluation.items() if key != "tasks"}
 
 
-def _word_name(word: Any) -> Any:
-    return word.get("name") if isinstance(word, Mapping) else word
+def _component_name(component: Any) -> Any:
+    return component.get("name") if isinstance(component, Mapping) else component
 
 
 def apply_override(data: dict[str, Any], key: str, value: str) -> str:
@@ -450,7 +460,7 @@ def _index(entries: list[Any], part: str, path: str) -> int:
     """The place of an entry that is given by its number or its name."""
     if part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries):
         return int(part)
-    names = [_word_name(entry) for entry in entries]
+    names = [_component_name(entry) for entry in entries]
     if names.count(part) == 1:
         return names.index(part)
     if part in names:
@@ -493,9 +503,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
 
 def _displace(below: dict[str, Any], above: Mapping[str, Any]) -> None:
     """Take a length out of ``below`` where another is said ``above``."""
-    said = [key for key in LENGTHS if above.get(key) is not None]
+    lengths = [key for key in LENGTHS if above.get(key) is not None]
     for key in LENGTHS:
-        if said and key not in said:
+        if lengths and key not in lengths:
             below.pop(key, None)
 
 

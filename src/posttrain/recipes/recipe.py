@@ -14,11 +14,13 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnallowedCode, UnknownWord
-from posttrain.recipes.document import Content, Document, Rule, complete_word
+from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
+from posttrain.recipes.document import Content, Document, Rule, complete_component
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
+    Component,
+    Components,
     DataSection,
     EvalSection,
     HeadSection,
@@ -26,20 +28,18 @@ from posttrain.recipes.sections import (
     ModelSection,
     PromptSection,
     RegularizeSection,
-    RewardWord,
+    RewardComponent,
     RolloutSection,
     ScaleSection,
     TeacherSection,
     TrainSection,
-    Word,
-    Words,
     as_list,
     read_parts,
 )
 from posttrain.untrusted import declare_code, is_declared, without_remote_code
 
 # The components of a recipe by dotted key (one, or a list of them), with their kind.
-WORD_KINDS = {
+COMPONENT_KINDS = {
     "task": "task",
     "environment": "environment",
     "objective": "objective",
@@ -56,7 +56,7 @@ WORD_KINDS = {
     "track": "tracker",
 }
 
-DRIFT_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
+KL_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
 # Documents that are no recipe of one run, by the keys that tell them: what they are, and the command that takes them.
 _OTHERS = {
     ("rows",): ("is a sweep of several runs", "sweep"),
@@ -95,31 +95,31 @@ class Recipe(Content):
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
-    task: Word
+    task: Component
     prompt: PromptSection = Field(default_factory=PromptSection)
-    rewards: Annotated[list[RewardWord], BeforeValidator(as_list)] = Field(default_factory=list)
-    environment: Word | None = None
+    rewards: Annotated[list[RewardComponent], BeforeValidator(as_list)] = Field(default_factory=list)
+    environment: Component | None = None
     tools: list[str] | None = None
     rollout: RolloutSection | None = None
     data: DataSection | None = None
-    advantage: Word | None = None
+    advantage: Component | None = None
     kl_in_reward: KLInRewardSection | None = None
-    correction: Word | None = None
-    objective: Word
+    correction: Component | None = None
+    objective: Component
     regularize: RegularizeSection | None = None
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
-    aggregate: Word | None = None
-    optimizer: Word = Word(name="adamw")
+    aggregate: Component | None = None
+    optimizer: Component = Component(name="adamw")
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     scale: ScaleSection = Field(default_factory=ScaleSection)
-    track: Words = Field(default_factory=list)
+    track: Components = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _reward_rollouts(self) -> Self:
         if self.rollout is not None and not self.rewards:
-            self.rewards = [RewardWord(name="correct")]
+            self.rewards = [RewardComponent(name="correct")]
         return self
 
     def rules(self) -> Iterator[Rule]:
@@ -131,13 +131,13 @@ class Recipe(Content):
         """
         rollout, data, train = self.rollout, self.data, self.train
         tasks = {"task": self.task, **{f"eval.tasks.{i}": task for i, task in enumerate(self.eval.tasks)}}
-        for where, word in tasks.items():
-            if word.name == MIXTURE:
+        for where, component in tasks.items():
+            if component.name == MIXTURE:
                 try:
-                    read_parts(word.options.get("parts"), where)
-                except (RecipeError, UnknownWord) as error:
-                    key, colon, says = str(error).partition(":")
-                    yield True, key, colon + says
+                    read_parts(component.options.get("parts"), where)
+                except (RecipeError, UnknownComponent) as error:
+                    key, colon, message = str(error).partition(":")
+                    yield True, key, colon + message
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
         for key in ("advantage", "kl_in_reward", "correction"):
@@ -160,8 +160,8 @@ class Recipe(Content):
         )
         yield self.correction and rollout and rollout.old_logprobs != "trainer", "correction", compares
         for key in ("ppo_epochs", "num_minibatches"):
-            passes = f": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
-            yield data and getattr(train, key) != 1, f"train.{key}", passes
+            reason = f": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
+            yield data and getattr(train, key) != 1, f"train.{key}", reason
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
         """The recipe with every word's options checked and all their defaults filled in.
@@ -169,30 +169,30 @@ class Recipe(Content):
         ``to_read``: nothing is built from it, so a word that would be code that nobody allowed stays as it stands.
 
         Raises:
-            UnknownWord, RecipeError: with the key that is wrong.
+            UnknownComponent, RecipeError: with the key that is wrong.
             UnallowedCode: a stored recipe names code.
         """
 
-        def complete(word: Any, kind: str, where: str) -> Any:
+        def complete(component: Any, kind: str, where: str) -> Any:
             try:
-                return complete_word(word, kind, where)
+                return complete_component(component, kind, where)
             except UnallowedCode:
                 if not to_read:
                     raise
-                return word
+                return component
 
         resolved = self.model_copy(deep=True)
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):
             if not to_read and ":" in tool:  # one without a module is refused where it is built
-                registry.import_word("tool", tool, f"tools.{index}")
-        for path, kind in WORD_KINDS.items():
+                registry.import_component("tool", tool, f"tools.{index}")
+        for path, kind in COMPONENT_KINDS.items():
             above, _, key = path.rpartition(".")
             section = getattr(resolved, above) if above else resolved
             value = getattr(section, key, None)
             if isinstance(value, list):
-                setattr(section, key, [complete(word, kind, f"{path}.{i}") for i, word in enumerate(value)])
+                setattr(section, key, [complete(component, kind, f"{path}.{i}") for i, component in enumerate(value)])
             elif value is not None:
                 setattr(section, key, complete(value, kind, path))
         return resolved
@@ -202,7 +202,7 @@ class Recipe(Content):
         traits = registry.find("objective", self.objective.name, "objective").traits
         level = traits.get("level", "token")
         if self.aggregate is None:
-            self.aggregate = Word(name="token_mean" if level == "token" else "unit_mean")
+            self.aggregate = Component(name="token_mean" if level == "token" else "unit_mean")
         if traits.get("policy_term"):
             self.regularize = self.regularize or RegularizeSection()
         elif self.regularize is not None:
@@ -213,19 +213,23 @@ class Recipe(Content):
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
         if self.eval.num_kl_prompts is None:
-            known = [(word.name, f"rewards.{i}") for i, word in enumerate(self.rewards) if is_declared(word.name)]
-            judged = any(registry.find("reward", *word).traits.get("asks_a_model") for word in known)
+            known = [
+                (component.name, f"rewards.{i}")
+                for i, component in enumerate(self.rewards)
+                if is_declared(component.name)
+            ]
+            judged = any(registry.find("reward", *component).traits.get("asks_a_model") for component in known)
             is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
-            self.eval.num_kl_prompts = min(DRIFT_PROMPTS, self.eval.num_examples) if is_pulled else 0
+            self.eval.num_kl_prompts = min(KL_PROMPTS, self.eval.num_examples) if is_pulled else 0
         if self.rollout is not None and (self.environment is not None or self.tools):
             for key, value in TURN_DEFAULTS.items():
                 if getattr(self.rollout, key) is None:
                     setattr(self.rollout, key, value)
         if self.rollout is not None:
             if self.rollout.select is None:
-                self.rollout.select = Word(name="best_and_worst" if level == "pair" else "every")
+                self.rollout.select = Component(name="best_and_worst" if level == "pair" else "every")
             if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
-                self.advantage = Word(name="gae" if traits.get("head") == "value" else "normalized")
+                self.advantage = Component(name="gae" if traits.get("head") == "value" else "normalized")
 
     def within(self, context: int) -> int:
         """How long a prompt and its answer may be together, of a model with a context of so many tokens."""

@@ -32,7 +32,7 @@ class Section(Options):
     model_config = ConfigDict(validate_default=True)
 
 
-class Word(Options):
+class Component(Options):
     """A named function with its options; a bare string is a name without options."""
 
     model_config = ConfigDict(extra="allow")
@@ -48,19 +48,19 @@ class Word(Options):
         return dict(self.model_extra or {})
 
 
-def read_word(value: Any, where: str) -> Word:
+def read_component(value: Any, where: str) -> Component:
     """A word from its name or from plain data.
 
     Raises:
         RecipeError: with the key; it has no name, or one that is no text.
     """
     try:
-        return Word.model_validate(value)
+        return Component.model_validate(value)
     except ValidationError as error:
         raise RecipeError(explain_validation(error, [], where, "a word")) from None
 
 
-class RewardWord(Word):
+class RewardComponent(Component):
     """A reward with the weight that it has in the sum."""
 
     weight: float = 1.0
@@ -73,7 +73,7 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, Mapping) else value
 
 
-Words = Annotated[list[Word], BeforeValidator(as_list)]
+Components = Annotated[list[Component], BeforeValidator(as_list)]
 MIXTURE = "mixture"  # the task whose parts are tasks: {name: mixture, parts: [{task: gsm8k, weight: 2}, ...]}
 _PART_NAME = re.compile(r"[\w.+-]{1,64}")
 
@@ -81,7 +81,7 @@ _PART_NAME = re.compile(r"[\w.+-]{1,64}")
 class Part(Options):
     """A part of a mixture: its task, its weight, and its name, by default the task's."""
 
-    task: Word
+    task: Component
     weight: float = Field(default=1.0, gt=0)
     name: str = ""
 
@@ -92,36 +92,36 @@ class Part(Options):
         return self
 
 
-def parts_of(word: Word) -> list[Part]:
+def parts_of(component: Component) -> list[Part]:
     """Return the parts of a mixture; of any other task none."""
-    return read_parts(word.options.get("parts"), "task") if word.name == MIXTURE else []
+    return read_parts(component.options.get("parts"), "task") if component.name == MIXTURE else []
 
 
-def task_words(word: Word) -> list[Word]:
+def task_components(component: Component) -> list[Component]:
     """Return the tasks of a mixture's parts; of any other task the word itself."""
-    return [part.task for part in parts_of(word)] or [word]
+    return [part.task for part in parts_of(component)] or [component]
 
 
-def map_tasks(word: Word, change: Callable[[Word], Word]) -> Word:
+def map_tasks(component: Component, change: Callable[[Component], Component]) -> Component:
     """``change`` of a task; of a mixture the same mixture of changed parts."""
-    parts = parts_of(word)
+    parts = parts_of(component)
     if not parts:
-        return change(word)
+        return change(component)
     changed = [(part.model_copy(update={"task": change(part.task)})).model_dump() for part in parts]
-    return Word(name=word.name, **(word.options | {"parts": changed}))
+    return Component(name=component.name, **(component.options | {"parts": changed}))
 
 
-def read_parts(stated: Any, where: str) -> list[Part]:
+def read_parts(value: Any, where: str) -> list[Part]:
     """Read the parts that stand in the key ``parts`` of ``where``.
 
     Raises:
         RecipeError: the first thing that is wrong with them, behind its dotted key.
     """
-    if not isinstance(stated, list) or not stated:
+    if not isinstance(value, list) or not value:
         form = "give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
         raise RecipeError(f"{where}.parts: {form}")
     parts: dict[str, Part] = {}
-    for number, entry in enumerate(stated):
+    for number, entry in enumerate(value):
         key = f"{where}.parts.{number}"
         try:
             part = Part.model_validate(entry)
@@ -269,7 +269,7 @@ class PromptSection(Section):
         max_prompt_tokens: longer prompts are dropped, counted and reported.
     """
 
-    template: Word = Word(name="r1_zero")
+    template: Component = Component(name="r1_zero")
     max_prompt_tokens: Tokens | None = None
 
 
@@ -304,7 +304,7 @@ class RolloutSection(Section):
         show_tools: describe the tools in the prompt (true).
     """
 
-    engine: Word = Word(name="native")
+    engine: Component = Component(name="native")
     num_prompts: Few = 16
     group_size: Few = 8
     max_tokens: Tokens = 256
@@ -316,7 +316,7 @@ class RolloutSection(Section):
     uniform_by: str = "reward"
     max_rounds: int = Field(default=4, ge=1)
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    select: Word | None = None
+    select: Component | None = None
     label_above: float = 0.5
     mask_truncated: bool = False
     staleness: int = Field(default=0, ge=0, le=64)
@@ -519,7 +519,7 @@ class EvalSection(Section):
             engine.
     """
 
-    tasks: Words = Field(default_factory=list)
+    tasks: Components = Field(default_factory=list)
     every: Every = Field(default=0, ge=0)
     num_examples: int = Field(default=256, ge=1)
     items: Literal["sample", "first"] = "sample"
@@ -532,7 +532,7 @@ class EvalSection(Section):
     num_kl_prompts: int | None = Field(default=None, ge=0)
     best: str | None = None
     loss: bool | None = None
-    engine: Word | None = None
+    engine: Component | None = None
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

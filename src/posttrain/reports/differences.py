@@ -10,10 +10,10 @@ from posttrain.evaluation.statistics import student_t_quantile, summarize_seeds
 from posttrain.reports.charts import Panel, Series, interval_ends
 from posttrain.reports.page import render
 
-Facts = Mapping[str, Any]
+Info = Mapping[str, Any]
 
 
-def findings(results: Facts) -> list[str]:
+def findings(results: Info) -> list[str]:
     """The findings, one sentence each, from the numbers alone."""
     lines = [_changed_line(results["dictionaries"], results["overlap"])]
     lines.append(_divergence_line(results["divergence"]))
@@ -25,16 +25,16 @@ def findings(results: Facts) -> list[str]:
     return lines
 
 
-def _changed_line(dictionaries: Sequence[Facts], overlap: Facts) -> str:
-    first = dictionaries[0]["counts"]
-    share = dictionaries[0]["rate_within_a_fifth"]
+def _changed_line(saes: Sequence[Info], overlap: Info) -> str:
+    first = saes[0]["counts"]
+    share = saes[0]["rate_within_a_fifth"]
     line = (
         f"{first['changed']} of {first['tested']} features changed by more than the least change "
         f"({first['rose']} rose, {first['fell']} fell); {_percent(share)} of all fire within 20 % as often as before."
     )
     if overlap["share"] is not None and overlap["pairs"]:
         chance = sum(pair["by_chance"] for pair in overlap["pairs"]) / len(overlap["pairs"])
-        others = ", ".join(str(d["counts"]["changed"]) for d in dictionaries[1:])
+        others = ", ".join(str(d["counts"]["changed"]) for d in saes[1:])
         line += (
             f" Other seeds of the dictionary find {others}; {_percent(overlap['share'])} of them are found again by "
             f"another seed ({_percent(chance)} of random ones)."
@@ -42,7 +42,7 @@ def _changed_line(dictionaries: Sequence[Facts], overlap: Facts) -> str:
     return line
 
 
-def _divergence_line(kl: Facts) -> str:
+def _divergence_line(kl: Info) -> str:
     line = f"The post model's answers are {kl['per_answer']:.2f} nats from the base ({kl['per_token']:.3f} a token)"
     total = kl["per_token"] * kl["tokens"]
     if not kl["places"] or total <= 0:
@@ -57,7 +57,7 @@ def _divergence_line(kl: Facts) -> str:
     )
 
 
-def _patching_line(patching: Facts) -> str:
+def _patching_line(patching: Info) -> str:
     counts = patching["counts"]
     changed, others = (
         [_mean(column) for column in zip(*patching[name], strict=True)] for name in ("changed", "random")
@@ -69,7 +69,7 @@ def _patching_line(patching: Facts) -> str:
     )
 
 
-def causal_lines(causal: Facts) -> list[str]:
+def causal_lines(causal: Info) -> list[str]:
     """The result of the causal test, one sentence a test."""
     base, post = causal["unchanged"]["base"], causal["unchanged"]["post"]
     tests = (
@@ -78,9 +78,9 @@ def causal_lines(causal: Facts) -> list[str]:
         ("scaled", 0.0, None, post, "Taken away altogether", "the post model's"),
     )
     lines = []
-    for test, dose, writer, untouched, what, whose in tests:
+    for test, factor, writer, untouched, what, whose in tests:
         points, count = causal[test][0], causal["features"]
-        index = next((i for i, p in enumerate(points) if p["dose"] == dose and p["features"] == count), None)
+        index = next((i for i, p in enumerate(points) if p["dose"] == factor and p["features"] == count), None)
         if index is None:
             continue
         changed = _mean([row[index]["changed"] for row in causal[test]])
@@ -90,7 +90,7 @@ def causal_lines(causal: Facts) -> list[str]:
             f"{what}, the {count} most changed features turn {whose} {causal['measure']} from "
             f"{untouched:.3f} into {changed:.3f}, random features like them into {others:.3f}{most}"
         )
-        verdict = causal["verdicts"][f"{test} {count} at {dose:g}"]
+        verdict = causal["verdicts"][f"{test} {count} at {factor:g}"]
         if verdict["half_width"] is None:
             lines.append(f"{line}; with one seed there is no interval, so this shows nothing yet.")
             continue
@@ -101,8 +101,8 @@ def causal_lines(causal: Facts) -> list[str]:
     return lines
 
 
-def _null_line(dictionaries: Sequence[Facts]) -> str:
-    counts = {name: sum(d["null"][name]["changed"] for d in dictionaries) for name in dictionaries[0]["null"]}
+def _null_line(saes: Sequence[Info]) -> str:
+    counts = {name: sum(d["null"][name]["changed"] for d in saes) for name in saes[0]["null"]}
     flagged = sum(counts.values())
     tests = "the base against itself, models swapped in half of the documents, two halves of the documents"
     if flagged == 0:
@@ -118,7 +118,7 @@ def _percent(value: float | None) -> str:
     return "an unknown share" if value is None else f"{value:.1%}"
 
 
-def render_diff(results: Facts) -> str:
+def render_diff(results: Info) -> str:
     """The whole page as HTML (``templates/differences.jinja``)."""
     about = f"Base: {results['base']}. Post: {results['post']}. Read at {results['activations']['site']}."
     kl = results["divergence"]
@@ -142,7 +142,7 @@ def render_diff(results: Facts) -> str:
     )
 
 
-def _change_panels(rates: Facts) -> list[Panel]:
+def _change_panels(rates: Info) -> list[Panel]:
     """Every feature's firing rate before and after."""
     labels = {"soft": "not changed", "c1": "changed, rose", "c0": "changed, fell"}
     groups = {color: Series(label, [], [], is_points=True, color=color) for color, label in labels.items()}
@@ -163,7 +163,7 @@ def _change_panels(rates: Facts) -> list[Panel]:
     ]  # fmt: skip
 
 
-def _divergence_panels(places: Sequence[Facts]) -> list[Panel]:
+def _divergence_panels(places: Sequence[Info]) -> list[Panel]:
     """KL at each token of an answer."""
     if not places:
         return []
@@ -175,7 +175,7 @@ def _divergence_panels(places: Sequence[Facts]) -> list[Panel]:
     return [Panel("KL along the answer", about, [line], x_label=where, y_label="KL, nats")]
 
 
-def _patching_panel(patching: Facts) -> Panel:
+def _patching_panel(patching: Info) -> Panel:
     """The share of KL recovered against the number of features."""
     xs = [float(count) for count in patching["counts"]]
     lines = [
@@ -193,7 +193,7 @@ def _patching_panel(patching: Facts) -> Panel:
     )  # fmt: skip
 
 
-def _causal_panels(causal: Facts) -> list[Panel]:
+def _causal_panels(causal: Info) -> list[Panel]:
     """Outcomes against the number of features and against the dose, for each test."""
     unchanged, everything = causal["unchanged"], causal["everything"]
     base, post = ("base, untouched", unchanged["base"]), ("post, untouched", unchanged["post"])

@@ -112,7 +112,7 @@ def quoted(text: str) -> str:
     return f"{fence}\n{shown}\n{fence}"
 
 
-def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
+def head_to_head_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
     """The results of two models against one another; lines without a number are left out.
 
     ``others``: of further judges, by name.
@@ -144,7 +144,7 @@ def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[s
     return TextTable(f"{name}: {a} against {b}, n = {results['n']:.0f}", ["", "value", "95 % interval"], lines)
 
 
-def write_contest_page(
+def write_head_to_head_page(
     table: TextTable, notes: Sequence[str], settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
 ) -> str:
     """The page of two models against one another, as Markdown, with the first items in full."""

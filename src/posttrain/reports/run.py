@@ -31,12 +31,12 @@ class Stage:
 class Answer:
     """One model's text for a problem. ``extracted``: the answer found in it, None for none.
 
-    ``is_right`` is None where there is no gold answer; then the ``reward`` is shown, if there is one.
+    ``is_correct`` is None where there is no gold answer; then the ``reward`` is shown, if there is one.
     """
 
     label: str
     text: str
-    is_right: bool | None
+    is_correct: bool | None
     extracted: str | None
     num_tokens: int | None = None
     is_cut: bool = False
@@ -45,9 +45,9 @@ class Answer:
     @property
     def verdict(self) -> str:
         """``right``, ``no answer``, or the wrong answer; without a gold answer the reward, or nothing."""
-        if self.is_right is None:
+        if self.is_correct is None:
             return "" if self.reward is None else f"reward {self.reward:.3f}"
-        if self.is_right:
+        if self.is_correct:
             return "right"
         return "no answer" if self.extracted is None else f"wrong: {self.extracted[:24]}"
 
@@ -83,7 +83,7 @@ class Chapter:
     text: str
     panels: Sequence[Panel]
     recipe: str
-    facts: Sequence[tuple[str, str]] = ()
+    info: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)

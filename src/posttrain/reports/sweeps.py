@@ -126,7 +126,7 @@ def _result_panel(
     key, places = over or (" ", {row.name: float(index) for index, row in enumerate(rows)})
     rows = sorted(rows, key=lambda row: places[row.name])
     xs, ends = [places[row.name] for row in rows], interval_ends([row.summaries[primary.name] for row in rows])
-    seeds = [(places[row.name], trial.facts[primary.name]) for row in rows for trial in row.finished]
+    seeds = [(places[row.name], trial.info[primary.name]) for row in rows for trial in row.finished]
     series = [
         Series("single seeds", [x for x, _ in seeds], [y for _, y in seeds], is_points=True, color="soft"),
         Series("mean, 95 %", xs, *ends, is_points=True, color="c0"),

@@ -23,7 +23,7 @@ from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
 
 LIFELINE = "POSTTRAIN_LIFELINE"  # in a child's environment: its standard input is that pipe
-PATIENCE_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 
 
 @dataclass
@@ -86,7 +86,7 @@ def start_child(
     return Child(process, log, start, time.monotonic())
 
 
-def end_children(children: Iterable[Child], seconds: float = PATIENCE_SECONDS) -> None:
+def end_children(children: Iterable[Child], seconds: float = TIMEOUT_SECONDS) -> None:
     """Ask all to save and end; those that have not after so many seconds are killed, with what they started."""
     working = list(children)
     for child in working if seconds else ():
@@ -121,8 +121,8 @@ def end_with_parent() -> None:
 
 def threads_per_child(default: int) -> int:
     """Return the number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isascii() and asked.isdigit() and int(asked) > 0 else default
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(requested) if requested.isascii() and requested.isdigit() and int(requested) > 0 else default
 
 
 def thread_settings(default: int) -> dict[str, str]:

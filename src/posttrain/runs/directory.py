@@ -30,7 +30,7 @@ from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.metric_names import ACCURACY, Metric, metric_of
-from posttrain.store.reading import read_stated, read_yaml
+from posttrain.store.reading import read_declared, read_yaml
 from posttrain.untrusted import harmless, kind_of_file
 
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
@@ -39,7 +39,7 @@ MAX_NAME_CHARS = 200
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 LOCK = ".lock"
-PATIENCE_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 NUM_NAMES_SHOWN = 12
 
 
@@ -172,11 +172,11 @@ def _in_use(folder: Path, process: str) -> RunConflict:
 
 
 def wait_for_end(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return the folders in which a process still works after ``PATIENCE_SECONDS`` in all, and the process.
+    """Return the folders in which a process still works after ``TIMEOUT_SECONDS`` in all, and the process.
 
     A process whose parent was killed ends by itself a moment later.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     working: dict[Path, str] = {}
     for folder in folders:
         while (process := holder(folder / LOCK)) is not None and time.monotonic() < deadline:
@@ -243,7 +243,7 @@ class RunDirectory:
     def read_status(self) -> RunStatus | None:
         """Return the status, or None where there is none yet; raises DataError if it is damaged."""
         try:
-            return read_stated(self.status_path, RunStatus)
+            return read_declared(self.status_path, RunStatus)
         except FileNotFoundError:
             return None
 
@@ -265,7 +265,7 @@ class RunDirectory:
     def read_environment(self) -> dict[str, Any]:
         """Return ``env.json`` as plain data: ``recipe``, ``created``, ``starts``; empty where there is none."""
         try:
-            return read_stated(self.environment_path, _Environment).model_dump(exclude_unset=True)
+            return read_declared(self.environment_path, _Environment).model_dump(exclude_unset=True)
         except FileNotFoundError:
             return {}
 

@@ -58,7 +58,7 @@ class Export:
     step: int | None
     num_files: int
     num_bytes: int
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def export_run(
@@ -85,7 +85,7 @@ def export_run(
         remove_asides(goal)
         try:
             content.mkdir()
-            notices = [] if step is None else _copy_weights(run, step, content, merge)
+            warnings = [] if step is None else _copy_weights(run, step, content, merge)
             for name in RECORDS:
                 if (run / name).is_file() and not (run / name).is_symlink():
                     shutil.copyfile(run / name, content / name)
@@ -95,7 +95,7 @@ def export_run(
             sync_folder(goal.parent)
         finally:
             remove_tree(content)
-    return Export(goal, step, len(sizes), sum(sizes), tuple(notices))
+    return Export(goal, step, len(sizes), sum(sizes), tuple(warnings))
 
 
 def _check_target(root: Path, goal: Path) -> None:

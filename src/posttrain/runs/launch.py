@@ -36,7 +36,7 @@ from posttrain.runs.processes import check_scale, join_processes, task_of
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.training.files import Observer, RunFiles
-from posttrain.untrusted import consent_options
+from posttrain.untrusted import allow_code_options
 
 DEFAULT_ROOT = "runs"
 # train/loop.py: train(recipe, files, *, resume, observer, should_stop, world), with .step, .reason, .evaluations
@@ -61,7 +61,7 @@ def launch(
     recipe_name: str = "run",
     resume: bool = False,
     accept_changes: bool = False,
-    observer: Observer = lambda event, facts: None,
+    observer: Observer = lambda event, info: None,
     notes: Sequence[str] = (),
     should_stop: Callable[[], bool] = lambda: False,
     train: Train | None = None,
@@ -93,13 +93,13 @@ def launch(
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     with lock_run(folder):
         directory = RunDirectory(folder)
-        notices = _claim(directory, recipe, resume, accept_changes)
+        warnings = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
         record = _Record(directory, status, observer, should_stop)
         try:
             record.update()
-            for message in [*notices, *notes]:
+            for message in [*warnings, *notes]:
                 record("notice", {"message": message})
             result = _train(recipe, directory, resume, record, train)
         except BaseException as error:
@@ -136,8 +136,8 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
             cluster = import_module("posttrain.runs.ray")
             result = cluster.train_on_cluster(task_of(recipe, directory.folder, resume), recipe, record, should_stop)
         else:
-            with join_processes(recipe, directory.folder, resume) as world:
-                result = loop(recipe, files, world=world, **about)
+            with join_processes(recipe, directory.folder, resume) as process_group:
+                result = loop(recipe, files, process_group=process_group, **about)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
@@ -191,7 +191,7 @@ def resume_command(folder: Path) -> str:
     """Return the command that continues a run here, where the code that it named was allowed to run."""
     words, root = ["posttrain", "runs", "resume", folder.name], str(folder.parent)
     words += [] if root == DEFAULT_ROOT else ["--runs-dir", root]
-    return shlex.join([*words, *consent_options(os.getcwd())])
+    return shlex.join([*words, *allow_code_options(os.getcwd())])
 
 
 def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) -> Path:
@@ -261,30 +261,30 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
     if resume:
         from posttrain.runs.resuming import claim_to_resume
 
-        notices, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
-        if not notices and status is not None and status.state == "finished":
+        warnings, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
+        if not warnings and status is not None and status.state == "finished":
             return ["this run had finished; it is only checked, and its results shown again"]
-        return notices
+        return warnings
     if not directory.is_empty:
         raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
     directory.write_recipe(recipe)
     return []
 
 
-def start_text(facts: Mapping[str, Any]) -> str:
+def start_text(info: Mapping[str, Any]) -> str:
     """Describe what begins: steps, examples, what was dropped and why, repeated rows, trained parameters."""
-    parts = [facts.get("length") or f"{facts['steps']} steps on {facts['num_examples']:,} examples"]
-    if facts.get("origin"):
-        parts[0] += f", from {facts['origin']}"
-    dropped = {reason: n for reason, n in (facts.get("dropped") or {}).items() if n}
+    parts = [info.get("length") or f"{info['steps']} steps on {info['num_examples']:,} examples"]
+    if info.get("origin"):
+        parts[0] += f", from {info['origin']}"
+    dropped = {reason: n for reason, n in (info.get("dropped") or {}).items() if n}
     if dropped:
         parts.append("dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()))
-    if facts.get("num_repeated"):
-        parts.append(f"{facts['num_repeated']:,} rows of the data repeat an earlier one, and count again")
-    if facts.get("trained"):
-        parts.append(facts["trained"])
-    if facts.get("resumed_from"):
-        parts.append(f"resumed after step {facts['resumed_from']}")
+    if info.get("num_repeated"):
+        parts.append(f"{info['num_repeated']:,} rows of the data repeat an earlier one, and count again")
+    if info.get("trained"):
+        parts.append(info["trained"])
+    if info.get("resumed_from"):
+        parts.append(f"resumed after step {info['resumed_from']}")
     return "; ".join(parts)
 
 
@@ -297,31 +297,31 @@ class _Record:
         self.directory, self.status, self.observer, self.should_stop = directory, status, observer, should_stop
         self.started, self.reason = False, "finished"
 
-    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
         if event == "start":
             self.started = True
-            self.update(step=facts.get("resumed_from") or 0, steps=facts.get("steps", self.status.steps))
-            self.directory.log(f"started: {start_text(facts)}")
+            self.update(step=info.get("resumed_from") or 0, steps=info.get("steps", self.status.steps))
+            self.directory.log(f"started: {start_text(info)}")
         elif event == "step":
-            self.update(step=facts["step"])
+            self.update(step=info["step"])
         elif event == "evaluation":
-            primary, results = facts["primary_metric"], facts["results"]
+            primary, results = info["primary_metric"], info["results"]
             result = "evaluated"
             if primary is not None and primary.name in results:  # a further task may lack what the first one has
-                self.update(primary_metric=primary.name, held_out=primary.numbers(results), evaluation=facts["name"])
+                self.update(primary_metric=primary.name, held_out=primary.numbers(results), evaluation=info["name"])
                 result = f"{primary.name} {results[primary.name]}"
-            self.directory.log(f"step {facts['step']}: {facts['name']}: {result}")
+            self.directory.log(f"step {info['step']}: {info['name']}: {result}")
         elif event == "checkpoint":
-            best = ", the best so far" if facts.get("best") else ""
-            self.directory.log(f"step {facts['step']}: saved {facts['path']}{best}")
+            best = ", the best so far" if info.get("best") else ""
+            self.directory.log(f"step {info['step']}: saved {info['path']}{best}")
         elif event == "notice":
-            self.directory.log(str(facts["message"]))
+            self.directory.log(str(info["message"]))
         elif event == "finish":
-            if facts["reason"] != "finished":
-                facts = facts | {"reason": "stopped" if self.should_stop() else "interrupted"}
-            self.reason = facts["reason"]
-            self.update(step=facts["step"])
-        self.observer(event, facts)
+            if info["reason"] != "finished":
+                info = info | {"reason": "stopped" if self.should_stop() else "interrupted"}
+            self.reason = info["reason"]
+            self.update(step=info["step"])
+        self.observer(event, info)
 
     def update(self, **changes: Any) -> None:
         """Change the status."""

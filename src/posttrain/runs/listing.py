@@ -100,17 +100,19 @@ def list_runs(
         UsageError: no such state or key.
     """
     for option, given, known in (("--state", states, get_args(RunState)), ("--sort", [sort], [*SORT_KEYS])):
-        for word in given:
-            if word not in known:
-                raise UsageError(f"{option}: there is no {word!r}.{suggest(word, known)} Known: {', '.join(known)}")
+        for component in given:
+            if component not in known:
+                raise UsageError(
+                    f"{option}: there is no {component!r}.{suggest(component, known)} Known: {', '.join(known)}"
+                )
     names = run_names(root)
     if patterns:
         names = [name for name in every_run_name(root) if any(fits(name, pattern) for pattern in patterns)]
     runs = [summarize_run(Path(root) / name, name) for name in names]
     runs = [run for run in runs if not states or run.state in states]
     value, largest_first = SORT_KEYS[sort]
-    placed = [run for run in runs if value(run) is not None]
-    return sorted(placed, key=value, reverse=largest_first) + [run for run in runs if value(run) is None]
+    ranked = [run for run in runs if value(run) is not None]
+    return sorted(ranked, key=value, reverse=largest_first) + [run for run in runs if value(run) is None]
 
 
 def list_sweeps(root: str | Path) -> list[SweepSummary]:

@@ -20,7 +20,7 @@ from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
 from posttrain.untrusted import kind_of_file
 
-CELLS, START = "cells", "start"
+TRIALS, START = "cells", "start"
 PLAN = "sweep.yaml"  # makes a folder a sweep
 _PATTERN = "*?["
 
@@ -43,7 +43,7 @@ def trial_names(root: str | Path, sweep: str) -> list[str]:
     """Return the names of the runs of a sweep: its start, if there is one, and its cells."""
     folder = Path(root) / sweep
     start = [f"{sweep}/{START}"] if (folder / START / "recipe.yaml").is_file() else []
-    return start + [f"{sweep}/{CELLS}/{name}" for name in run_names(folder / CELLS)]
+    return start + [f"{sweep}/{TRIALS}/{name}" for name in run_names(folder / TRIALS)]
 
 
 def every_run_name(root: str | Path) -> list[str]:
@@ -53,7 +53,7 @@ def every_run_name(root: str | Path) -> list[str]:
 
 def sweep_of(folder: Path) -> Path | None:
     """Return the sweep that a run belongs to, or None."""
-    above = folder.parent.parent if folder.parent.name == CELLS else folder.parent if folder.name == START else None
+    above = folder.parent.parent if folder.parent.name == TRIALS else folder.parent if folder.name == START else None
     return above if above is not None and (above / PLAN).is_file() else None
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import INTERRUPTED, RunFailure, UsageError
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.training.files import RunFiles
 from posttrain.untrusted import declare_code, declare_from_command_line, declared_code, trusts_remote_code
-from posttrain.world import ONE, World
 
 if TYPE_CHECKING:
     from posttrain.training.distributed import Processes
@@ -29,8 +29,8 @@ LAST_SECONDS = 40.0  # for this process to notice that another one ended, where 
 
 def num_started() -> int | None:
     """Return how many processes torchrun or srun has started for the run; None where none of them did."""
-    stated = os.environ.get("WORLD_SIZE", "")
-    return int(stated) if "RANK" in os.environ and stated.isdecimal() else None
+    world_size = os.environ.get("WORLD_SIZE", "")
+    return int(world_size) if "RANK" in os.environ and world_size.isdecimal() else None
 
 
 def is_follower() -> bool:
@@ -87,22 +87,22 @@ def task_of(recipe: Recipe, folder: Path, resume: bool, *, path: bool = True) ->
 
 
 @contextmanager
-def join_processes(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
+def join_processes(recipe: Recipe, folder: Path, resume: bool) -> Iterator[ProcessGroup]:
     """Train, inside the block, with all processes of a run, of which this is the first: torchrun's, or own ones."""
     started = num_started()
     size = started or recipe.scale.processes
     if size == 1:
-        yield ONE
+        yield SINGLE_PROCESS
         return
     from posttrain.training.distributed import Processes, check_devices, join
 
     if started is None:
         check_devices(recipe.model.device, size)
-    world = Processes.open(size) if started is None else Processes.attend()
-    world.give(task := task_of(recipe, folder, resume, path=started is None))
-    others: AbstractContextManager[None] = nullcontext() if started else _start_ranks(world, folder)
-    with others, join(world, *task["scale"]):
-        yield world
+    process_group = Processes.open(size) if started is None else Processes.attend()
+    process_group.give(task := task_of(recipe, folder, resume, path=started is None))
+    others: AbstractContextManager[None] = nullcontext() if started else _start_ranks(process_group, folder)
+    with others, join(process_group, *task["scale"]):
+        yield process_group
 
 
 def follow() -> int:
@@ -113,14 +113,14 @@ def follow() -> int:
     """
     from posttrain.training.distributed import Processes, join
 
-    world = Processes.attend()
-    task = world.take()
-    with stop_on_signals() as should_stop, join(world, *task["scale"]):
-        result = train_task(task, world, should_stop=should_stop)
+    process_group = Processes.attend()
+    task = process_group.take()
+    with stop_on_signals() as should_stop, join(process_group, *task["scale"]):
+        result = train_task(task, process_group, should_stop=should_stop)
     return 0 if result.reason == "finished" else INTERRUPTED
 
 
-def train_task(task: Mapping[str, Any], world: World, **shared: Any) -> TrainResult:
+def train_task(task: Mapping[str, Any], process_group: ProcessGroup, **shared: Any) -> TrainResult:
     """Train by the ``task`` of a run as one of several processes; ``shared``: as of ``posttrain.training.loop``."""
     sys.path += [place for place in task["path"] if place not in sys.path]
     for name, folders in task["code"].items():
@@ -129,11 +129,11 @@ def train_task(task: Mapping[str, Any], world: World, **shared: Any) -> TrainRes
     recipe = validate_recipe(task["recipe"], is_own=False).resolve()
     from posttrain.training.loop import train
 
-    return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], world=world, **shared)
+    return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], process_group=process_group, **shared)
 
 
 @contextmanager
-def _start_ranks(world: Processes, folder: Path) -> Iterator[None]:
+def _start_ranks(process_group: Processes, folder: Path) -> Iterator[None]:
     """Start ranks 1 and up of a run on this machine, for the time of the block; this process is rank 0.
 
     They keep nothing, so they are killed behind the block. A rank that ends before leaves its record. Its output is in
@@ -142,22 +142,26 @@ def _start_ranks(world: Processes, folder: Path) -> Iterator[None]:
     import torch
 
     num_threads = torch.get_num_threads()
-    own = threads_per_child(max(1, num_threads // world.size))
-    shared = {"LOCAL_WORLD_SIZE": str(world.size)}
+    own = threads_per_child(max(1, num_threads // process_group.size))
+    shared = {"LOCAL_WORLD_SIZE": str(process_group.size)}
     if "lo" in (name for _, name in socket.if_nameindex()):
         shared["GLOO_SOCKET_IFNAME"] = "lo"  # they talk within this machine alone
     before = {name: os.environ[name] for name in shared if name in os.environ}
-    place = {"WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.store.port)}
+    place = {
+        "WORLD_SIZE": str(process_group.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(process_group.store.port),
+    }
     children: dict[int, Child] = {}
     ended = threading.Event()
     try:
         os.environ.update(shared)
         torch.set_num_threads(own)
-        for rank in range(1, world.size):
+        for rank in range(1, process_group.size):
             settings = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", "posttrain", FOLLOW]
             children[rank] = start_child(command, folder / f"log-{rank}.txt", f"rank {rank}", own, settings)
-        threading.Thread(target=_watch_ranks, args=(world, children, ended), name="ranks", daemon=True).start()
+        threading.Thread(target=_watch_ranks, args=(process_group, children, ended), name="ranks", daemon=True).start()
         yield
     finally:
         ended.set()
@@ -172,13 +176,13 @@ def _start_ranks(world: Processes, folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _watch_ranks(world: Processes, children: Mapping[int, Child], ended: threading.Event) -> None:
+def _watch_ranks(process_group: Processes, children: Mapping[int, Child], ended: threading.Event) -> None:
     """Leave a record of the first rank that ends with an error; end this process if it hangs for that reason."""
     while not ended.wait(0.1):
         for rank, child in children.items():
             if code := child.process.poll():
-                world.fail(rank, child.describe_end(code), RunFailure.exit_code)
-                if not ended.wait(LAST_SECONDS) and not world.noticed and (failure := world.failure()):
+                process_group.fail(rank, child.describe_end(code), RunFailure.exit_code)
+                if not ended.wait(LAST_SECONDS) and not process_group.noticed and (failure := process_group.failure()):
                     os.write(2, f"posttrain: {failure}\n".encode())
                     os._exit(failure.exit_code)
                 return

@@ -72,11 +72,11 @@ def train_on_cluster(
 
         def read() -> None:
             while not events.empty():
-                event, facts = events.get()
+                event, info = events.get()
                 if event in ("result", "error"):
-                    ends.setdefault(event, facts)
+                    ends.setdefault(event, info)
                 else:
-                    observer(event, {**facts, "recipe": recipe} if event == "start" else facts)
+                    observer(event, {**info, "recipe": recipe} if event == "start" else info)
 
         thread = threading.Thread(target=fit, name="ray", daemon=True)
         thread.start()
@@ -108,18 +108,18 @@ def _work(given: dict[str, Any]) -> None:
                 "one writes it: give --runs-dir a folder on storage that they share, at the same path"
             )
 
-        def report(event: str, facts: Mapping[str, Any]) -> None:
-            events.put((event, {key: value for key, value in facts.items() if key != "recipe"}))
+        def report(event: str, info: Mapping[str, Any]) -> None:
+            events.put((event, {key: value for key, value in info.items() if key != "recipe"}))
 
-        with join(Processes.attend(), *task["scale"]) as world:
-            has_begun = world.tell((folder / "metrics.jsonl").is_file(), "earlier steps")
-            observed: dict[str, Any] = {"observer": report} if world.is_main else {}
-            if world.is_main and has_begun and not task["resume"]:
+        with join(Processes.attend(), *task["scale"]) as process_group:
+            has_begun = process_group.tell((folder / "metrics.jsonl").is_file(), "earlier steps")
+            observed: dict[str, Any] = {"observer": report} if process_group.is_main else {}
+            if process_group.is_main and has_begun and not task["resume"]:
                 again = "a process was lost, and Ray has started all again: the run goes on from its newest checkpoint"
                 report("notice", {"message": again})
             task = {**task, "resume": task["resume"] or has_begun}
-            result = train_task(task, world, should_stop=(folder / STOP).is_file, **observed)
-            if world.is_main:
+            result = train_task(task, process_group, should_stop=(folder / STOP).is_file, **observed)
+            if process_group.is_main:
                 events.put(("result", asdict(result)))
     except PeerFailure:
         raise  # another worker was lost, or reports why

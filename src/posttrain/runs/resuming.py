@@ -54,22 +54,24 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     differing = _lines(changed) if problem else []
     if is_short or ((problem or missing) and not accept_changes):
         raise RunConflict(_refusal(directory, differing, missing, problem))
-    notices: list[str] = []
+    warnings: list[str] = []
     if missing or differing:
         what = "; ".join([*missing, *differing])
-        notices.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
+        warnings.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
     elif changed:
         now = "; ".join(f"{key} is now {new} instead of {old}" for key, (old, new) in sorted(changed.items()))
-        notices.append(f"{now}; the steps up to {saved} are kept as they are")
+        warnings.append(f"{now}; the steps up to {saved} are kept as they are")
     elsewhere = {key: both for key, both in directory.changed_keys(recipe, places=True).items() if key != "description"}
     if elsewhere:
-        notices.append(f"another place than at the last start: {'; '.join(_lines(elsewhere))}")
+        warnings.append(f"another place than at the last start: {'; '.join(_lines(elsewhere))}")
     edited = {key: both for key, both in directory.changed_keys(recipe).items() if key not in changed}
     if edited and not differing:
-        notices.append(f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(_lines(edited))}")
+        warnings.append(
+            f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(_lines(edited))}"
+        )
     if changed or elsewhere or edited:
         directory.write_recipe(recipe)
-    return notices
+    return warnings
 
 
 def hard_changes(changed: Changes) -> str:
@@ -86,8 +88,8 @@ def describe_changes(changed: Changes) -> str:
 
 def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[str]:
     """Name the files that have fewer lines or rows than when the checkpoint was saved."""
-    stated = state.get("records")
-    expected = {name: n for name, n in (stated if isinstance(stated, Mapping) else {}).items() if isinstance(n, int)}
+    records = state.get("records")
+    expected = {name: n for name, n in (records if isinstance(records, Mapping) else {}).items() if isinstance(n, int)}
     if not expected:
         return []
     there = {"metrics": sum(row.step <= step for row in MetricsLog(folder / "metrics.jsonl").read())}

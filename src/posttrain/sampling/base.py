@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import UsageError
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, Within
 from posttrain.randomness import derive_key
 from posttrain.types import Completion, Finish, Message, Turn
-from posttrain.world import ONE, Within, World
 
 UNLIMITED_CONTEXT = 1 << 31
 SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
@@ -155,24 +155,24 @@ class Engine(ABC):
     """Samples completions. An engine never drops a row: every key gives one completion.
 
     ``version``: the number of updates of the weights that sample, kept with every completion. ``folder``: the run's,
-    for what the engine stores. ``world``: the processes that train, each of which has an engine and calls the same
-    methods of it in the same order. ``in_background``: the main process alone samples, in a thread, while the model
-    changes; the engine must then neither read the model nor wait for the others.
+    for what the engine stores. ``process_group``: the processes that train, each of which has an engine and calls the
+    same methods of it in the same order. ``in_background``: the main process alone samples, in a thread, while the
+    model changes; the engine must then neither read the model nor wait for the others.
     """
 
     version: int = 0
     folder: Path | None = None
-    world: World = ONE
+    process_group: ProcessGroup = SINGLE_PROCESS
     in_background: bool = False
-    _notices: tuple[str, ...] = ()
+    _warnings: tuple[str, ...] = ()
 
-    def settle(self, folder: Path | None, world: World) -> Engine:
+    def settle(self, folder: Path | None, process_group: ProcessGroup) -> Engine:
         """Return the engine with its folder and processes.
 
         Raises:
             UsageError: a requirement of the engine is missing.
         """
-        self.folder, self.world = folder, world
+        self.folder, self.process_group = folder, process_group
         return self
 
     @property
@@ -192,7 +192,7 @@ class Engine(ABC):
         self.version = version
 
     def take_parts(self, within: Within) -> None:
-        """Take a model that is sharded over ``world``; ``within`` gathers it around a computation.
+        """Take a model that is sharded over ``process_group``; ``within`` gathers it around a computation.
 
         Raises:
             UsageError: the engine computes with the model itself.
@@ -202,10 +202,10 @@ class Engine(ABC):
     def rest(self) -> None:  # noqa: B027
         """Give back the memory that the trainer needs until the next ``sync``."""
 
-    def take_notices(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         """Return messages for the user since the last call."""
-        notices, self._notices = list(self._notices), ()
-        return notices
+        warnings, self._warnings = list(self._warnings), ()
+        return warnings
 
     def close(self) -> None:  # noqa: B027
         """Give back what the engine holds (a server that it started); it may be used again."""

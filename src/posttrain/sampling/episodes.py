@@ -11,6 +11,7 @@ from posttrain.data.render.assistant import ReplyFrame, reply_frame
 from posttrain.data.render.calls import CallForm
 from posttrain.data.render.template_calls import call_form
 from posttrain.errors import UsageError
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.sampling.base import Engine, Episode, Reply, Sampling
@@ -19,7 +20,6 @@ from posttrain.sampling.environments.contract import Session, Toolset, build_too
 from posttrain.sampling.environments.pool import Job, Pool
 from posttrain.sampling.environments.tools import describe_tools
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
-from posttrain.world import ONE, World
 
 MAX_LATE = 2  # calls of a completion that may take too long: with this one it ends
 
@@ -57,7 +57,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     form = call_form(tokenizer, template)
     if options.show_tools:
         template = show_tools(template, toolset.schemas, form)
-    refuse_unpaid(toolset, [word.name for word in recipe.rewards])
+    refuse_unpaid(toolset, [component.name for component in recipe.rewards])
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
@@ -79,8 +79,8 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: C
 
     def described_first(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Any:
         own = [message.content for message in messages[:1] if message.role == "system"]
-        told = [Message("system", "\n\n".join([described, *own]))] if messages else []
-        return template.prompt([*told, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
+        instructions = [Message("system", "\n\n".join([described, *own]))] if messages else []
+        return template.prompt([*instructions, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
 
     return replace(template, prompt=described_first)
 
@@ -128,7 +128,7 @@ class Cast:
         for number, request in enumerate(actor.requests):
             begun = self._begin(actor, request) if number else actor.first
             if isinstance(begun, Job):
-                begun = session.answer(self.stage.toolset.tools[request.tool], request.stated, begun)
+                begun = session.answer(self.stage.toolset.tools[request.tool], request.raw_arguments, begun)
             assert begun is not None, "``hear`` began the first"
             calls.append(begun)
             if session.failure or session.num_late >= MAX_LATE or session.done:
@@ -150,16 +150,16 @@ class Cast:
         """Begin a call; return its job, or the result where it cannot begin."""
         tools = self.stage.toolset.tools
         if request.wrong:
-            return Call(request.tool, request.stated, request.wrong, "malformed")
+            return Call(request.tool, request.raw_arguments, request.wrong, "malformed")
         if request.tool not in tools:
             known = f"there is no tool {request.tool!r}.{suggest(request.tool, tools)} There are: {', '.join(tools)}"
-            return Call(request.tool, request.stated, known, "unknown")
+            return Call(request.tool, request.raw_arguments, known, "unknown")
         try:
             arguments = tools[request.tool].read(request.arguments)
         except ValueError as error:
-            return Call(request.tool, request.stated, str(error), "malformed")
+            return Call(request.tool, request.raw_arguments, str(error), "malformed")
         job = actor.session.call(tools[request.tool], arguments)
-        return job or Call(request.tool, request.stated, actor.session.failure, "failed")
+        return job or Call(request.tool, request.raw_arguments, actor.session.failure, "failed")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Episodes:
     tokenizer: Any
     sampling: Sampling
     room: int
-    world: World = ONE
+    process_group: ProcessGroup = SINGLE_PROCESS
 
     def play(
         self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
@@ -191,7 +191,7 @@ class Episodes:
         pending = list(failures)
         with Pool() as pool:
             for attempt in range(self.stage.retries + 1):
-                if attempt and not self.world.agree(bool(pending), "episodes that are played again"):
+                if attempt and not self.process_group.agree(bool(pending), "episodes that are played again"):
                     break
                 for place, episode in self._attempt(pool, pending, examples, keys, seeds, openings).items():
                     failures[place] += episode.failures
@@ -219,7 +219,7 @@ class Episodes:
         for n, (i, samples) in enumerate(rows.items()):
             for k, g in enumerate(samples):
                 actors[n, k] = of_place[i, g] = _Actor(sessions[i, g], prompts[i, g])
-        said = self.engine.converse(
+        replies = self.engine.converse(
             [prompts[i, samples[0]] for i, samples in rows.items()],
             [[keys[i][g] for g in samples] for i, samples in rows.items()],
             self.sampling,
@@ -227,7 +227,7 @@ class Episodes:
         )
         completions = {
             (i, g): one
-            for (i, samples), row in zip(rows.items(), said, strict=True)
+            for (i, samples), row in zip(rows.items(), replies, strict=True)
             for g, one in zip(samples, row, strict=True)
         }
         nothing = Completion((), (), "environment_failed", self.engine.version, ())

@@ -14,14 +14,14 @@ from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection, RewardWord, Word
+from posttrain.recipes.sections import Component, ModelSection, RewardComponent
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
 
 DEFAULT_MAX_TOKENS = 256
-DEFAULT_TEMPLATE = Word(name="r1_zero")
+DEFAULT_TEMPLATE = Component(name="r1_zero")
 # Of embedded models that learned a format.
-TRAINED_TEMPLATES = {"tiny-sft": Word.model_validate({"name": "r1_zero", "preamble": ""})}
-NATIVE = Word(name="native")
+TRAINED_TEMPLATES = {"tiny-sft": Component.model_validate({"name": "r1_zero", "preamble": ""})}
+NATIVE = Component(name="native")
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
@@ -40,7 +40,7 @@ class ModelSource:
     recipe: Recipe | None = None
 
     @property
-    def template(self) -> Word:
+    def template(self) -> Component:
         """The template of its training."""
         if self.recipe is not None:
             return self.recipe.prompt.template
@@ -77,7 +77,7 @@ class ModelSource:
             )
 
 
-def plays(source: ModelSource, template: Word | None) -> bool:
+def plays(source: ModelSource, template: Component | None) -> bool:
     """Return True if an environment answers the model's turns: its run's, under its own template."""
     recipe = source.recipe
     if recipe is None or recipe.rollout is None or (recipe.environment is None and not recipe.tools):
@@ -101,11 +101,11 @@ class OpenedModel(Sampler):
     def label(self) -> str:
         return self.source.label
 
-    def with_template(self, template: Word | None) -> OpenedModel:
+    def with_template(self, template: Component | None) -> OpenedModel:
         """Return the model under another template (None: its own, with its run's rewards)."""
         return replace(self, grader=grader_for(self.source, template), stage=None)
 
-    def on_stage(self, template: Word | None) -> OpenedModel:
+    def on_stage(self, template: Component | None) -> OpenedModel:
         """Return the model with its run's environment and tools where it has any and keeps its template.
 
         Raises:
@@ -124,9 +124,9 @@ class OpenedModel(Sampler):
 
 def open_model(
     source: ModelSource,
-    template: Word | None = None,
+    template: Component | None = None,
     *,
-    engine: Word = NATIVE,
+    engine: Component = NATIVE,
     dtype: Dtype | None = None,
     device: Device | None = None,
 ) -> OpenedModel:
@@ -155,21 +155,21 @@ def open_model(
     return OpenedModel(built, tokenizer, grader, context_tokens, source, model)
 
 
-def grader_for(source: ModelSource, template: Word | None) -> Grader:
+def grader_for(source: ModelSource, template: Component | None) -> Grader:
     """Return the grader under a template, with the run's rewards if it is the run's own.
 
     Rewards that are models are left out (a policy can be asked where its judge is gone), and so is code that a stored
     recipe names and that is not allowed (see ``check_rewards``).
     """
-    word = template or source.template
-    own = source.recipe is not None and word.name == source.template.name
-    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
+    component = template or source.template
+    own = source.recipe is not None and component.name == source.template.name
+    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardComponent(name="correct")]
     known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
     plain = [reward for reward, traits in known if traits is not None and not traits.get("asks_a_model")]
-    return build_grader(plain, build_template(word, "template"))
+    return build_grader(plain, build_template(component, "template"))
 
 
-def check_rewards(source: ModelSource, template: Word | None) -> None:
+def check_rewards(source: ModelSource, template: Component | None) -> None:
     """Refuse to measure a run's rewards without one of them.
 
     Raises:
@@ -181,9 +181,9 @@ def check_rewards(source: ModelSource, template: Word | None) -> None:
                 registry.find("reward", reward.name, f"rewards.{index}")
 
 
-def complete_template(template: Word | None, source: ModelSource) -> Word | None:
+def complete_template(template: Component | None, source: ModelSource) -> Component | None:
     """Add options (``--template.preamble``) to the run's own template, if that or no other is named."""
     own = source.template
     if template is None or template.name not in ("", own.name):
         return template
-    return Word(name=own.name, **(own.options | template.options))
+    return Component(name=own.name, **(own.options | template.options))

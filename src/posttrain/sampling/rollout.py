@@ -14,11 +14,11 @@ from posttrain import registry
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.graders.rewards import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Engine, Episode, Sampling
 from posttrain.types import Completion, Example, Rollout, Turn
-from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.sampling.episodes import Stage
@@ -99,14 +99,14 @@ class Grader:
 
 def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
     values: dict[str, float] = {}
-    facts: dict[str, float] = {}
+    info: dict[str, float] = {}
     outcome, total, failure = "ungraded", 0.0, ""
     for name, weight, reward in parts:
         value = reward if isinstance(reward, float) else reward.value
         values[name] = value
         total += weight * value
         if not isinstance(reward, float):
-            facts |= reward.facts
+            info |= reward.info
         if isinstance(reward, Measured) and reward.failure is not None:
             failure = reward.failure
         if isinstance(reward, Verdict) and name == "correct":
@@ -114,21 +114,21 @@ def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -
     total = check_size(total, f"the weighted sum of the rewards is {total:g}")
     if outcome == "ungraded" and failure:  # a judge does not change the grader's outcome
         outcome = failure
-    return Grade(facts | values, total, extracted, outcome)
+    return Grade(info | values, total, extracted, outcome)
 
 
-def build_grader(words: Sequence[RewardWord], template: Template, folder: Path | None = None) -> Grader:
+def build_grader(components: Sequence[RewardComponent], template: Template, folder: Path | None = None) -> Grader:
     """Bind the rewards of a recipe; a name that occurs twice gets a number.
 
     Raises:
         UsageError: a reward whose arguments are not there.
     """
-    names = reward_parts(words, template.name, has_tags=bool(template.tags))
+    names = reward_parts(components, template.name, has_tags=bool(template.tags))
     bound: list[tuple[str, float, BoundReward]] = []
-    for index, (name, word) in enumerate(zip(names, words, strict=False)):
-        entry = registry.find("reward", word.name, f"rewards.{index}")
-        bound.append((name, word.weight, bind_reward(entry, word.options, f"rewards.{index}")))
-    for name in names[len(words) :]:
+    for index, (name, component) in enumerate(zip(names, components, strict=False)):
+        entry = registry.find("reward", component.name, f"rewards.{index}")
+        bound.append((name, component.weight, bind_reward(entry, component.options, f"rewards.{index}")))
+    for name in names[len(components) :]:
         bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
     return Grader(template, tuple(bound), format_part(template.name, has_tags=bool(template.tags)), folder)
 
@@ -137,16 +137,16 @@ def build_grader(words: Sequence[RewardWord], template: Template, folder: Path |
 class Sampler:
     """An engine with its tokenizer, and a grader under a template.
 
-    ``context_tokens``: the limit of a prompt and its answer together. Each process of a ``world`` samples and grades
-    its share of the prompts, and has the answers to all. ``stage``: the environment of completions of several turns;
-    the grader's template is then the stage's.
+    ``context_tokens``: the limit of a prompt and its answer together. Each process of a ``process_group`` samples and
+    grades its share of the prompts, and has the answers to all. ``stage``: the environment of completions of several
+    turns; the grader's template is then the stage's.
     """
 
     engine: Engine
     tokenizer: Any
     grader: Grader
     context_tokens: int
-    world: World = field(default=ONE, kw_only=True)
+    process_group: ProcessGroup = field(default=SINGLE_PROCESS, kw_only=True)
     stage: Stage | None = field(default=None, kw_only=True)
 
     def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
@@ -162,7 +162,7 @@ class RolloutRequest:
 
     ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together with its place
     (prompt slot, sample). ``slots``: of the prompts (0, 1, ... by default), for requests in several calls.
-    ``prompt_indices``: under which they are recorded (0, 1, ... by default). ``passes``: epochs (0 by default).
+    ``prompt_indices``: under which they are recorded (0, 1, ... by default). ``epochs``: epochs (0 by default).
     """
 
     examples: Sequence[Example]
@@ -173,7 +173,7 @@ class RolloutRequest:
     step: int = 0
     prompt_indices: Sequence[int] | None = None
     slots: Sequence[int] | None = None
-    passes: Sequence[int] | None = None
+    epochs: Sequence[int] | None = None
 
     def keys(self, number: int) -> list[int]:
         """Return the keys of the completions of prompt ``number``."""
@@ -181,33 +181,33 @@ class RolloutRequest:
         return [derive_key(*self.key, slot, g) for g in range(self.group)]
 
 
-def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]], float]:
+def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollout]], float]:
     """Sample completions and grade them; return the rollouts grouped by prompt, and the seconds spent in grading.
 
     The graded text of a completion of several turns is its last turn.
     """
-    grader, group = sampler.grader, asked.group
-    numbers = range(len(asked.prompts))
-    slots, indices = (numbers if chosen is None else chosen for chosen in (asked.slots, asked.prompt_indices))
-    mine = sampler.world.share(numbers)
-    episodes = _play(sampler, asked, mine, [asked.keys(i) for i in mine], [slots[i] for i in mine])
+    grader, group = sampler.grader, request.group
+    numbers = range(len(request.prompts))
+    slots, indices = (numbers if chosen is None else chosen for chosen in (request.slots, request.prompt_indices))
+    mine = sampler.process_group.share(numbers)
+    episodes = _play(sampler, request, mine, [request.keys(i) for i in mine], [slots[i] for i in mine])
     started = time.perf_counter()
     played = [(i, one) for i, row in zip(mine, episodes, strict=True) for one in row]
-    grades = grader.grade([_attempt(sampler, asked.examples[i], one) for i, one in played]) if played else []
+    grades = grader.grade([_attempt(sampler, request.examples[i], one) for i, one in played]) if played else []
     graded = [(one, _text(sampler, one), grade) for (_, one), grade in zip(played, grades, strict=True)]
     seconds = time.perf_counter() - started
-    groups = sampler.world.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
+    groups = sampler.process_group.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
     return [
         [
             Rollout(
-                example=replace(asked.examples[i], messages=one.messages or asked.examples[i].messages),
+                example=replace(request.examples[i], messages=one.messages or request.examples[i].messages),
                 prompt_ids=one.prompt,
                 completion=one.completion,
                 text=text,
                 parts=grade.parts,
                 reward=grade.reward,
-                step=asked.step,
-                epoch=0 if asked.passes is None else asked.passes[i],
+                step=request.step,
+                epoch=0 if request.epochs is None else request.epochs[i],
                 prompt_index=indices[i],
                 rollout_index=g,
                 extracted=grade.extracted,
@@ -222,21 +222,21 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
 
 
 def _play(
-    sampler: Sampler, asked: RolloutRequest, mine: Sequence[int], keys: list[list[int]], slots: Sequence[int]
+    sampler: Sampler, request: RolloutRequest, mine: Sequence[int], keys: list[list[int]], slots: Sequence[int]
 ) -> list[list[Episode]]:
     """Return one episode for each key: of one turn, or of several where there is a stage."""
     stage = sampler.stage
     if stage is None:
-        prompts = [asked.prompts[i] for i in mine]
-        said = sampler.engine.generate(prompts, keys, asked.sampling)
-        return [[Episode(tuple(p), one) for one in row] for p, row in zip(prompts, said, strict=True)]
+        prompts = [request.prompts[i] for i in mine]
+        completions = sampler.engine.generate(prompts, keys, request.sampling)
+        return [[Episode(tuple(p), one) for one in row] for p, row in zip(prompts, completions, strict=True)]
     from posttrain.sampling.episodes import Episodes
 
-    seed, purpose, counter = asked.key
+    seed, purpose, counter = request.key
     seeds = [derive_key(seed, f"environment {purpose}", counter, slot) % SEEDS for slot in slots]
     room = sampler.context_tokens - 1
-    episodes = Episodes(stage, sampler.engine, sampler.tokenizer, asked.sampling, room, sampler.world)
-    return episodes.play([asked.examples[i] for i in mine], keys, seeds)
+    episodes = Episodes(stage, sampler.engine, sampler.tokenizer, request.sampling, room, sampler.process_group)
+    return episodes.play([request.examples[i] for i in mine], keys, seeds)
 
 
 def _text(sampler: Sampler, episode: Episode) -> str:

@@ -62,11 +62,11 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
     content = (path / MANIFEST).read_bytes()
     try:
         manifest = json.loads(content)
-        files, stated = dict(manifest["files"]), int(manifest["step"])
+        files, manifest_step = dict(manifest["files"]), int(manifest["step"])
         expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Unverified(MANIFEST, f"is damaged ({error})") from None
-    if content != _manifest_bytes(stated, files) or step not in (None, stated):
+    if content != _manifest_bytes(manifest_step, files) or step not in (None, manifest_step):
         raise Unverified(MANIFEST, "is damaged")
     for name, size, digest in expected:
         file, parts = path / name, PurePosixPath(name)
@@ -85,7 +85,7 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
     return files
 
 
-def stated_digests(path: Path) -> dict[str, str]:
+def manifest_digests(path: Path) -> dict[str, str]:
     """Return the SHA-256 of each file in the manifest, unchecked; empty where there is none, or a damaged one."""
     try:
         files = json.loads((path / MANIFEST).read_bytes())["files"]

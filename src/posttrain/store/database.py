@@ -13,7 +13,7 @@ from posttrain.store.durable import explain_storage
 from posttrain.store.reading import refuse_link_out
 
 READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
-MAX_CELL_BYTES = 1 << 27
+MAX_VALUE_BYTES = 1 << 27
 _BUSY_TIMEOUT_SECONDS = 30.0
 _INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
@@ -75,7 +75,7 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     try:
         db.execute("PRAGMA trusted_schema = OFF")
         db.execute("PRAGMA cell_size_check = ON")
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         if read_only:
             end = time.monotonic() + READ_SECONDS
             db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)

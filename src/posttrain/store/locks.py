@@ -32,7 +32,7 @@ class Held(Exception):
 
 
 @contextmanager
-def hold(path: Path, patience_seconds: float = 1.0) -> Iterator[None]:
+def hold(path: Path, timeout_seconds: float = 1.0) -> Iterator[None]:
     """Hold the lock ``path``, a file that is created if missing, and stays.
 
     ``holder`` holds it for an instant: hence the patience.
@@ -42,7 +42,7 @@ def hold(path: Path, patience_seconds: float = 1.0) -> Iterator[None]:
         OSError: the file cannot be created.
     """
     try:
-        lock = _acquire(path, patience_seconds)
+        lock = _acquire(path, timeout_seconds)
     except Timeout:
         raise Held(_name_of_holder(path)) from None
     try:
@@ -67,10 +67,10 @@ def holder(path: Path) -> str | None:
     return None
 
 
-def _acquire(path: Path, patience_seconds: float) -> BaseFileLock:
+def _acquire(path: Path, timeout_seconds: float) -> BaseFileLock:
     """Return the held lock; a claim where the file system has no locks."""
     if FileLock is not SoftFileLock:  # a system with fcntl; elsewhere its lock would be the file itself
-        lock: BaseFileLock = FileLock(path, timeout=patience_seconds, **_OPTIONS)
+        lock: BaseFileLock = FileLock(path, timeout=timeout_seconds, **_OPTIONS)
         try:
             lock.acquire(poll_interval=0.05)
             return lock
@@ -80,7 +80,7 @@ def _acquire(path: Path, patience_seconds: float) -> BaseFileLock:
             if isinstance(error, Timeout) or error.errno not in _REFUSALS:
                 raise
     path.touch()
-    claim = SoftFileLock(_claim_of(path), timeout=patience_seconds)
+    claim = SoftFileLock(_claim_of(path), timeout=timeout_seconds)
     claim.acquire(poll_interval=0.05)
     return claim
 

@@ -217,11 +217,11 @@ class TrackedMetrics(MetricsLog):
                     tracker.close()
 
 
-def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
+def build_trackers(components: Sequence[Any], run: TrackedRun) -> list[Tracker]:
     """Return the trackers that a recipe names (``track``), none of them opened yet."""
     return [
-        find("tracker", word.name, f"track.{index}").bind(word.options, f"track.{index}")(run)
-        for index, word in enumerate(words)
+        find("tracker", component.name, f"track.{index}").bind(component.options, f"track.{index}")(run)
+        for index, component in enumerate(components)
     ]
 
 

@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> Any:
     return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name)[0], _MAX_YAML_BYTES)
 
 
-def read_stated(path: Path, kind: type[Kind]) -> Kind:
+def read_declared(path: Path, kind: type[Kind]) -> Kind:
     """Return the dataclass that a JSON file holds, each value of its field's type; unknown keys are left out.
 
     Raises as ``read_json``.

@@ -14,21 +14,21 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.option_types import Repetitions, Tokens, Unread
 from posttrain.recipes.document import (
     Content,
     Document,
     apply_override,
     apply_overrides,
-    complete_word,
+    complete_component,
     flatten,
     interpretation_names,
     merge,
     recipe_names,
 )
 from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.recipes.sections import Section, Word
+from posttrain.recipes.sections import Component, Section
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME
 from posttrain.untrusted import is_stored
@@ -74,7 +74,7 @@ Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 class AnswersSection(Section):
     """A task whose problems some models answer, and how they sample."""
 
-    task: Word
+    task: Component
     n: int = Field(default=256, ge=2)
     samples: int = Field(default=1, ge=1)
     max_tokens: Tokens = 128
@@ -175,7 +175,7 @@ def read_sweep(
             raise refusal(document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}")
     for key in (LABELLED, "best_of_n", "head_to_head"):
         if (section := getattr(content, key)) is not None:
-            complete_word(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
+            complete_component(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
             if content.start is None:
                 raise refusal(document, key, "the start answers; give 'start'")
     return content, document
@@ -210,8 +210,8 @@ def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, t
         known = [other for other in content.rows if other != name] + [LABELLED] * (content.labelled is not None)
         for need in needs[name]:
             if need not in known:
-                says = f"there is no other row {need!r}.{suggest(str(need), known)} There: {', '.join(known)}"
-                raise refusal(document, f"rows.{name}.needs", says)
+                message = f"there is no other row {need!r}.{suggest(str(need), known)} There: {', '.join(known)}"
+                raise refusal(document, f"rows.{name}.needs", message)
     return needs
 
 
@@ -343,9 +343,9 @@ def label_of(source: Mapping[str, Any]) -> str:
     return f"{name} with overrides" if len(source) > 1 and "recipe" in source else str(name)
 
 
-def refusal(document: Document[SweepFile], where: str, says: str) -> RecipeError:
+def refusal(document: Document[SweepFile], where: str, message: str) -> RecipeError:
     """The error that what stands at a dotted key cannot be."""
-    return RecipeError(f"{document.line_of(where)}{where}: {says}")
+    return RecipeError(f"{document.line_of(where)}{where}: {message}")
 
 
 @contextmanager
@@ -353,5 +353,5 @@ def named(what: str) -> Iterator[None]:
     """Errors in it begin with ``what``."""
     try:
         yield
-    except (RecipeError, UnknownWord) as error:
+    except (RecipeError, UnknownComponent) as error:
         raise type(error)(f"{what}: {error}") from None

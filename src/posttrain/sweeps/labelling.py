@@ -15,7 +15,7 @@ from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
 from posttrain.store.durable import replace_file
 
 
-def label_steps(steps: Sequence[str], working: Sequence[str], is_right: bool) -> list[int]:
+def label_steps(steps: Sequence[str], working: Sequence[str], is_correct: bool) -> list[int]:
     """1 for a good step, 0 for a bad one, of an answer that is right or not.
 
     A step is good as long as it and all before it are those of the given working, white space aside. The last one
@@ -26,7 +26,7 @@ def label_steps(steps: Sequence[str], working: Sequence[str], is_right: bool) ->
     agrees = True
     for index, step in enumerate(steps):
         agrees = agrees and index < len(working) and step.split() == working[index].split()
-        labels.append(int(agrees and (is_right or index < len(steps) - 1)))
+        labels.append(int(agrees and (is_correct or index < len(steps) - 1)))
     return labels
 
 
@@ -52,7 +52,7 @@ def write_labelled(items: Path, task: Task, n: int, template: Template, target: 
         working = split_steps(example.solution)
         for sample in item.samples:
             if steps := split_steps(reasoning_of(template, sample.text)):
-                labels = label_steps(steps, working, sample.is_right)
+                labels = label_steps(steps, working, sample.is_correct)
                 rows.append({"prompt": item.question, "completions": steps, "labels": labels})
     if not rows:
         raise RunFailure(f"labelled: none of the answers in {items} has a step")

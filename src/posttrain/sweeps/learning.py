@@ -34,7 +34,7 @@ class TrialResult:
     """One run of a sweep; ``state``: finished, failed or unfinished.
 
     ``points``: its evaluations on the task that was evaluated first, those that have the primary metric.
-    ``facts`` by name: results of the last evaluation; ``start_accuracy`` and ``mean_accuracy`` (over the run: the area
+    ``info`` by name: results of the last evaluation; ``start_accuracy`` and ``mean_accuracy`` (over the run: the area
     under the learning curve by its width) or that of another primary metric; ``gain`` (by how much it got better),
     ``train_seconds``, ``sampled_tokens``, ``trained_tokens``, ``margin_last`` and ``pair_accuracy_last`` (of the last
     update that has them). A fact that was not recorded is not there.
@@ -45,7 +45,7 @@ class TrialResult:
     state: str
     step: int = 0
     points: list[EvaluationPoint] = field(default_factory=list)
-    facts: dict[str, float] = field(default_factory=dict)
+    info: dict[str, float] = field(default_factory=dict)
 
     @property
     def start(self) -> dict[str, float]:
@@ -74,33 +74,33 @@ def read_trial(
     primary: Metric = ACCURACY,
 ) -> TrialResult:
     """A trial's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
-    every, metric, facts = evaluation_points(rows), primary.name, _training_facts(rows)
+    every, metric, info = evaluation_points(rows), primary.name, _training_info(rows)
     own = {p.step: p for p in every if p.name == every[0].name and primary.value(p.results) is not None}
     points = list(own.values())  # of a step evaluated twice, the last
     curve = [(point.step, point.results[metric]) for point in points]
     if curve:
-        facts |= {key: value for key, value in points[-1].results.items() if math.isfinite(value)}
+        info |= {key: value for key, value in points[-1].results.items() if math.isfinite(value)}
     if len(curve) > 1:
         areas = [(right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairwise(curve)]
-        facts[f"mean_{metric}"] = math.fsum(areas) / (curve[-1][0] - curve[0][0])
+        info[f"mean_{metric}"] = math.fsum(areas) / (curve[-1][0] - curve[0][0])
     if curve and curve[0][0] == 0:
-        facts[f"start_{metric}"] = curve[0][1]
-        facts["gain"] = primary.goodness(curve[-1][1]) - primary.goodness(curve[0][1])
-    return TrialResult(row, seed, state, max((row.step for row in rows), default=0), points, facts)
+        info[f"start_{metric}"] = curve[0][1]
+        info["gain"] = primary.goodness(curve[-1][1]) - primary.goodness(curve[0][1])
+    return TrialResult(row, seed, state, max((row.step for row in rows), default=0), points, info)
 
 
-def _training_facts(rows: Sequence[MetricsRow]) -> dict[str, float]:
-    facts: dict[str, float] = {}
+def _training_info(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    info: dict[str, float] = {}
     rate, seconds = "generate_tokens_per_second", "generate_seconds"
     for row in rows:
         own = {"train_seconds": row.timing.get("step_seconds"), "trained_tokens": row.metrics.get("trained_tokens")}
         if rate in row.timing and seconds in row.timing:
             own["sampled_tokens"] = float(round(row.timing[rate] * row.timing[seconds]))
         for name, value in own.items() if "step_seconds" in row.timing else ():
-            facts |= {name: facts.get(name, 0.0) + value} if value is not None else {}
+            info |= {name: info.get(name, 0.0) + value} if value is not None else {}
         for name in ("margin", "pair_accuracy"):
-            facts |= {f"{name}_last": row.metrics[name]} if math.isfinite(row.metrics.get(name, math.nan)) else {}
-    return facts
+            info |= {f"{name}_last": row.metrics[name]} if math.isfinite(row.metrics.get(name, math.nan)) else {}
+    return info
 
 
 def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metric = ACCURACY) -> list[RowResult]:
@@ -108,9 +108,9 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metr
     rows = []
     for name in order:
         own = [trial for trial in trials if trial.row == name]
-        facts = [trial.facts for trial in own if trial.state == "finished"]
-        keys = dict.fromkeys(key for one in facts for key in one)
-        summaries = {key: summarize_seeds([one[key] for one in facts if key in one]) for key in keys}
+        info = [trial.info for trial in own if trial.state == "finished"]
+        keys = dict.fromkeys(key for one in info for key in one)
+        summaries = {key: summarize_seeds([one[key] for one in info if key in one]) for key in keys}
         rows.append(RowResult(name, own, {key: s for key, s in summaries.items() if s is not None}))
     means = {row.name: row.summaries[primary.name].mean for row in rows if primary.name in row.summaries}
     return sorted(rows, key=lambda row: -primary.goodness(means[row.name]) if row.name in means else math.inf)
@@ -154,8 +154,8 @@ def rows_part(
 
 
 def _line(row: RowResult, columns: Sequence[Metric], primary: Metric) -> list[str]:
-    done, asked = len(row.finished), len(row.trials)
-    line = [row.name, str(done) if done == asked else f"{done} of {asked}"]
+    done, total = len(row.finished), len(row.trials)
+    line = [row.name, str(done) if done == total else f"{done} of {total}"]
     if not done:
         state = "failed" if any(trial.state == "failed" for trial in row.trials) else "unfinished"
         return [*line, state, *[NOTHING] * (len(columns) + 1)]

@@ -45,7 +45,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanPoint:
+class Mean:
     """The same point of all seeds: mean distance, and gold and proxy with their intervals over seeds."""
 
     at: int
@@ -66,8 +66,8 @@ class MethodCurve:
 
     name: str
     curves: dict[int, list[Point]]
-    means: list[MeanPoint]
-    peak: MeanPoint | None
+    means: list[Mean]
+    peak: Mean | None
     drop: Summary | None
 
     @property
@@ -103,7 +103,7 @@ def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[Point]:
         for item in (item for item in items if item.samples):
             scores = [-math.inf if sample.score is None else sample.score for sample in item.samples]
             lowest = min((s for s in scores if s > -math.inf), default=0.0)
-            gold.append(best_of_n(scores, [float(sample.is_right) for sample in item.samples], n))
+            gold.append(best_of_n(scores, [float(sample.is_correct) for sample in item.samples], n))
             proxy.append(best_of_n(scores, [max(s, lowest) for s in scores], n))
         points.append(Point(n, best_of_n_kl(n), statistics.fmean(gold), statistics.fmean(proxy)))
     return points
@@ -132,11 +132,11 @@ def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve
         gold, proxy = summarize_seeds([p.gold for p in points]), summarize_seeds([p.proxy for p in points])
         assert gold is not None
         assert proxy is not None
-        means.append(MeanPoint(at, statistics.fmean(p.distance for p in points), gold, proxy))
+        means.append(Mean(at, statistics.fmean(p.distance for p in points), gold, proxy))
     if len(means) < 2:
         return MethodCurve(name, dict(curves), means, None, None)
 
-    def peak_of(chosen: Sequence[Mapping[int, Point]]) -> MeanPoint:
+    def peak_of(chosen: Sequence[Mapping[int, Point]]) -> Mean:
         return max(means, key=lambda mean: (math.fsum(table[mean.at].gold for table in chosen), -mean.at))
 
     drops = []
@@ -182,7 +182,7 @@ def overoptimization_part(methods: Sequence[MethodCurve]) -> Part:
     return Part([TextTable("Gold and proxy", header, lines)], findings, NOTES, {"methods": data}, (methods,))
 
 
-def _finding(method: MethodCurve, peak: MeanPoint) -> str:
+def _finding(method: MethodCurve, peak: Mean) -> str:
     """State whether the gold reward turned over while the proxy did not."""
     first, last = method.means[0], method.means[-1]
     if peak is last:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.runs.directory import RunDirectory, RunStatus
 from posttrain.store.metric_names import metric_of
 from posttrain.store.metrics import MetricsLog, MetricsRow
@@ -195,7 +195,7 @@ def load_sweep(
         over: of a recipe, a key and the values that it takes in turn: a row for each.
 
     Raises:
-        RecipeError, UnknownWord: with file, line, row and key.
+        RecipeError, UnknownComponent: with file, line, row and key.
         UsageError: an override or a row of something that the file does not have.
     """
     if "train.seed" in (*(key for key, _ in overrides), over and over[0]):
@@ -207,9 +207,9 @@ def load_sweep(
     reader = RowReader(document, content, common, {key for key, _ in own})
     read = {name: reader.row(name, needs[name]) for name in choose_rows(content, needs, rows)}
     start = reader.start()
-    for broken, key, says in _rules(content, read, [*common, *own]):
+    for broken, key, message in _rules(content, read, [*common, *own]):
         if broken:
-            raise refusal(document, key, says)
+            raise refusal(document, key, message)
     count = num_seeds if num_seeds is not None else content.seeds
     trials = list(_Builder(content, Path(folder), read).trials(start, range(count)))
     twice = [name for name, number in Counter(trial.name for trial in trials).items() if number > 1]
@@ -247,8 +247,10 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
         most = "give at most one reward model and one policy"
         yield len(before) > 1 or len(models) > 1, f"{where}.needs", most
         if before or content.start is not None:
-            stated = source.get("model") if content.base is not None or "recipe" in source else None
-            keys = [f"model.{key}" for key in stated or ()] + [key.removeprefix(f"{where}.") for key, _ in overrides]
+            named_model = source.get("model") if content.base is not None or "recipe" in source else None
+            keys = [f"model.{key}" for key in named_model or ()] + [
+                key.removeprefix(f"{where}.") for key, _ in overrides
+            ]
             is_set = {"init": recipe.model.init is not None, "name": "model.name" in keys}
             for key, value in is_set.items():
                 yield value, f"{where}.model.{key}", "it begins with the weights of another run; leave this out"
@@ -257,15 +259,15 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
             yield recipe.trains_scorer or recipe.rollout is None, where, policy
             reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
             yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
-        if models and (asked := content.best_of_n) is not None and recipe.rollout is not None:
+        if models and (section := content.best_of_n) is not None and recipe.rollout is not None:
             measured = "give every and num_kl_prompts; there gold, proxy and KL are measured along the way"
             yield not (recipe.eval.every and recipe.eval.num_kl_prompts), f"{where}.eval", measured
             given = recipe.rollout.temperature
-            same = f"{given} here and {asked.temperature} in best_of_n; give one value, for the KL"
-            yield given != asked.temperature, f"{where}.rollout.temperature", same
+            same = f"{given} here and {section.temperature} in best_of_n; give one value, for the KL"
+            yield given != section.temperature, f"{where}.rollout.temperature", same
 
 
-def _reward_models(recipe: Recipe) -> list[RewardWord]:
+def _reward_models(recipe: Recipe) -> list[RewardComponent]:
     return [word for word in recipe.rewards if word.name == "reward_model"]
 
 
@@ -320,19 +322,19 @@ class _Builder:
         for scorer in scorers:  # at most one; it is the whole reward where the recipe names none
             words = [word.model_dump() for word in own.rewards] if _reward_models(own) else [{"name": "reward_model"}]
             words = [word | ({"run": str(scorer.folder)} if word["name"] == "reward_model" else {}) for word in words]
-            rewards = [RewardWord.model_validate(word) for word in words]
+            rewards = [RewardComponent.model_validate(word) for word in words]
             own = own.model_copy(update={"rewards": rewards}).resolve()
         return self._run(name, row.name, seed, self.folder / "cells" / name, own, tuple(needs))
 
     def _run(
         self, name: str, row: str, seed: int, folder: Path, recipe: Recipe, needs: tuple[str, ...] = ()
     ) -> Training:
-        from posttrain.training.checks import words_of
+        from posttrain.training.checks import resolve_components
 
         if recipe.train.steps is None:
             raise RecipeError(f"{name}: train.num_epochs: other trials name its last step; give train.steps")
         try:  # before the first trial is trained, not when this one's turn has come
-            words_of(recipe.resolve())
+            resolve_components(recipe.resolve())
         except UsageError as error:
             raise RecipeError(f"{name}: {error}") from None
         words = ("train", str(folder.with_name(f"{name}.yaml")), "--runs-dir", str(folder.parent), "--run", name)
@@ -351,13 +353,13 @@ class _Builder:
     ) -> Trial:
         """An evaluation of the start; of a policy, the first that it needs, against the start. ``more``: words."""
         assert self.start is not None
-        asked = getattr(self.content, section)
+        settings = getattr(self.content, section)
         models = [needs[0].weights, "--against"] if section == "head_to_head" else []
-        words = ["evaluate", *models, self.start.weights, "--task", asked.task.name]
-        for key, value in asked.task.options.items():
+        words = ["evaluate", *models, self.start.weights, "--task", settings.task.name]
+        for key, value in settings.task.options.items():
             words += [f"--task.{key}", json.dumps(value)]
         for key in ("n", "samples", "max_tokens", "temperature"):
-            words += [f"--{key.replace('_', '-')}", str(getattr(asked, key))]
+            words += [f"--{key.replace('_', '-')}", str(getattr(settings, key))]
         command = (*words, *more, "--seed", str(seed), "--out", str(folder), "--quiet")
         needed = ("start", *(need.name for need in needs))
         return Trial(name=name, row=row, seed=seed, folder=folder, command=command, section=section, needs=needed)

@@ -22,7 +22,7 @@ from posttrain.store.durable import refuse_links, remove_leftovers, replace_file
 from posttrain.sweeps.file import LABELLED
 from posttrain.sweeps.labelling import write_labelled
 from posttrain.sweeps.plan import ITEMS, Plan, State, Training, Trial
-from posttrain.untrusted import consent_options
+from posttrain.untrusted import allow_code_options
 
 Command = Callable[[Trial, bool], list[str]]  # (trial, resume) -> the command that makes it
 Say = Callable[[str, bool], None]  # a line about the progress, and whether it tells of a failure
@@ -67,7 +67,7 @@ def read_states(plan: Plan) -> dict[str, State]:
 def trial_command(trial: Trial, resume: bool) -> list[str]:
     """The command that makes a trial, or continues it, with the Python that runs now."""
     more = ["--resume"] if resume and isinstance(trial, Training) else []
-    return [sys.executable, "-m", "posttrain.cli", *trial.command, *more, *consent_options()]
+    return [sys.executable, "-m", "posttrain.cli", *trial.command, *more, *allow_code_options()]
 
 
 def run_trials(
@@ -186,12 +186,12 @@ class _Runner:
 
     def _label(self, trial: Trial) -> str | None:
         """Turn the answers of an evaluation for ``labelled`` into steps; returns what went wrong."""
-        asked, start = self.plan.content.labelled, self.plan.start
-        if trial.section != LABELLED or asked is None or start is None:
+        labelled, start = self.plan.content.labelled, self.plan.start
+        if trial.section != LABELLED or labelled is None or start is None:
             return None
         try:
-            task, template = build_task(asked.task, "labelled.task"), build_template(start.recipe.prompt.template)
-            write_labelled(trial.folder / ITEMS, task, asked.n, template, trial.last_file)
+            task, template = build_task(labelled.task, "labelled.task"), build_template(start.recipe.prompt.template)
+            write_labelled(trial.folder / ITEMS, task, labelled.n, template, trial.last_file)
             return None
         except PosttrainError as error:
             return str(error)

@@ -27,18 +27,18 @@ from posttrain.models.load import LoadedModel, choose_device, load_model, quanti
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.sources import resolve_model_name
 from posttrain.models.trained_heads import forward_with_head
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
-from posttrain.training.checks import OWN_TEACHER, Words, unread_margins, words_of
-from posttrain.training.credit import Credit
+from posttrain.training.advantages import AdvantageEstimator
+from posttrain.training.batch_fields import BatchFields, scoring_temperature
+from posttrain.training.checks import OWN_TEACHER, Components, resolve_components, unread_margins
 from posttrain.training.optimizer import build_optimizer
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
-from posttrain.training.streams import Streams, scoring_temperature
-from posttrain.world import ONE, World, whole
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
 
 
 @dataclass(slots=True)
-class Parts:
+class TrainerState:
     """The components of one run's loop."""
 
     model: Any
@@ -67,7 +67,7 @@ class Parts:
     shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
-    notices: Sequence[str] = ()  # what was built otherwise than asked for
+    warnings: Sequence[str] = ()  # what was built otherwise than asked for
 
     @property
     def engines(self) -> list[Engine]:
@@ -75,9 +75,9 @@ class Parts:
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
-    def take_notices(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         """Notices of the engines and of the source."""
-        return [message for teller in (*self.engines, self.source) for message in teller.take_notices()]
+        return [message for teller in (*self.engines, self.source) for message in teller.take_warnings()]
 
     def close(self) -> None:
         """Close the engines."""
@@ -109,10 +109,10 @@ class Parts:
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
-def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
+def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS) -> TrainerState:
     """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
 
-    ``world``: the processes that share the work; each builds all parts.
+    ``process_group``: the processes that share the work; each builds all parts.
 
     Raises:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
@@ -123,22 +123,22 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         from posttrain.training.held_out import build_eval_tasks
 
         eval_tasks = build_eval_tasks(recipe)
-    words = words_of(recipe)
+    components = resolve_components(recipe)
     _choose_kernels(recipe)
-    loaded, policy, forward, heads, reference, shards = _build_models(words, task, world, eval_tasks)
+    loaded, policy, forward, heads, reference, shards = _build_models(components, task, process_group, eval_tasks)
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
-    method = _build_method(words, forward)
+    method = _build_method(components, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
 
     def build_engine(entry: Entry, options: dict[str, Any], where: str) -> Engine:
         engine: Engine = entry.bind(options, where)(model, tokenizer)
-        engine = engine.settle(folder, world)
+        engine = engine.settle(folder, process_group)
         if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
             engine.take_parts(shards.within)
         return engine
 
-    engine = build_engine(words.engine, words.engine_options, "rollout.engine")
-    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
+    engine = build_engine(components.engine, components.engine_options, "rollout.engine")
+    fields = _build_batch_fields(components, method, policy, reference, tokenizer, context, process_group)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -146,29 +146,31 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         about: dict[str, Any] = {"template": grader.template, "tokenizer": tokenizer, "context_tokens": context}
         supervised: Callable[..., SupervisedSource] = SupervisedSource
-        read = partial(supervised, recipe, shape=words.shape, streams=streams, **about)
+        read = partial(supervised, recipe, shape=components.shape, fields=fields, **about)
         source = read(task, cache=folder)
     else:
-        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
-    evaluator, notices = None, list[str]()
+        source = build_rollout_source(components, task, grader, tokenizer, engine, context, fields, stage)
+    evaluator, warnings = None, list[str]()
     if eval_tasks:
         from posttrain.training.held_out import Evaluator, choose_held_out
 
-        held_out = {} if read is None else choose_held_out(read, eval_tasks, words)
-        eval_engine, notices = _eval_engine(words, engine, build_engine, needed=bool(shards and shards.within))
-        sampler = Sampler(eval_engine, tokenizer, grader, recipe.within(context), world=world, stage=stage)
-        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
-    notices = [
-        *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
-        *unread_margins(words, task.keys),
+        held_out = {} if read is None else choose_held_out(read, eval_tasks, components)
+        eval_engine, warnings = _eval_engine(components, engine, build_engine, needed=bool(shards and shards.within))
+        sampler = Sampler(
+            eval_engine, tokenizer, grader, recipe.within(context), process_group=process_group, stage=stage
+        )
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, components.shape)
+    warnings = [
+        *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.warnings),
+        *unread_margins(components, task.keys),
         *further_ends(tokenizer, grader.template),
-        *notices,
+        *warnings,
         *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     trained = (policy, method, heads, named, optimizer)
-    rest = (_origins(recipe, loaded), shards, reference, evaluator, notices)
-    return Parts(model, tokenizer, *trained, source, grader, engine, *rest)
+    rest = (_origins(recipe, loaded), shards, reference, evaluator, warnings)
+    return TrainerState(model, tokenizer, *trained, source, grader, engine, *rest)
 
 
 def _choose_kernels(recipe: Recipe) -> None:
@@ -192,25 +194,27 @@ def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
     return []
 
 
-def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
+def _build_models(
+    components: Components, task: Task, process_group: ProcessGroup, eval_tasks: Sequence[Task]
+) -> tuple[Any, ...]:
     """(loaded model, its pass, the objective's pass, heads, reference, shards).
 
     Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
     """
-    recipe, shards, loads_onto, digest = words.recipe, None, None, list[int]()
-    device = choose_device(recipe.model.device if world.size > 1 else "cpu")  # alone, loading asks for it
-    if recipe.scale.sharding == "fsdp2" and world.size > 1:
+    recipe, shards, loads_onto, digest = components.recipe, None, None, list[int]()
+    device = choose_device(recipe.model.device if process_group.size > 1 else "cpu")  # alone, loading asks for it
+    if recipe.scale.sharding == "fsdp2" and process_group.size > 1:
         from posttrain.training.distributed import Shards
 
-        shards = Shards(world, device, keeps_whole=_samples(words, eval_tasks))
+        shards = Shards(process_group, device, keeps_whole=_samples(components, eval_tasks))
         loads_onto = None if shards.keeps_whole else "cpu"  # from where it is sharded
     leaves = loads_onto is not None or device.type == "cuda"
-    with world.in_turn() if leaves else nullcontext():
+    with process_group.in_turn() if leaves else nullcontext():
         loaded = _load_trained(recipe, task, loads_onto)
-        policy = _build_policy(words, loaded)
-        forward, heads = forward_with_head(recipe, words.objective, policy)
+        policy = _build_policy(components, loaded)
+        forward, heads = forward_with_head(recipe, components.objective, policy)
         reference: Reference | None = None
-        if "reference" in words.parts or recipe.eval.num_kl_prompts:
+        if "reference" in components.parts or recipe.eval.num_kl_prompts:
             from posttrain.models.reference import Reference
 
             reference = Reference(policy)
@@ -221,33 +225,33 @@ def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[T
             if reference is not None and not shards.keeps_whole:
                 reference.shard(shards.part)
     if shards is not None:
-        same_digest(digest, world, "before training")
+        same_digest(digest, process_group, "before training")
         shards.choose_paths(policy)
     return loaded, policy, forward, heads, reference, shards
 
 
-def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
+def _samples(components: Components, eval_tasks: Sequence[Task]) -> bool:
     """Whether the trainer's processes sample with the model itself."""
-    if words.recipe.rollout is not None or words.shape == "demonstration" or not eval_tasks:
-        return words.samples()
+    if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
+        return components.samples()
     from posttrain.training.held_out import is_read
 
-    return words.samples(all(is_read(task, words.recipe.eval.num_examples) for task in eval_tasks))
+    return components.samples(all(is_read(task, components.recipe.eval.num_examples) for task in eval_tasks))
 
 
-def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
+def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
     """The language model's forward pass, in ``train.precision``.
 
     Raises:
         RecipeError: TF32 where no GPU multiplies.
     """
-    recipe, device = words.recipe, next(loaded.model.parameters()).device.type
+    recipe, device = components.recipe, next(loaded.model.parameters()).device.type
     coarse = recipe.train.precision != "fp32"
     if recipe.train.precision == "tf32" and device != "cuda":
         raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
     # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return _forward(recipe, loaded.model, scoring_temperature(recipe, words.needs))
+    return _forward(recipe, loaded.model, scoring_temperature(recipe, components.needs))
 
 
 def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
@@ -256,21 +260,21 @@ def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
 
 
 def _eval_engine(
-    words: Words, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
+    components: Components, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
 ) -> tuple[Engine, list[str]]:
     """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
 
     ``needed``: the weights are sharded, so that an engine over the model itself cannot stand in.
     """
-    word = words.recipe.eval.engine
-    if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
+    component = components.recipe.eval.engine
+    if component is None or (component.name, component.options) == (components.engine.name, components.engine_options):
         return engine, []
     try:
-        return build(registry.find("engine", word.name, "eval.engine"), word.options, "eval.engine"), []
+        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine"), []
     except UsageError as error:
-        if needed and not words.engine.traits.get("takes_weights"):
+        if needed and not components.engine.traits.get("takes_weights"):
             raise
-        return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
+        return engine, [f"eval.engine: {error}; evaluations are answered by {components.engine.name!r} instead"]
 
 
 def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
@@ -284,28 +288,28 @@ def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[
     return build_grader(recipe.rewards, template if stage is None else stage.template, folder), stage
 
 
-def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
+def _build_method(components: Components, forward: Forward | ActorCritic) -> Method:
     """The objective with its options, and with the regularizers where it has a policy term."""
-    recipe, regularizers = words.recipe, words.recipe.regularize
-    objective: Objective = words.objective.bind(recipe.objective.options, "objective")
+    recipe, regularizers = components.recipe, components.recipe.regularize
+    objective: Objective = components.objective.bind(recipe.objective.options, "objective")
     return Method(
         forward,
         objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump()),
-        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
-        level=words.level,
+        components.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=components.level,
         entropy="differentiable" if regularizers and regularizers.entropy_coef else "detached",
-        derive=words.objective.traits.get("derive", dict),
+        derive=components.objective.traits.get("derive", dict),
     )
 
 
 def build_rollout_source(
-    words: Words,
+    components: Components,
     task: Task,
     grader: Grader,
     tokenizer: Any,
     engine: Engine,
     context_tokens: int,
-    streams: Streams,
+    fields: BatchFields,
     stage: Stage | None = None,
 ) -> RolloutSource:
     """The source of a recipe with ``rollout``; ``stage`` is what its completions of several turns are played with.
@@ -315,62 +319,64 @@ def build_rollout_source(
     """
     from posttrain.training.sources.rollouts import RolloutSource
 
-    options, selection, feedback = words.recipe.rollout, words.selection, None
+    options, selection, feedback = components.recipe.rollout, components.selection, None
     assert options is not None
     assert options.select is not None, "resolved"
     assert selection is not None, "resolved"
-    if words.teaches_itself:
+    if components.teaches_itself:
         from posttrain.training.sources.feedback import Feedback
 
         feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
-    word, credit = words.recipe.advantage, Credit(None)
-    if word is not None and words.advantage is not None:
-        credit = Credit(
-            words.advantage.bind(word.options, "advantage"),
-            per_token=words.per_token,
-            per_turn=words.per_turn,
-            bootstrap=bool(word.options.get("bootstrap", False)),
-            kl=words.recipe.kl_in_reward,
+    component, advantage_estimator = components.recipe.advantage, AdvantageEstimator(None)
+    if component is not None and components.advantage is not None:
+        advantage_estimator = AdvantageEstimator(
+            components.advantage.bind(component.options, "advantage"),
+            per_token=components.per_token,
+            per_turn=components.per_turn,
+            bootstrap=bool(component.options.get("bootstrap", False)),
+            kl=components.recipe.kl_in_reward,
         )
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
-        from posttrain.training.sources.ahead import AheadSource
+        from posttrain.training.sources.prefetch import PrefetchSource
 
-        kind = partial(AheadSource, in_thread=bool(words.engine.traits.get("takes_weights")))
+        kind = partial(PrefetchSource, in_thread=bool(components.engine.traits.get("takes_weights")))
     return kind(
-        words.recipe,
+        components.recipe,
         task,
         grader,
         tokenizer,
         engine,
         context_tokens,
         select=selection.bind(options.select.options, "rollout.select"),
-        rows_per_unit=2 if words.unit == "pair" else 1,
-        credit=credit,
-        streams=streams,
+        rows_per_unit=2 if components.unit == "pair" else 1,
+        advantage_estimator=advantage_estimator,
+        fields=fields,
         feedback=feedback,
         stage=stage,
     )
 
 
-def _build_streams(
-    words: Words,
+def _build_batch_fields(
+    components: Components,
     method: Method,
     policy: Forward,
     reference: Reference | None,
     tokenizer: Any,
     context_tokens: int,
-    world: World,
-) -> Streams:
+    process_group: ProcessGroup,
+) -> BatchFields:
     """The filler of batch fields; loads the teacher where another model teaches."""
-    recipe, correct = words.recipe, None
+    recipe, correct = components.recipe, None
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
         correct = entry.bind(recipe.correction.options, "correction")
     teacher: Forward | None = None
     if recipe.teacher is not None:
-        teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct, world)
+        teacher = policy if components.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
+    return BatchFields(
+        components.needs, recipe, method.forward, context_tokens, reference, teacher, correct, process_group
+    )
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
@@ -394,10 +400,10 @@ def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
     """The last part of where each model came from (a checkpoint, a folder, a hub name); ``rewards`` by run."""
     teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
     rewards: dict[str, str] = {}
-    for index, word in enumerate(recipe.rewards):
-        option = registry.find("reward", word.name, f"rewards.{index}").traits.get("model_option")
+    for index, component in enumerate(recipe.rewards):
+        option = registry.find("reward", component.name, f"rewards.{index}").traits.get("model_option")
         if option is not None:
-            run = str(word.options[option])
+            run = str(component.options[option])
             rewards[run] = Path(resolve_model_name(run)).name
     taught = None if teacher is None else Path(resolve_model_name(teacher)).name
     return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}

@@ -29,6 +29,7 @@ from posttrain.errors import CheckpointError
 from posttrain.models.load import ONE_FILE, note_base_bits
 from posttrain.models.sources import SCORE
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
@@ -42,7 +43,6 @@ from posttrain.store.checkpoint_files import (
 )
 from posttrain.store.durable import explain_storage, storage_errors
 from posttrain.untrusted import first_fault
-from posttrain.world import ONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def save_checkpoint(
     heads: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     weights: Mapping[str, Tensor] | None = None,
-    world: World = ONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
 
@@ -86,24 +86,24 @@ def save_checkpoint(
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
         weights: of a sharded model, its tensors unsharded (``names_to_write``).
-        world: those that write it; each its part of the optimizer, and the main one all else.
+        process_group: those that write it; each its part of the optimizer, and the main one all else.
 
     Raises:
         StorageError: the disk is full or not writable; older checkpoints are untouched.
     """
     root, final = Path(folder), step_folder(Path(folder), step)
-    aside = world.tell(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
+    aside = process_group.tell(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
     try:
         with storage_errors(f"checkpoint {final.name}", root):
-            if world.is_main:
+            if process_group.is_main:
                 remove_tree(aside)
                 aside.mkdir(parents=True)
-            if world.size > 1:
+            if process_group.size > 1:
                 from posttrain.training.distributed import save_shards
 
-                world.agree(False, "folder of the checkpoint")
+                process_group.agree(False, "folder of the checkpoint")
                 save_shards(optimizer, aside / "optimizer")
-                if not world.is_main:
+                if not process_group.is_main:
                     return final
             else:
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
@@ -119,8 +119,8 @@ def save_checkpoint(
     except SafetensorError as error:  # safetensors reports a full disk as an error of its own
         raise explain_storage(f"checkpoint {final.name}", root, error) from error
     finally:
-        if world.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
-            shutil.rmtree(aside, ignore_errors=world.size > 1)
+        if process_group.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
+            shutil.rmtree(aside, ignore_errors=process_group.size > 1)
     return final
 
 
@@ -187,8 +187,8 @@ def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> No
         stored.update(load_file(file))
     stored.pop(SCORE, None)  # a reward model's head, which is among the heads
     config = folder / "config.json"
-    stated = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    same_kind = str(stated.get("model_type")) == model.config.model_type
+    stored_config = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    same_kind = str(stored_config.get("model_type")) == model.config.model_type
     if same_kind and not stored.keys() <= live.keys():
         # architectures that fuse weights in memory (experts) have names of their own on disk
         with _without_progress_bars():

@@ -13,13 +13,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
-from posttrain.data.base import eval_words
+from posttrain.data.base import eval_components
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RolloutSection, Word
+from posttrain.recipes.sections import Component, RolloutSection
 from posttrain.registry import Entry
-from posttrain.training.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
+from posttrain.training.batch_fields import comes_from_rollouts, needed_fields, required_parts, with_their_needs
 
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
@@ -30,7 +30,7 @@ SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
-class Words:
+class Components:
     """A resolved recipe with the entries of its words.
 
     needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
@@ -63,7 +63,7 @@ class Words:
     @property
     def parts(self) -> frozenset[str]:
         """The components that fill the streams: ``reference``, ``teacher``, ``critic``, ..."""
-        return parts_asked(self.needs)
+        return required_parts(self.needs)
 
     @property
     def only_scores(self) -> bool:
@@ -90,7 +90,7 @@ class Words:
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
 
 
-def words_of(recipe: Recipe) -> Words:
+def resolve_components(recipe: Recipe) -> Components:
     """The words of a resolved recipe, which fit one another.
 
     Raises:
@@ -99,16 +99,18 @@ def words_of(recipe: Recipe) -> Words:
     objective = registry.find("objective", recipe.objective.name, "objective")
     assert recipe.aggregate is not None, "resolved"
     rollout, advantage, selection = recipe.rollout, None, None
-    engine = rollout.engine if rollout is not None else Word(name="native")  # a supervised recipe's evaluation samples
+    engine = (
+        rollout.engine if rollout is not None else Component(name="native")
+    )  # a supervised recipe's evaluation samples
     if recipe.advantage is not None:
         advantage = registry.find("advantage", recipe.advantage.name, "advantage")
     if rollout is not None and rollout.select is not None:
         selection = registry.find("selection", rollout.select.name, "rollout.select")
     kl = recipe.regularize.kl_coef if recipe.regularize is not None else 0.0
-    needs = needed_streams(objective, recipe.objective.options, rollout is not None, kl)
+    needs = needed_fields(objective, recipe.objective.options, rollout is not None, kl)
     needs |= {"ref_logprobs"} if recipe.kl_in_reward is not None else set()
     needs |= {"correction"} if recipe.correction is not None else set()
-    words = Words(
+    components = Components(
         recipe=recipe,
         objective=objective,
         needs=with_their_needs(needs),
@@ -123,23 +125,23 @@ def words_of(recipe: Recipe) -> Words:
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
     )
     if recipe.eval.every:
-        eval_words(recipe)
+        eval_components(recipe)
     tables = (_of_objective, _of_engines, _of_rollouts, _of_scale, _of_rewards)
-    for broken, key, says in chain(*(table(words) for table in tables)):
+    for broken, key, message in chain(*(table(components) for table in tables)):
         if broken:
-            raise RecipeError(f"{key}{says}")
-    return words
+            raise RecipeError(f"{key}{message}")
+    return components
 
 
-def unread_margins(words: Words, keys: Mapping[tuple[str, str], int]) -> list[str]:
+def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) -> list[str]:
     """A line where rows state margins that the objective does not read."""
-    if words.shape != "pair" or "margins" in words.needs or ("margin", "read") not in keys:
+    if components.shape != "pair" or "margins" in components.needs or ("margin", "read") not in keys:
         return []
-    name = words.recipe.objective.name
+    name = components.recipe.objective.name
     return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
 
 
-def _of_objective(w: Words) -> Iterator[Rule]:
+def _of_objective(w: Components) -> Iterator[Rule]:
     r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
     head, chosen = w.objective.traits.get("head"), r.data.train_on if r.data else None
     weighs = "token" if w.level == "token" else "unit"
@@ -169,15 +171,15 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield w.teaches_itself and r.rollout is None, "teacher.name", samples
     base = ": a new model (model.init) has no base on disk that an adapter could name"
     yield r.model.adapter and r.model.init, "model.adapter", base
-    stands = ": a reward head always stands on the model that is trained; leave it out"
-    yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
+    message = ": a reward head always stands on the model that is trained; leave it out"
+    yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", message
     judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
     unread = f": {objective} reads no labels that a threshold could make; leave it out"
     yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
-def _of_engines(w: Words) -> Iterator[Rule]:
+def _of_engines(w: Components) -> Iterator[Rule]:
     evaluating = w.recipe.eval.engine
     elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
@@ -185,10 +187,13 @@ def _of_engines(w: Words) -> Iterator[Rule]:
     gives = "give 'environment'"
     if w.recipe.rollout is None:
         gives = "in a recipe with 'data' nothing answers; take another task"
-    words = {"task": w.recipe.task, **{f"eval.tasks.{i}": word for i, word in enumerate(w.recipe.eval.tasks)}}
-    for key, word in words.items():
-        played = (registry.traits_of("task", word.name) or {}).get("played")
-        yield played and unplayed, key, f": {word.name!r} asks nothing by itself; {gives}"
+    components = {
+        "task": w.recipe.task,
+        **{f"eval.tasks.{i}": component for i, component in enumerate(w.recipe.eval.tasks)},
+    }
+    for key, component in components.items():
+        played = (registry.traits_of("task", component.name) or {}).get("played")
+        yield played and unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
     if evaluating is not None:
         head = ": a reward model writes no answers that an engine could sample; leave it out"
         yield w.only_scores, "eval.engine", head
@@ -196,7 +201,7 @@ def _of_engines(w: Words) -> Iterator[Rule]:
         yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
 
 
-def _of_rollouts(w: Words) -> Iterator[Rule]:
+def _of_rollouts(w: Components) -> Iterator[Rule]:
     """Rules about rollouts, their groups and their advantages."""
     rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
     if rollout is None or rollout.select is None or w.selection is None:
@@ -257,7 +262,7 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     )
 
 
-def _of_advantage(w: Words, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
+def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
     name, traits, kl = advantage.name, advantage.traits, w.recipe.kl_in_reward
     objective = f"objective {w.recipe.objective.name!r}"
     smallest, batch = traits.get("min_group", 1), rollout.num_prompts * rollout.group_size
@@ -285,7 +290,7 @@ def _of_advantage(w: Words, advantage: Entry, rollout: RolloutSection) -> Iterat
         yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
 
 
-def _of_rewards(w: Words) -> Iterator[Rule]:
+def _of_rewards(w: Components) -> Iterator[Rule]:
     """Rules about tags of the prompt template, and parts of the reward that are named elsewhere."""
     from posttrain.data.render.template import build_template
     from posttrain.graders.rewards import reward_parts
@@ -297,7 +302,7 @@ def _of_rewards(w: Words) -> Iterator[Rule]:
     yield name not in known, "rollout.uniform_by", unknown
 
 
-def _of_scale(w: Words) -> Iterator[Rule]:
+def _of_scale(w: Components) -> Iterator[Rule]:
     model, scale, optimizer = w.recipe.model, w.recipe.scale, w.recipe.optimizer.name
     if scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"

@@ -35,7 +35,7 @@ from posttrain.errors import CheckpointError, PeerFailure, PosttrainError, RunFa
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
-from posttrain.world import Within, World, local_rank, own_part, whole
+from posttrain.process_group import ProcessGroup, Within, local_rank, own_part, whole
 
 T = TypeVar("T")
 JOIN_SECONDS = 600.0  # importing torch on a busy machine takes its time
@@ -43,7 +43,7 @@ RECORD_SECONDS = 10.0  # for a record to arrive after the connection of the proc
 TASK, FAILURE, ARRIVED = "task", "failure", "arrived"
 
 
-class Processes(World):
+class Processes(ProcessGroup):
     """Several processes, of which this one is ``rank``, and the store that they share.
 
     Every exchange raises ``PeerFailure`` if another process failed, ended, or did not come in time. ``noticed``: this
@@ -199,7 +199,7 @@ def check_devices(device: str, num_processes: int) -> None:
 
 
 @contextmanager
-def join(world: Processes, device: str, timeout_seconds: float) -> Iterator[Processes]:
+def join(process_group: Processes, device: str, timeout_seconds: float) -> Iterator[Processes]:
     """Work together with the other processes, inside the block; an error in it ends all of them.
 
     Args:
@@ -211,41 +211,43 @@ def join(world: Processes, device: str, timeout_seconds: float) -> Iterator[Proc
         PeerFailure: another process failed.
     """
     try:
-        _open_group(world, device, timeout_seconds)
+        _open_group(process_group, device, timeout_seconds)
         try:
-            yield world
-            world.agree(False, "end of the run")  # rank 0 holds the store and ends the others
+            yield process_group
+            process_group.agree(False, "end of the run")  # rank 0 holds the store and ends the others
         finally:
             dist.destroy_process_group()
     except BaseException as error:
         # FSDP2 gathers layers itself; its errors come here as they are.
-        failure = world.first_failure() if isinstance(error, RuntimeError) else None
+        failure = process_group.first_failure() if isinstance(error, RuntimeError) else None
         if failure is not None:
             raise failure from error
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
-            world.fail(world.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
+            process_group.fail(process_group.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
         raise
 
 
-def _open_group(world: Processes, device: str, timeout_seconds: float) -> None:
+def _open_group(process_group: Processes, device: str, timeout_seconds: float) -> None:
     kind, index = choose_device(device).type, local_rank() or 0
-    check_devices(device, world.size if kind == "mps" else index + 1)
+    check_devices(device, process_group.size if kind == "mps" else index + 1)
     if kind == "cuda":
         torch.cuda.set_device(index)
-    world.wait_for_all()
+    process_group.wait_for_all()
     if dist.is_initialized():
         return
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-            store=dist.PrefixStore("group", world.store),
-            rank=world.rank,
-            world_size=world.size,
+            store=dist.PrefixStore("group", process_group.store),
+            rank=process_group.rank,
+            world_size=process_group.size,
             timeout=timedelta(seconds=timeout_seconds),
         )
     except RuntimeError as error:
-        raise world.failure() or PeerFailure(f"{world} cannot reach the others: {first_line(error)}") from error
+        raise process_group.failure() or PeerFailure(
+            f"{process_group} cannot reach the others: {first_line(error)}"
+        ) from error
 
 
 class Root(torch.nn.Module):
@@ -277,8 +279,8 @@ class Shards:
     forward: Forward | ActorCritic
     within: Within | None = None
 
-    def __init__(self, world: World, device: torch.device, *, keeps_whole: bool = True) -> None:
-        self._mesh = init_device_mesh(device.type, (world.size,))
+    def __init__(self, process_group: ProcessGroup, device: torch.device, *, keeps_whole: bool = True) -> None:
+        self._mesh = init_device_mesh(device.type, (process_group.size,))
         self.keeps_whole = keeps_whole
         self._pairs: list[tuple[Tensor, Any]] = []
 
@@ -319,9 +321,9 @@ class Shards:
         if self.keeps_whole:
             return
         forward = self.forward
-        passes = [forward.policy, forward.critic] if isinstance(forward, ActorCritic) else [forward]
-        self.within = policy.root = passes[0].root
-        for each in dict.fromkeys([passes[0], policy, *passes[1:]]):
+        forwards = [forward.policy, forward.critic] if isinstance(forward, ActorCritic) else [forward]
+        self.within = policy.root = forwards[0].root
+        for each in dict.fromkeys([forwards[0], policy, *forwards[1:]]):
             each.choose_path()
 
     @torch.no_grad()

@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from posttrain.data.base import Task, build_task, eval_words
+from posttrain.data.base import Task, build_task, eval_components
 from posttrain.data.render.rows import Shape
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
-from posttrain.evaluation.drift import measure_drift
 from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
 from posttrain.evaluation.items import default_ks
+from posttrain.evaluation.kl_from_initial import measure_kl
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.models.reference import Reference
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import TrainSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.rollout import Sampler
-from posttrain.training.checks import Words
+from posttrain.training.checks import Components
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Example, with_float64
-from posttrain.world import ONE, World
 
 # Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
@@ -58,8 +58,8 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
         RecipeError: training leaves no split of its task to evaluate on.
     """
     tasks: list[Task] = []
-    for index, word in enumerate(eval_words(recipe)):
-        task = build_task(word, f"eval.tasks.{index}")
+    for index, component in enumerate(eval_components(recipe)):
+        task = build_task(component, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
         if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
@@ -71,7 +71,9 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
     return tasks
 
 
-def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task], words: Words) -> dict[str, HeldOut]:
+def choose_held_out(
+    read: Callable[..., SupervisedSource], tasks: Sequence[Task], components: Components
+) -> dict[str, HeldOut]:
     """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
 
     They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples``
@@ -82,23 +84,23 @@ def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task]
         RecipeError: a task to evaluate a reward model on has no responses.
         UsageError: a task is empty, or none of its units can be used.
     """
-    n, loss = words.recipe.eval.num_examples, words.recipe.eval.loss
+    n, loss = components.recipe.eval.num_examples, components.recipe.eval.loss
     chosen: dict[str, HeldOut] = {}
     for task in tasks:
         if len(task.examples) == 0:
             raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
         examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-        if words.shape == "demonstration":
+        if components.shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
             if shown and (loss or (loss is None and all(example.answer is None for example in shown))):
-                source = read(replace(task, examples=shown, dropped={}), streams=None, draws=False)
+                source = read(replace(task, examples=shown, dropped={}), fields=None, draws=False)
                 chosen[task_label(task)] = HeldOut(source, range(len(source.units)), sum(source.dropped.values()))
         elif any(example.responses for example in examples):
             source = read(replace(task, examples=examples, dropped={}), draws=False)
             chosen[task_label(task)] = HeldOut(
                 source, held_out_indices(len(source.units), n), sum(source.dropped.values())
             )
-        elif words.only_scores:
+        elif components.only_scores:
             raise RecipeError(
                 f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
                 "graded; name a task with responses, or switch evaluation off with eval.every: 0"
@@ -114,13 +116,13 @@ def is_read(task: Task, n: int) -> bool:
 
 def _is_shown(example: Example) -> bool:
     """Whether an example has an answer to imitate."""
-    said = (example.answer, example.solution, example.demonstration)
-    return said != (None, None, None) or bool(example.responses or example.turns)
+    texts = (example.answer, example.solution, example.demonstration)
+    return texts != (None, None, None) or bool(example.responses or example.turns)
 
 
 @torch.no_grad()
 def evaluate_loss(
-    held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, world: World = ONE
+    held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, float]:
     """Loss of held-out demonstrations over their trained tokens.
 
@@ -130,26 +132,28 @@ def evaluate_loss(
     Raises:
         NonFiniteLoss: a loss that is NaN or infinite.
     """
-    batch, total, right = held_out.batch(), 0.0, 0.0
-    pieces = split_rows(batch, tokens_per_micro, world=world)
-    for rows, counts in even_pieces(pieces, batch, world, is_sharded=policy.is_sharded):
+    batch, total, correct = held_out.batch(), 0.0, 0.0
+    pieces = split_rows(batch, tokens_per_micro, process_group=process_group)
+    for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=policy.is_sharded):
         part = batch.select(rows)
         outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
         mask = part.mask.to(likeliest.device) if counts else torch.zeros_like(part.mask, device=likeliest.device)
         total -= float(with_float64(outputs.logprobs[mask]).double().sum())
-        right += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
-    total, right = (sum(parts) for parts in zip(*world.gather([(total, right)], "held-out loss"), strict=True))
+        correct += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
+    total, correct = (
+        sum(parts) for parts in zip(*process_group.gather([(total, correct)], "held-out loss"), strict=True)
+    )
     tokens = float(batch.mask.sum())
     loss = total / tokens
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
-    results = {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "token_accuracy": right / tokens}
+    results = {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "token_accuracy": correct / tokens}
     results |= {"loss_tokens": tokens, "loss_rows": float(len(held_out.units))}
     return results | {"rows_dropped": float(held_out.num_dropped)}
 
 
 def evaluate_objective(
-    held_out: HeldOut, task: Task, method: Method, options: TrainSection, world: World = ONE
+    held_out: HeldOut, task: Task, method: Method, options: TrainSection, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Evaluation:
     """Loss and metrics of the objective on held-out units, without gradients.
 
@@ -161,7 +165,7 @@ def evaluate_objective(
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     started = time.perf_counter()
-    loss, metrics = accumulate(method, held_out.batch(), options, learns=False, world=world)
+    loss, metrics = accumulate(method, held_out.batch(), options, learns=False, process_group=process_group)
     metrics.pop("padding_share")
     name = next((name for name in ACCURACIES if name in metrics), None)
     if name is None:
@@ -199,7 +203,7 @@ class Evaluator:
     def __call__(self, step: int) -> list[Evaluation]:
         """Evaluate the weights after ``step`` updates on each task."""
         self.sampler.engine.sync(step)
-        done = [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
+        done = [self._with_kl(self._evaluate_on(task, step), task) for task in self.tasks]
         self.sampler.engine.rest()
         return done
 
@@ -213,34 +217,34 @@ class Evaluator:
         """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
-            return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.world)
+            return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.process_group)
         options = self.recipe.eval
         sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
         samples, ks, seed = options.samples, default_ks(options.samples), self.recipe.train.seed
-        asked = Questions(task, sampling, options.num_examples, samples=samples, ks=ks, seed=seed, step=step)
-        evaluation = evaluate(self.sampler, asked)
+        questions = Questions(task, sampling, options.num_examples, samples=samples, ks=ks, seed=seed, step=step)
+        evaluation = evaluate(self.sampler, questions)
         if held_out is not None:
             started = time.perf_counter()
             tokens_per_micro = self.recipe.train.micro_batch_tokens
-            loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.world)
+            loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.process_group)
             evaluation.results.update(loss)
             evaluation.results["seconds"] += time.perf_counter() - started
         return evaluation
 
-    def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
+    def _with_kl(self, evaluation: Evaluation, task: Task) -> Evaluation:
         """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
         if not self.recipe.eval.num_kl_prompts:
             return evaluation
         assert self.start is not None, "the setup makes a reference for whoever needs one"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
-        drift = measure_drift(
+        kl = measure_kl(
             self.sampler,
             Questions(task, sampling, self.recipe.eval.num_kl_prompts, seed=self.recipe.train.seed),
             policy=self.policy,
             start=self.start,
             tokens_per_micro=self.recipe.train.micro_batch_tokens,
         )
-        evaluation.results.update(drift)
+        evaluation.results.update(kl)
         evaluation.results["seconds"] += time.perf_counter() - started
         return evaluation

@@ -21,6 +21,7 @@ from torch import Tensor
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
@@ -30,7 +31,8 @@ from posttrain.store.learning_signal import MOVED, NUM_STEPS, learning_warnings
 from posttrain.store.metric_names import choose_primary_metric
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
-from posttrain.training.build import Parts, check_origins, prepare
+from posttrain.training.batch_fields import has_other_prompts
+from posttrain.training.build import TrainerState, check_origins, prepare
 from posttrain.training.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
@@ -44,9 +46,7 @@ from posttrain.training.step import (
     same_weights,
     sample_weights,
 )
-from posttrain.training.streams import has_other_prompts
 from posttrain.types import Batch
-from posttrain.world import ONE, World, peak_resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,18 @@ class TrainResult:
 
 @dataclass(slots=True)
 class Loop:
-    """A run in progress. Each process of the ``world`` takes the same decisions; the main one keeps the records."""
+    """A run in progress. Each process of the ``process_group`` takes the same decisions; the main one keeps the
+    records.
+    """
 
     recipe: Recipe
     files: RunFiles
-    parts: Parts
+    parts: TrainerState
     metrics: MetricsLog | NoRecords
     rollouts: RolloutStore | NoRecords
     observer: Observer
     steps: int
-    world: World = ONE
+    process_group: ProcessGroup = SINGLE_PROCESS
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -127,15 +129,15 @@ class Loop:
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
-        checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
-        step = self.world.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
-        if self.world.is_main or step is None:
+        checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.process_group.is_main else None
+        step = self.process_group.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
+        if self.process_group.is_main or step is None:
             return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
     def _take_threads(self, state: Mapping[str, Any]) -> None:
         """Compute with as many threads as the run began with, if it has as many processes: sums have the same parts."""
-        began, now, own = state.get("processes", 1), self.world.size, torch.get_num_threads()
+        began, now, own = state.get("processes", 1), self.process_group.size, torch.get_num_threads()
         threads = state.get("num_threads") or own
         if began != now:
             before, after = (f"{n} process{'es' * (n != 1)}" for n in (began, now))
@@ -152,10 +154,10 @@ class Loop:
         Raises:
             UsageError: they are fewer than were made.
         """
-        passes = self.recipe.train.num_epochs
-        if passes is None:
+        num_epochs = self.recipe.train.num_epochs
+        if num_epochs is None:
             return
-        comes_to = f"train.num_epochs {passes:g} comes to {self.steps} steps over the data as they are"
+        comes_to = f"train.num_epochs {num_epochs:g} comes to {self.steps} steps over the data as they are"
         if self.step > self.steps:
             raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more epochs")
         if began not in (None, self.steps):
@@ -164,13 +166,13 @@ class Loop:
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
         """Train until the last step or until asked to stop, and save a checkpoint."""
         saved = self.step
-        same_weights(self.parts.whole_parameters(), self.world, "before training")
+        same_weights(self.parts.whole_parameters(), self.process_group, "before training")
         if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
             self.evaluate()
             self.save()
         elif self.step == 0 and self.recipe.eval.every:
             self.evaluate()
-        while self.step < self.steps and not self.world.agree(should_stop(), "being stopped"):
+        while self.step < self.steps and not self.process_group.agree(should_stop(), "being stopped"):
             self.update()
             if self.unevaluated:
                 self.evaluate()
@@ -188,7 +190,7 @@ class Loop:
 
         Nothing is saved where weights or records are between two steps. If saving fails, ``error`` gets a note.
         """
-        if not self.world.is_main or not self.consistent or self.step == 0:
+        if not self.process_group.is_main or not self.consistent or self.step == 0:
             return
         if self.step in checkpoint_steps(self.files.checkpoints):
             return
@@ -196,7 +198,7 @@ class Loop:
             error.add_note(f"step {self.step} is not saved: that takes all processes, each of which has a part of it")
             return
         try:
-            path = self._write_checkpoint(self._gathered(ONE))
+            path = self._write_checkpoint(self._gathered(SINGLE_PROCESS))
             self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
         except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
             error.add_note(f"step {self.step} could not be saved: {failure}")
@@ -212,7 +214,7 @@ class Loop:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
-        self._pass_on_notices()
+        self._pass_on_warnings()
         if draw.rollouts:
             self.rollouts.record(draw.rollouts)
         updating = time.perf_counter()
@@ -237,12 +239,12 @@ class Loop:
                 "the reference or the teacher. It is clamped, so that loss and gradient are not those of the formula. "
                 "Check that teacher and reference fit the model and its prompts, or lower train.lr"
             )
-        if batch is not None and "kl_baseline" in batch.streams and not has_other_prompts(batch):
+        if batch is not None and "kl_baseline" in batch.fields and not has_other_prompts(batch):
             warnings["kl_baseline"] = (
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
-        if self.world.is_main and self.step <= 4 * NUM_STEPS:
+        if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
             warnings |= learning_warnings(self.metrics.read())
         for name in warnings.keys() - self.warned:
             self.warned.add(name)
@@ -254,13 +256,13 @@ class Loop:
         lr = learning_rate(options, step)
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
-        place = (step, self.world.rank) if self.world.rank else (step,)
+        place = (step, self.process_group.rank) if self.process_group.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
-        loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
+        loss, metrics = accumulate(self.parts.learning(), batch, options, process_group=self.process_group)
         if metrics.get("kl_sampler", 0.0) > MAX_KL:
             check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
-            add_gradients([p for _, p in self.parts.parameters], self.world)
+            add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
             own, apart = self.parts.split_parameters()
             before = sample_weights([*own, *apart]) if step <= NUM_STEPS else None
@@ -286,7 +288,7 @@ class Loop:
         assert self.parts.evaluator is not None
         self.parts.source.wait()
         step, done = self.step, self.parts.evaluator(self.step)
-        self._pass_on_notices()
+        self._pass_on_warnings()
 
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
         primary = choose_primary_metric(
@@ -295,8 +297,8 @@ class Loop:
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
-            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
-            self.metrics.append(step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
+            info = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
+            self.metrics.append(step, info, {"evaluation_seconds": evaluation.results["seconds"]})
         value = None if primary is None or step == 0 else primary.mean(evaluations.values())
         if primary is not None and value is not None:
             before = None if self.best is None else self.best.get(primary.name)  # None: it was another metric
@@ -307,39 +309,39 @@ class Loop:
             about: dict[str, Any] = {"step": step, "name": evaluation.name, "primary_metric": primary}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
-    def _pass_on_notices(self) -> None:
-        for message in self.parts.take_notices():
+    def _pass_on_warnings(self) -> None:
+        for message in self.parts.take_warnings():
             self.observer("notice", {"message": message})
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
-        same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
+        same_weights(self.parts.whole_parameters(), self.process_group, f"step {self.step} cannot be saved")
         together = self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded"
-        world = self.world if together else ONE
-        tensors = self._gathered(world)
-        path = self._write_checkpoint(tensors, world) if self.world.is_main or together else None
-        if path is None or not self.world.is_main:
+        process_group = self.process_group if together else SINGLE_PROCESS
+        tensors = self._gathered(process_group)
+        path = self._write_checkpoint(tensors, process_group) if self.process_group.is_main or together else None
+        if path is None or not self.process_group.is_main:
             return
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
-    def _gathered(self, world: World) -> dict[str, Any]:
+    def _gathered(self, process_group: ProcessGroup) -> dict[str, Any]:
         """The tensors of a checkpoint, as ``save_checkpoint`` takes them, unsharded; but for the optimizer's where all
-        of ``world`` write it."""
+        of ``process_group`` write it."""
         parts, shards = self.parts, self.parts.shards
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
         tensors["score"] = parts.score_head()
-        if shards is not None and world.size == 1:
-            tensors["optimizer"] = shards.whole(optimizer, lambda name: self.world.is_main)
+        if shards is not None and process_group.size == 1:
+            tensors["optimizer"] = shards.whole(optimizer, lambda name: self.process_group.is_main)
         if shards is not None and not shards.keeps_whole:
-            names = names_to_write(parts.model) if self.world.is_main else set()
+            names = names_to_write(parts.model) if self.process_group.is_main else set()
             tensors["weights"] = shards.whole(parts.model.state_dict(), names.__contains__)
-            tensors["heads"] = shards.whole(tensors["heads"], lambda name: self.world.is_main)
+            tensors["heads"] = shards.whole(tensors["heads"], lambda name: self.process_group.is_main)
         return tensors
 
-    def _write_checkpoint(self, tensors: Mapping[str, Any], world: World = ONE) -> Path:
-        """Records are durable before the checkpoint appears under its name; ``world`` writes it together."""
+    def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
+        """Records are durable before the checkpoint appears under its name; ``process_group`` writes it together."""
         self.rollouts.flush()
         self.metrics.flush()
         return save_checkpoint(
@@ -347,9 +349,9 @@ class Loop:
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
-            state=self._state() if world.is_main else {},
+            state=self._state() if process_group.is_main else {},
             rollout_buffer=self.parts.source.rollout_buffer(self.step),
-            world=world,
+            process_group=process_group,
             **tensors,
         )
 
@@ -364,14 +366,14 @@ class Loop:
             "best": self.best,
             "evaluations": self.evaluations,
             "steps": self.steps,
-            "processes": self.world.size,
+            "processes": self.process_group.size,
             "source": self.source_state,
             **({"unevaluated": True} if self.unevaluated else {}),
         }
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones."""
-        if not self.world.is_main:
+        if not self.process_group.is_main:
             return
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
@@ -381,10 +383,10 @@ class Loop:
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
         path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
-        if not self.world.is_main:
+        if not self.process_group.is_main:
             return "Rank 0 saves the batch"
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
-        tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
+        tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
         try:
             replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
         except StorageError as failure:
@@ -397,9 +399,9 @@ def train(
     files: RunFiles,
     *,
     resume: bool = False,
-    observer: Observer = lambda event, facts: None,
+    observer: Observer = lambda event, info: None,
     should_stop: Callable[[], bool] = lambda: False,
-    world: World = ONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> TrainResult:
     """Train as a resolved recipe says, writing into ``files``; of several processes, the main one writes.
 
@@ -409,22 +411,22 @@ def train(
             that could still be saved.
     """
     trackers: list[Tracker] = []
-    if world.is_main:
+    if process_group.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with _threads_of_main(world):
-        parts = prepare(recipe, files.folder, world)
-        kept = _records(recipe, files, trackers, world)
+    with _threads_of_main(process_group):
+        parts = prepare(recipe, files.folder, process_group)
+        kept = _records(recipe, files, trackers, process_group)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
             steps, length = recipe.train.steps, None
             if recipe.train.num_epochs is not None:
                 steps, length = parts.source.length_of(recipe.train.num_epochs)
             assert steps is not None, "a recipe says steps or num_epochs"
-            loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
+            loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, process_group)
             if resume:
                 loop.resume()
             observer("start", loop.beginning(resume, length))
-            for message in [*describe_reach(parts.model), *parts.notices]:
+            for message in [*describe_reach(parts.model), *parts.warnings]:
                 observer("notice", {"message": message})
             try:
                 return loop.run(should_stop)
@@ -440,10 +442,10 @@ def _use_threads(number: int) -> None:
 
 
 @contextmanager
-def _threads_of_main(world: World) -> Iterator[None]:
+def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
     """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
     before = torch.get_num_threads()
-    _use_threads(world.tell(before, "number of threads"))
+    _use_threads(process_group.tell(before, "number of threads"))
     try:
         yield
     finally:
@@ -452,10 +454,10 @@ def _threads_of_main(world: World) -> Iterator[None]:
 
 @contextmanager
 def _records(
-    recipe: Recipe, files: RunFiles, trackers: list[Tracker], world: World
+    recipe: Recipe, files: RunFiles, trackers: list[Tracker], process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
     """Where metrics and rollouts are written."""
-    if not world.is_main:
+    if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}

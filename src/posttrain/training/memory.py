@@ -36,7 +36,7 @@ from posttrain.models.load import choose_device, read_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
-from posttrain.training.checks import Words, words_of
+from posttrain.training.checks import Components, resolve_components
 from posttrain.training.optimizer import EMBEDDING_NAMES
 
 # Architectures whose activations were counted: whether queries and keys have norms.
@@ -117,7 +117,7 @@ class Micro:
         return self.queries + self.rows * self.prompt
 
 
-def stated_memory(recipe: Recipe) -> Memory | str:
+def estimate_memory(recipe: Recipe) -> Memory | str:
     """``memory_of`` a resolved recipe on this machine by the configuration that is at hand, or the reason why none."""
     try:
         device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
@@ -163,27 +163,27 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     Raises:
         RecipeError: parts of the recipe do not fit one another.
     """
-    words, config = words_of(recipe), config.get_text_config()
+    components, config = resolve_components(recipe), config.get_text_config()
     adapter, size = recipe.model.adapter, BYTES[recipe.model.dtype]
     weights = weights_of(config)
     low_rank = [] if adapter is None else list(_low_rank(weights, adapter))
     trained = weights if adapter is None else low_rank
     base = _base_bytes(weights, size, recipe.model.load_bits)
-    micro = micro_batch(recipe, words)
-    has_critic = words.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
-    logits = 0 if words.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
-    reads = "reference" in words.parts or bool(recipe.eval.num_kl_prompts)
+    micro = micro_batch(recipe, components)
+    has_critic = components.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
+    logits = 0 if components.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
+    reads = "reference" in components.parts or bool(recipe.eval.num_kl_prompts)
     activations = _activations(recipe, config, micro, size, weights, logits)
     return Memory(
         weights=base + 4 * sum(w.numel for w in low_rank),
         gradients=4 * sum(w.numel for w in trained),
         optimizer=_optimizer_bytes(trained, recipe.optimizer.name),
         reference=base if reads and adapter is None else 0,
-        heads=_head_bytes(words, config, trained if has_critic else []),
+        heads=_head_bytes(components, config, trained if has_critic else []),
         activations=activations * (2 if has_critic else 1),
         logits=logits,
         kv_cache=_cache_bytes(recipe, config, size, gpu_memory),
-        rollouts=_rollout_bytes(recipe, words),
+        rollouts=_rollout_bytes(recipe, components),
     )
 
 
@@ -204,17 +204,17 @@ def weights_of(config: Any) -> list[Weight]:
     ]
 
 
-def micro_batch(recipe: Recipe, words: Words) -> Micro:
+def micro_batch(recipe: Recipe, components: Components) -> Micro:
     """The rows that go through the trainer at a time when all are as long as the recipe allows."""
-    train, rollout, unread = recipe.train, recipe.rollout, 0 if words.only_scores else 1
-    unit = 2 if words.level == "pair" else 1
+    train, rollout, unread = recipe.train, recipe.rollout, 0 if components.only_scores else 1
+    unit = 2 if components.level == "pair" else 1
     if rollout is None:
         assert recipe.data is not None, "a recipe has 'rollout' or 'data'"
         prompt, answer, group = 0, recipe.data.max_length, 1
         own, rows = answer - unread, recipe.data.batch_size * unit
     else:
         prompt, own = longest_row(recipe, rollout)
-        group = 2 if words.unit == "pair" else rollout.group_size
+        group = 2 if components.unit == "pair" else rollout.group_size
         rows = rollout.num_prompts * group // train.num_minibatches
         prompt, answer = (0, prompt + own) if group == 1 else (prompt, own)
     most, count = min(rows, train.micro_batch_rows or rows), unit
@@ -269,12 +269,12 @@ def _optimizer_bytes(trained: list[Weight], name: str) -> int:
     return total
 
 
-def _head_bytes(words: Words, config: Any, critic: list[Weight]) -> int:
+def _head_bytes(components: Components, config: Any, critic: list[Weight]) -> int:
     """Weight, gradient and AdamW's state of a head, and of a critic of its own."""
-    if words.objective.traits.get("head") is None:
+    if components.objective.traits.get("head") is None:
         return 0
-    option = words.objective.traits.get("head_outputs")
-    classes = int(words.recipe.objective.options[option]) if option is not None else 1
+    option = components.objective.traits.get("head_outputs")
+    classes = int(components.recipe.objective.options[option]) if option is not None else 1
     head = config.hidden_size * (1 if classes <= 2 else classes)
     return int(16 * (head + sum(w.numel for w in critic if "lm_head" not in w.name)))
 
@@ -343,11 +343,11 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None)
     return int(2 * config.num_hidden_layers * heads * head_dim * size * tokens)
 
 
-def _rollout_bytes(recipe: Recipe, words: Words) -> int:
+def _rollout_bytes(recipe: Recipe, components: Components) -> int:
     """In main memory: 9 for each token of a batch of rollouts, and 4 for each batch field and the weights."""
     rollout = recipe.rollout
     if rollout is None:
         return 0
-    group = 2 if words.unit == "pair" else rollout.group_size
-    streams = words.needs | {"sampler_logprobs"}
-    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(streams)))
+    group = 2 if components.unit == "pair" else rollout.group_size
+    fields = components.needs | {"sampler_logprobs"}
+    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(fields)))

@@ -22,17 +22,17 @@ CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-rat
 def measure_ratios(outputs: Outputs, part: Batch, of_tokens: bool) -> dict[str, Tensor]:
     """Metrics per token of a micro-batch: ``kl_sampler`` to the sampler, its weights, the correction, and (of an
     objective ``of_tokens``) 1 where a log-ratio to the sampler, the reference or the teacher is clamped."""
-    metrics, streams, own = dict[str, Tensor](), part.streams, outputs.logprobs.detach()
-    if "sampler_logprobs" in streams and outputs.entropy is not None:
+    metrics, fields, own = dict[str, Tensor](), part.fields, outputs.logprobs.detach()
+    if "sampler_logprobs" in fields and outputs.entropy is not None:
         # samples are from the sampler μ: this estimates KL(μ‖π)
-        log_weight = log_ratio(own, streams["sampler_logprobs"], part.mask)
+        log_weight = log_ratio(own, fields["sampler_logprobs"], part.mask)
         metrics["kl_sampler"] = kl_k3(-log_weight)
         metrics |= {"weight": log_weight.exp(), "weight_squared": (2.0 * log_weight).exp()}
-    if "correction" in streams:
-        metrics["correction"] = streams["correction"]
-    pairs = [(own, streams[x]) for x in ("old_logprobs", "ref_logprobs", "sampler_logprobs") if x in streams]
-    if "teacher_logprobs" in streams and "old_logprobs" in streams:
-        pairs.append((streams["teacher_logprobs"], streams["old_logprobs"]))
+    if "correction" in fields:
+        metrics["correction"] = fields["correction"]
+    pairs = [(own, fields[x]) for x in ("old_logprobs", "ref_logprobs", "sampler_logprobs") if x in fields]
+    if "teacher_logprobs" in fields and "old_logprobs" in fields:
+        pairs.append((fields["teacher_logprobs"], fields["old_logprobs"]))
     if pairs and of_tokens:
         metrics[CLAMPED] = reduce(torch.maximum, (is_clamped(one, other, part.mask) for one, other in pairs))
     return metrics
@@ -87,7 +87,7 @@ def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     def gap(logprobs: Tensor) -> float:
         return float((logprobs[0, : len(mask)].cpu().float()[1:] - own)[mask[1:]].abs().mean())
 
-    of_sampler, of_trainer = gap(row.stream("sampler_logprobs")), gap(policy(row, "none").logprobs)
+    of_sampler, of_trainer = gap(row.field("sampler_logprobs")), gap(policy(row, "none").logprobs)
     if of_sampler > of_trainer:
         remedy = "set rollout.engine.name: native" if engine != "native" else "please report this, with the model"
         return (

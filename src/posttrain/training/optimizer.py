@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, RecipeError
+from posttrain.process_group import whole
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
-from posttrain.world import whole
 
 Named = Sequence[tuple[str, Parameter]]
 Positive = Annotated[float, Field(gt=0)]
@@ -214,14 +214,16 @@ def build_optimizer(
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")
     optimizer = build(named, recipe.train.lr)
-    beside = [(f"{name}.{n}", p) for name, m in heads.items() for n, p in m.named_parameters() if p.requires_grad]
-    of_parameter = {id(p): n for n, p in beside}
-    for group in build(beside, recipe.train.lr).param_groups if beside else ():
+    head_parameters = [
+        (f"{name}.{n}", p) for name, m in heads.items() for n, p in m.named_parameters() if p.requires_grad
+    ]
+    of_parameter = {id(p): n for n, p in head_parameters}
+    for group in build(head_parameters, recipe.train.lr).param_groups if head_parameters else ():
         assert recipe.head is not None
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
         optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
-    return [*named, *beside], optimizer
+    return [*named, *head_parameters], optimizer
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, own_part, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
 from posttrain.types import Batch, Loss, Outputs, with_float64
-from posttrain.world import ONE, World, own_part, whole
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
@@ -58,10 +58,10 @@ class MeanOverBatch:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def means(self, world: World = ONE, derive: Derive = dict) -> dict[str, float]:
+    def means(self, process_group: ProcessGroup = SINGLE_PROCESS, derive: Derive = dict) -> dict[str, float]:
         """Return all means over all processes, with the metrics that are functions of several means (``derive``)."""
         mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
-        parts = world.gather([mine], "metrics")
+        parts = process_group.gather([mine], "metrics")
         names = dict.fromkeys(name for part in parts for name in part)
         both = {name: [part[name] for part in parts if name in part] for name in names}
         sums = {name: [reduce(add, column) for column in zip(*of, strict=True)] for name, of in both.items()}
@@ -87,13 +87,18 @@ def learning_rate(options: TrainSection, step: int) -> float:
 
 
 def accumulate(
-    method: Method, batch: Batch, options: TrainSection, *, learns: bool = True, world: World = ONE
+    method: Method,
+    batch: Batch,
+    options: TrainSection,
+    *,
+    learns: bool = True,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
-    Each process of a ``world`` has the gradients of its share of the micro-batches, whose sum ``add_gradients`` takes;
-    loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch is split
-    into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
+    Each process of a ``process_group`` has the gradients of its share of the micro-batches, whose sum ``add_gradients``
+    takes; loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch
+    is split into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
     objectives. Without ``learns`` it only measures: no gradients, no dropout.
     """
     forward, level = method.forward, method.level
@@ -103,12 +108,12 @@ def accumulate(
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
     slots = used = 0.0
-    pieces = split_rows(batch, options.micro_batch_tokens, options.micro_batch_rows, world)
-    for rows, counts in even_pieces(pieces, batch, world, is_sharded=forward.is_sharded):
+    pieces = split_rows(batch, options.micro_batch_tokens, options.micro_batch_rows, process_group)
+    for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=forward.is_sharded):
         planned = batch.select(rows)
         part = planned.to(device)
         with _learning(forward, options) if learns else torch.no_grad():
-            outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
+            outputs = forward(planned, entropy, "teacher_ids" in batch.fields)
             result = _apply(method.objective, outputs, part, level)
             assert part.weights is not None
             weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
@@ -123,40 +128,40 @@ def accumulate(
         slots += forward.last_slots
         used += forward.last_tokens
     mine = (float(total), float(slots), float(used))
-    loss, slots, used = (sum(parts) for parts in zip(*world.gather([mine], "losses"), strict=True))
-    return loss, means.means(world, method.derive) | {"padding_share": 1.0 - used / slots}
+    loss, slots, used = (sum(parts) for parts in zip(*process_group.gather([mine], "losses"), strict=True))
+    return loss, means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
 
 
-def add_gradients(parameters: Sequence[Tensor], world: World) -> None:
+def add_gradients(parameters: Sequence[Tensor], process_group: ProcessGroup) -> None:
     """Every ``.grad`` becomes the sum over all processes; it stays None where no process has one."""
-    if world.size == 1:
+    if process_group.size == 1:
         return
     present = torch.tensor([float(p.grad is not None) for p in parameters])
-    world.add([present], "presence of gradients")
+    process_group.add([present], "presence of gradients")
     learnt = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
     for parameter in learnt:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    world.add([p.grad for p in learnt if p.grad is not None], "gradients")
+    process_group.add([p.grad for p in learnt if p.grad is not None], "gradients")
 
 
-def same_weights(parameters: Sequence[Tensor], world: World, when: str) -> None:
+def same_weights(parameters: Sequence[Tensor], process_group: ProcessGroup, when: str) -> None:
     """Refuse to go on if the processes hold other weights than rank 0 (see ``same_digest``)."""
-    if world.size > 1:
-        same_digest(weights_digest(parameters), world, when)
+    if process_group.size > 1:
+        same_digest(weights_digest(parameters), process_group, when)
 
 
-def same_digest(digest: list[int], world: World, when: str) -> None:
+def same_digest(digest: list[int], process_group: ProcessGroup, when: str) -> None:
     """Refuse to go on if the processes have other digests than rank 0.
 
     Raises:
         RunFailure: with the first rank that does.
     """
-    digests = world.gather([digest], "digests of the weights")
+    digests = process_group.gather([digest], "digests of the weights")
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise RunFailure(
-            f"{when}: rank {other} of {world.size} holds other weights than rank 0, so their sums would mean nothing. "
+            f"{when}: rank {other} of {process_group.size} holds other weights than rank 0, so the sums mean nothing. "
             "All processes must load the same files and run on the same kind of machine"
         )
 
@@ -194,8 +199,8 @@ def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
     if level != "token":
         return values
     values = torch.where(part.mask, values, torch.zeros_like(values))
-    if "correction" in part.streams:
-        values = values * part.streams["correction"].to(values.dtype)
+    if "correction" in part.fields:
+        values = values * part.fields["correction"].to(values.dtype)
     return values
 
 

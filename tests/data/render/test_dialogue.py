@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from posttrain import registry
 from posttrain.data.render import Template, encode_prompt
-from posttrain.data.render.words import PARAGRAPHS, TRANSCRIPT, Dialogue
+from posttrain.data.render.templates import PARAGRAPHS, TRANSCRIPT, Dialogue
 from posttrain.types import Example, Message
 
 # What a user could write to put words into another's mouth.
@@ -71,7 +71,7 @@ def test_what_was_written_is_read_back(messages: tuple[Message, ...]) -> None:
 
 
 @pytest.mark.parametrize("tokenizer_name", ["chatml", "added_tags", "with_bos"])
-def test_the_r1_zero_prompt_tells_who_said_what(tokenizer_name: str, request: pytest.FixtureRequest) -> None:
+def test_the_r1_zero_prompt_names_each_speaker(tokenizer_name: str, request: pytest.FixtureRequest) -> None:
     """Through the ids: encoded with the template, decoded, read back, for every tokenizer and fragment."""
     tokenizer: Any = request.getfixturevalue(tokenizer_name)
     template = registry.find("template", "r1_zero").bind({"preamble": ""})()
@@ -89,7 +89,7 @@ def test_the_r1_zero_prompt_tells_who_said_what(tokenizer_name: str, request: py
 
 @given(CONVERSATION)
 @settings(deadline=None, max_examples=200)
-def test_the_chat_prompt_tells_who_said_what(chatml_at_rest: Any, messages: tuple[Message, ...]) -> None:
+def test_the_chat_prompt_names_each_speaker(chatml_at_rest: Any, messages: tuple[Message, ...]) -> None:
     """The turn markers in the ids part the prompt into the messages, with the contents that went in."""
     tokenizer = chatml_at_rest
     template = registry.find("template", "chat").bind({})()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
-from posttrain.data.render.words import boxed, chat, document, plain, r1_zero, xml_reasoning
+from posttrain.data.render.templates import boxed, chat, document, plain, r1_zero, xml_reasoning
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ CHATS = {"chatml": None, "tools in user turns": TOOLS_IN_USER_TURNS, "strips": S
 
 
 @pytest.mark.parametrize("kind", CHATS)
-@pytest.mark.parametrize("said", ["I call it.", "<think>\nHm.\n</think>\n\nI call it."])
-def test_what_is_appended_is_what_the_template_renders(chatml: Any, kind: str, said: str) -> None:
+@pytest.mark.parametrize("message", ["I call it.", "<think>\nHm.\n</think>\n\nI call it."])
+def test_what_is_appended_is_what_the_template_renders(chatml: Any, kind: str, message: str) -> None:
     chatml.chat_template = CHATS[kind] or chatml.chat_template
     chat = template("chat")
     frame = reply_frame(chatml, chat)
@@ -73,10 +73,10 @@ def test_what_is_appended_is_what_the_template_renders(chatml: Any, kind: str, s
     turns = [("user", "Eva has 12 shells.")]
     for number in range(3):
         result = f"It is {number}."
-        turn = [*chatml.encode(said, add_special_tokens=False), end]
+        turn = [*chatml.encode(message, add_special_tokens=False), end]
         ids += turn + frame.encode(chatml, chat, [result], TAGS, turn[-1])
         shown = result if role == "tool" else f"<result>{result}</result>"
-        turns += [("assistant", said), (role, shown)]
+        turns += [("assistant", message), (role, shown)]
         assert ids == whole(chatml, turns)
 
 
@@ -97,9 +97,9 @@ def test_several_results_stand_as_the_template_puts_them(chatml: Any) -> None:
 def test_frames_of_templates_without_a_chat(chatml: Any, name: str) -> None:
     plain = template(name)
     frame = reply_frame(chatml, plain)
-    said = chatml.decode(frame.encode(chatml, plain, ["42"], TAGS, chatml.eos_token_id))
+    message = chatml.decode(frame.encode(chatml, plain, ["42"], TAGS, chatml.eos_token_id))
     assert (
-        said
+        message
         == {
             "r1_zero": "\nUser: <result>42</result>\nAssistant: <think>",
             "dialogue": "\n\nHuman: <result>42</result>\n\nAssistant:",

@@ -12,7 +12,7 @@ from posttrain.models.trained_heads import head_tensors
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import register
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.build import Parts, prepare
+from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import save_checkpoint
 from posttrain.types import Batch, Loss, Outputs
 
@@ -26,7 +26,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 @register("objective", level="token", needs=("labels",), head="score")
 def unnamed_scores(outputs: Outputs, batch: Batch) -> Loss:
     """An objective of somebody's own that does not say what its scores mean."""
-    return Loss(batch.stream("labels")[:, None] * outputs.scores)
+    return Loss(batch.field("labels")[:, None] * outputs.scores)
 
 
 def make_recipe(responses: str, **sections: Any) -> Recipe:
@@ -45,7 +45,7 @@ def make_recipe(responses: str, **sections: Any) -> Recipe:
     return validate_recipe(data).resolve()
 
 
-def shake(parts: Parts, seed: int = 3) -> None:
+def shake(parts: TrainerState, seed: int = 3) -> None:
     """Weights and a head that nothing but a checkpoint knows, wide enough to give scores apart from 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def shake(parts: Parts, seed: int = 3) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-def save_step(folder: Path, parts: Parts, step: int) -> Path:
+def save_step(folder: Path, parts: TrainerState, step: int) -> Path:
     """A checkpoint of the parts as they are; returns its folder."""
     return save_checkpoint(
         folder / "checkpoints",
@@ -70,7 +70,7 @@ def save_step(folder: Path, parts: Parts, step: int) -> Path:
     )
 
 
-def make_run(folder: Path, recipe: Recipe) -> Parts:
+def make_run(folder: Path, recipe: Recipe) -> TrainerState:
     """A run directory with one checkpoint (step 2) of shaken weights; returns the parts that it was saved from."""
     folder.mkdir(parents=True)
     RunDirectory(folder).write_recipe(recipe)

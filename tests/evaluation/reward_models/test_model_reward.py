@@ -53,7 +53,7 @@ def test_the_reward_is_the_models_score(judge: str) -> None:
 def test_what_cannot_be_scored_gets_the_lowest_score_and_is_counted(judge: str) -> None:
     given = [{"example": EXAMPLE, "text": text, "finish": "stop"} for text in TEXTS]
     found = word(judge).grade(given, ["e"] * 3)
-    assert [dict(one.facts) for one in found] == [{"unscored": 0.0}, {"unscored": 0.0}, {"unscored": 1.0}]
+    assert [dict(one.info) for one in found] == [{"unscored": 0.0}, {"unscored": 0.0}, {"unscored": 1.0}]
     assert found[2].value == min(found[0].value, found[1].value)
 
 

@@ -21,7 +21,7 @@ from posttrain.evaluation.reward_models.scoring import RewardModel
 from posttrain.models.forward.forward import Forward
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.sources import TINY
-from posttrain.recipes.sections import RewardWord
+from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.rollout import Sampler, build_grader
 from posttrain.types import Example, Message, Response
 
@@ -43,8 +43,8 @@ def sums(size: int, question: str = "What is {} plus 1?") -> Task:
     examples = []
     for i in range(size):
         responses = (Response(f"It is {i + 1}.", 1.0), Response(f"It is {i + 2}, or so.", 0.0))
-        asked = (Message("user", question.format(i)),)
-        examples.append(Example(f"s/{i}", asked, str(i + 1), responses=responses))
+        request = (Message("user", question.format(i)),)
+        examples.append(Example(f"s/{i}", request, str(i + 1), responses=responses))
     return Task("sums", "test", examples)
 
 
@@ -59,7 +59,7 @@ def compare(tokenizer: Any, template: Any, before: Any, after: Any, n: int = 12,
             answers.extend((p, g[0].ids) for p, g in zip(prompts, groups, strict=True))
             return groups
 
-    sampler = Sampler(Recorder(), tokenizer, build_grader([RewardWord(name="correct")], template), context)  # type: ignore[arg-type]
+    sampler = Sampler(Recorder(), tokenizer, build_grader([RewardComponent(name="correct")], template), context)  # type: ignore[arg-type]
     models = {"before": Forward(before), "after": Forward(after)}
     return compare_policies(sampler, sums(40), **models, n=n, sampling=sampler.sampling(12, 1.0)), answers
 
@@ -108,18 +108,18 @@ def test_scorers_by_hand(tokenizer, template) -> None:
     after = with_trunk(before, perturbed(0.3))
     assert after.forward.head is before.forward.head
     task = sums(30)
-    rights = []
+    correct = []
     for model in (before, after):
         given = [(e, r) for e in task.examples for r in e.responses]
         scores = model.score_responses([e for e, _ in given], [r for _, r in given])
-        rights.append([float(a > b) for a, b in zip(scores[0::2], scores[1::2], strict=True)])
+        correct.append([float(a > b) for a, b in zip(scores[0::2], scores[1::2], strict=True)])
     found = compare_scorers(before, after, task, n=100)
     assert found["num_items"] == 30
-    assert found["accuracy_before"] == pytest.approx(sum(rights[0]) / 30)
-    assert found["accuracy_after"] == pytest.approx(sum(rights[1]) / 30)
-    assert found["change"] == pytest.approx((sum(rights[1]) - sum(rights[0])) / 30)
+    assert found["accuracy_before"] == pytest.approx(sum(correct[0]) / 30)
+    assert found["accuracy_after"] == pytest.approx(sum(correct[1]) / 30)
+    assert found["change"] == pytest.approx((sum(correct[1]) - sum(correct[0])) / 30)
     assert found["change_low"] <= found["change"] <= found["change_high"]
-    same = sum(a == b for a, b in zip(*rights, strict=True)) / 30
+    same = sum(a == b for a, b in zip(*correct, strict=True)) / 30
     assert found["same_verdict"] == pytest.approx(same)
     assert 0.0 < same < 1.0
     nothing = compare_scorers(before, with_trunk(before, tiny()), task, n=100)

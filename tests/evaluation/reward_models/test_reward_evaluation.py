@@ -56,7 +56,7 @@ def evaluated(kind: str, examples: list[Example], n: int = 100) -> RewardEvaluat
     return evaluate_reward_model(GivenScores(kind), Task("given", "test", examples), n=n)  # type: ignore[arg-type]
 
 
-def said(score: float | str, label: float, words: str = "", answer: str | None = None) -> Response:
+def message(score: float | str, label: float, words: str = "", answer: str | None = None) -> Response:
     return Response(f"score {score} {words}".strip(), label, answer=answer)
 
 
@@ -67,12 +67,12 @@ def test_pairs_by_hand() -> None:
     found = evaluated(
         "preference",
         [
-            problem(0, said(2.0, 1.0, "long long"), said(1.0, 0.0), subset="a", level=1),
-            problem(1, said(-1.0, 0.0), said(0.5, 1.0), subset="a", level=1),
-            problem(2, said(0.25, 1.0), said(0.75, 0.0, "yes, yes"), subset="b", level=2),
-            problem(3, said(1.0, 1.0, "x"), said(1.0, 0.0, "yy"), subset="b", level=1),
-            problem(4, said(1.0, 0.5), said(0.0, 0.5)),
-            problem(5, said("none", 1.0), said(0.0, 0.0)),
+            problem(0, message(2.0, 1.0, "long long"), message(1.0, 0.0), subset="a", level=1),
+            problem(1, message(-1.0, 0.0), message(0.5, 1.0), subset="a", level=1),
+            problem(2, message(0.25, 1.0), message(0.75, 0.0, "yes, yes"), subset="b", level=2),
+            problem(3, message(1.0, 1.0, "x"), message(1.0, 0.0, "yy"), subset="b", level=1),
+            problem(4, message(1.0, 0.5), message(0.0, 0.5)),
+            problem(5, message("none", 1.0), message(0.0, 0.0)),
             problem(6),
         ],
     )
@@ -100,7 +100,7 @@ def test_pairs_by_hand() -> None:
 
 
 def test_ratings_of_a_process_model_are_pairs() -> None:
-    found = evaluated("process", [problem(i, said(0.9, 1.0), said(0.2 + i, 2.0)) for i in range(3)])
+    found = evaluated("process", [problem(i, message(0.9, 1.0), message(0.2 + i, 2.0)) for i in range(3)])
     assert found.view == "pairs"  # ratings, and no steps
     assert found.results["pair_accuracy"] == pytest.approx(2 / 3)
 
@@ -109,9 +109,9 @@ def test_ratings_of_a_process_model_are_pairs() -> None:
 
 
 JUDGED = [
-    problem(0, said(2.0, 1.0, answer="5"), said(1.0, 0.0, answer="6"), said(-1.0, 0.0, answer="6")),
-    problem(1, said(0.5, 0.0, answer="7"), said(0.5, 1.0, answer="8"), said(-2.0, 1.0, answer="8.0")),
-    problem(2, said(-3.0, 0.0, answer="1"), said(0.0, 0.0, answer="2"), said("none", 1.0, answer="3")),
+    problem(0, message(2.0, 1.0, answer="5"), message(1.0, 0.0, answer="6"), message(-1.0, 0.0, answer="6")),
+    problem(1, message(0.5, 0.0, answer="7"), message(0.5, 1.0, answer="8"), message(-2.0, 1.0, answer="8.0")),
+    problem(2, message(-3.0, 0.0, answer="1"), message(0.0, 0.0, answer="2"), message("none", 1.0, answer="3")),
 ]
 
 
@@ -120,8 +120,8 @@ def test_judged_answers_by_hand() -> None:
     results = found.results
     assert found.view == "judged answers"
     assert (results["n"], results["num_problems"], found.dropped) == (8.0, 3.0, {"too long": 1})
-    right, wrong = [2.0, 0.5, -2.0], [1.0, -1.0, 0.5, -3.0, 0.0]
-    assert results["auc"] == pytest.approx(area_under_curve(right, wrong)) == pytest.approx((5 + 3.5 + 1) / 15)
+    correct, wrong = [2.0, 0.5, -2.0], [1.0, -1.0, 0.5, -3.0, 0.0]
+    assert results["auc"] == pytest.approx(area_under_curve(correct, wrong)) == pytest.approx((5 + 3.5 + 1) / 15)
     assert results["correct_share"] == pytest.approx(3 / 8)
     # by the sign of the score: right, wrong, right; wrong, right, wrong; right, a tie
     assert [item["right"] for item in found.items] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, None]
@@ -143,7 +143,7 @@ def test_preferences_over_judged_answers_state_no_probability() -> None:
 
 def test_single_answers_are_no_choice() -> None:
     """KTO-style data: one answer to a prompt; nothing can be chosen."""
-    found = evaluated("outcome", [problem(i, said(s, z)) for i, (s, z) in enumerate([(1.0, 1.0), (2.0, 0.0)])])
+    found = evaluated("outcome", [problem(i, message(s, z)) for i, (s, z) in enumerate([(1.0, 1.0), (2.0, 0.0)])])
     assert found.results["auc"] == 0.0
     assert "top_one" not in found.results
     assert found.results["answer_accuracy"] == 0.5
@@ -194,7 +194,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="task 'given' has no given responses"):
         evaluated("outcome", [problem(0)])
     with pytest.raises(UsageError, match=r"nothing is left to score; dropped: \{'too long': 1\}"):
-        evaluated("preference", [problem(0, said("none", 1.0), said(0.0, 0.0))])
+        evaluated("preference", [problem(0, message("none", 1.0), message(0.0, 0.0))])
     with pytest.raises(UsageError, match="no example to evaluate on"):
         evaluated("outcome", [])
 
@@ -234,7 +234,9 @@ def test_breakdowns_are_of_few_kinds() -> None:
 def test_models_are_compared_on_the_problems_that_both_have_scored() -> None:
     pairs = [(1.0, 2.0), (1.0, -1.0), (-1.0, 1.0), ("none", 1.0), (0.0, 1.0)]
     first, second = (
-        evaluated("preference", [problem(i, said(both[k], 1.0), said(0.0, 0.0, "no")) for i, both in enumerate(pairs)])
+        evaluated(
+            "preference", [problem(i, message(both[k], 1.0), message(0.0, 0.0, "no")) for i, both in enumerate(pairs)]
+        )
         for k in range(2)
     )
     assert shared_verdicts(first.items, second.items) == [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 1.0)]

@@ -20,7 +20,7 @@ from posttrain.evaluation.reward_models.scoring import RewardModel, split_steps
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.store.checkpoint_files import mark_best
-from posttrain.training.build import Parts, prepare
+from posttrain.training.build import TrainerState, prepare
 from posttrain.training.held_out import evaluate_objective
 from posttrain.types import Example, Message, Response
 
@@ -29,7 +29,7 @@ ENDED = ("stop",)
 
 
 @pytest.fixture(scope="module")
-def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Recipe, Parts]]:
+def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Recipe, TrainerState]]:
     """One run of each kind: (folder, recipe, the parts that its checkpoint was saved from)."""
     root = tmp_path_factory.mktemp("runs")
     made = {}
@@ -48,16 +48,16 @@ def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 @pytest.fixture(scope="module")
-def models(runs: dict[str, tuple[Path, Recipe, Parts]]) -> dict[str, RewardModel]:
+def models(runs: dict[str, tuple[Path, Recipe, TrainerState]]) -> dict[str, RewardModel]:
     return {name: open_run(folder, recipe) for name, (folder, recipe, _) in runs.items()}
 
 
-def held_out(parts: Parts) -> Task:
+def held_out(parts: TrainerState) -> Task:
     (task,) = parts.evaluator.tasks
     return task
 
 
-def at_the_end(parts: Parts, ids: list[int], position: int = -1) -> torch.Tensor:
+def at_the_end(parts: TrainerState, ids: list[int], position: int = -1) -> torch.Tensor:
     """The head's numbers by the model's own forward pass on one row alone."""
     with torch.no_grad():
         hidden = parts.policy.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
@@ -135,14 +135,16 @@ def test_a_step_is_read_at_its_last_token(runs, models, name: str) -> None:
 def test_scores_depend_neither_on_the_batch_nor_on_the_order(models, runs, name: str) -> None:
     task = held_out(runs[name][2])
     model = models[name]
-    asked = [(example, response) for example in task.examples[:10] for response in example.responses]
-    asked += [(example, Response(r.text + " so it is" * 9, 0.0, r.steps, r.step_labels)) for example, r in asked[:3]]
+    request = [(example, response) for example in task.examples[:10] for response in example.responses]
+    request += [
+        (example, Response(r.text + " so it is" * 9, 0.0, r.steps, r.step_labels)) for example, r in request[:3]
+    ]
     score = lambda m, rows: m.score_responses([e for e, _ in rows], [r for _, r in rows])  # noqa: E731
-    together = score(model, asked)
+    together = score(model, request)
     assert len({round(s, 4) for s in together}) > 10
-    alone = [score(replace(model, tokens_per_micro=1), [row])[0] for row in asked]
-    small = score(replace(model, tokens_per_micro=200), asked)
-    backward = score(model, asked[::-1])[::-1]
+    alone = [score(replace(model, tokens_per_micro=1), [row])[0] for row in request]
+    small = score(replace(model, tokens_per_micro=200), request)
+    backward = score(model, request[::-1])[::-1]
     for other in (alone, small, backward):
         assert other == pytest.approx(together, abs=1e-5)
 
@@ -225,7 +227,7 @@ def test_nothing_but_the_templates_own_tags_can_be_forged(models, rows_read) -> 
         assert model.tokenizer.decode(tokens[:-1], skip_special_tokens=False) == evil
 
 
-def test_a_process_model_is_asked_about_the_reasoning_alone(models, rows_read) -> None:
+def test_a_process_model_is_queried_about_the_reasoning_alone(models, rows_read) -> None:
     model = models["steps"]
     example = Example("e", (Message("user", "What is 2 plus 3 plus 4?"),))
     model.score([example], ["<think> 2 + 3 = 5. 5 + 4 = 9. </think> <answer> 9 </answer>"], ENDED)

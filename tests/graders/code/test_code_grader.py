@@ -22,9 +22,9 @@ PATIENT = Walls(KIND, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]
 SHORT = Walls(KIND, Bounds(cpu_seconds=1), 120.0)  # type: ignore[arg-type]
 
 
-def outcomes(*asked: tuple[str, str], names: Sequence[str] = ("f",), walls: Walls = PATIENT) -> list[Outcome]:
+def outcomes(*request: tuple[str, str], names: Sequence[str] = ("f",), walls: Walls = PATIENT) -> list[Outcome]:
     """The verdicts on (program, tests)."""
-    return judge_all([(program, Checks(tuple(names), tests)) for program, tests in asked], walls, 2)
+    return judge_all([(program, Checks(tuple(names), tests)) for program, tests in request], walls, 2)
 
 
 def test_programs_are_right_or_wrong() -> None:
@@ -164,21 +164,21 @@ def test_fences_of_other_lengths_and_kinds() -> None:
 # --- the word
 
 
-def submission(text: str, **stated: Any) -> Submission:
-    tests = {"names": ("f",), "code": "assert f(3) == 6", **stated}
+def submission(text: str, **given_arguments: Any) -> Submission:
+    tests = {"names": ("f",), "code": "assert f(3) == 6", **given_arguments}
     return Submission(text, None, None, {"tests": tests})
 
 
 def test_the_grader() -> None:
-    right = "```python\ndef f(n): return 2 * n\n```"
+    correct = "```python\ndef f(n): return 2 * n\n```"
     verdicts = grade(
         "code_tests",
         [
-            submission(right),
+            submission(correct),
             submission("```python\ndef f(n): return n\n```"),
             submission("I do not know."),
-            Submission(right, None, None, {}),
-            submission(right),
+            Submission(correct, None, None, {}),
+            submission(correct),
             submission("    return 2 * n", prefix="def f(n):\n    'Twice.'\n", goes_on=True),
         ],
         {"sandbox": KIND, "timeout_seconds": 60},

@@ -32,7 +32,7 @@ def test_sums_are_exact(expression: str, result: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "says"),
+    ("expression", "message"),
     [
         ("9 ** 9 ** 9", "more than 30 digits"),
         ("2 ** 100000000", "more than 30 digits"),
@@ -50,8 +50,8 @@ def test_sums_are_exact(expression: str, result: str) -> None:
         ("1" * 201, "at most 200 characters"),
     ],
 )
-def test_what_is_no_sum_is_refused(expression: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_is_no_sum_is_refused(expression: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make("calculator").calculator(expression)
 
 
@@ -73,8 +73,8 @@ def halve(game: NumberGuess) -> float:
     low, high = game.low, game.high
     while not game.done:
         guess = (low + high) // 2
-        said = game.guess(guess)
-        low, high = (guess + 1, high) if said.startswith("higher") else (low, guess - 1)
+        message = game.guess(guess)
+        low, high = (guess + 1, high) if message.startswith("higher") else (low, guess - 1)
     return game.get_reward()
 
 

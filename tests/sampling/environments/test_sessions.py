@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import example_environments as mine
-from posttrain.errors import RecipeError, UnallowedCode, UnknownWord, UsageError
-from posttrain.recipes.sections import Word
+from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent, UsageError
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.contract import Session, build_toolset
 from posttrain.sampling.environments.pool import Pool
 from posttrain.types import Example, Message
@@ -31,7 +31,9 @@ def pool() -> Iterator[Pool]:
 
 def toolset(name: str, *tools: str):
     declare_code([f"example_environments:{one}" for one in (name, *tools)])
-    return build_toolset(Word(name=f"example_environments:{name}"), [f"example_environments:{one}" for one in tools])
+    return build_toolset(
+        Component(name=f"example_environments:{name}"), [f"example_environments:{one}" for one in tools]
+    )
 
 
 def begun(opened: Session) -> Session:
@@ -40,11 +42,11 @@ def begun(opened: Session) -> Session:
     return opened
 
 
-def use(session: Session, name: str, stated="", arguments=None):
+def use(session: Session, name: str, given_arguments="", arguments=None):
     tool = session.toolset.tools[name]
-    job = session.call(tool, tool.read(arguments if arguments is not None else stated))
+    job = session.call(tool, tool.read(arguments if arguments is not None else given_arguments))
     assert job is not None
-    return session.answer(tool, stated, job)
+    return session.answer(tool, given_arguments, job)
 
 
 def test_a_class_written_for_trl_runs_as_it_is(pool: Pool) -> None:
@@ -88,7 +90,7 @@ def test_a_tool_that_hangs_is_answered_and_its_environment_is_broken_when_it_is_
     assert session.failure == "tool 'answer' is needed while a call that took longer than 0.05 seconds still runs"
 
 
-def test_a_reset_that_returns_no_text_is_a_failure_that_says_what_to_return(pool: Pool) -> None:
+def test_a_reset_that_returns_no_text_is_a_failure_that_states_what_to_return(pool: Pool) -> None:
     session = begun(toolset("ShowsNoText").open(pool, LONG))
     assert session.failure == "reset returned dict, which is no text; return what the model is to read, or None"
     silent = begun(toolset("Waiting").open(pool, LONG))
@@ -128,25 +130,27 @@ def test_at_most_so_many_run_at_a_time() -> None:
 
 
 def test_what_cannot_be_used_is_refused_at_the_start() -> None:
-    for name, says in (
+    for name, message in (
         ("Untyped", r"environment 'example_environments:Untyped', tool 'guess': parameter 'number' has no type"),
         ("Undescribed", r"tool 'guess': it has no docstring"),
         ("NoReset", r"it has no method reset"),
     ):
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=message):
             toolset(name)
-    with pytest.raises(UnknownWord, match=r"there is no environment named 'calculater'\. Did you mean 'calculator'\?"):
-        build_toolset(Word(name="calculater"))
+    with pytest.raises(
+        UnknownComponent, match=r"there is no environment named 'calculater'\. Did you mean 'calculator'\?"
+    ):
+        build_toolset(Component(name="calculater"))
     with pytest.raises(RecipeError, match=r"environment 'number_guess' has no key 'hihg'\. Did you mean 'high'\?"):
-        build_toolset(Word(name="number_guess", hihg=5))
+        build_toolset(Component(name="number_guess", hihg=5))
     toolset("Echo")
     with pytest.raises(RecipeError, match=r"has no key 'size'"):
-        build_toolset(Word(name="example_environments:Echo", size=1))
+        build_toolset(Component(name="example_environments:Echo", size=1))
 
 
 def test_a_stored_recipe_imports_no_environment() -> None:
     with pytest.raises(UnallowedCode, match=r"'unheard:Of' is Python code that a stored recipe names"):
-        build_toolset(Word(name="unheard:Of"))
+        build_toolset(Component(name="unheard:Of"))
     with pytest.raises(UnallowedCode, match=r"tools\.0: tool 'unheard:of' is Python code"):
         build_toolset(None, ["unheard:of"])
 
@@ -158,9 +162,9 @@ def test_the_class_of_the_guide_is_an_environment(pool: Pool, tmp_path: Path, mo
     (tmp_path / "guide_mine.py").write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))
     declare_code("guide_mine:Counter")
-    session = build_toolset(Word(name="guide_mine:Counter")).open(pool, LONG)
+    session = build_toolset(Component(name="guide_mine:Counter")).open(pool, LONG)
     session.begin(EXAMPLE, 11)
     assert session.opening() == "Count down from 2."
     assert use(session, "say", "2").result == "ValueError: that was not the next number"
-    assert [use(session, "say", said).outcome for said in ("1", "0")] == ["ok", "ok"]
+    assert [use(session, "say", message).outcome for message in ("1", "0")] == ["ok", "ok"]
     assert (session.done, session.reward()) == (True, 1.0)

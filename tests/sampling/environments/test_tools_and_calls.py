@@ -36,7 +36,7 @@ def test_the_signature_is_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "message"),
     [
         (
             mine.Untyped.guess,
@@ -46,25 +46,25 @@ def test_the_signature_is_the_schema() -> None:
         (lambda *many: 1, r"tool '<lambda>': it has no docstring"),
     ],
 )
-def test_a_tool_without_types_or_docstring_is_refused(function, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_a_tool_without_types_or_docstring_is_refused(function, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make_tool(function, "environment 'x'", method=True)
 
 
 @pytest.mark.parametrize(
-    ("stated", "arguments"),
+    ("given_arguments", "arguments"),
     [
         ({"a": 2, "b": 3}, {"a": 2, "b": 3}),
         ({"a": "2"}, {"a": 2, "b": 0}),
         ('{"a": 2, "b": 3}', {"a": 2, "b": 3}),
     ],
 )
-def test_arguments_are_of_the_types_asked_for(stated, arguments) -> None:
-    assert make_tool(mine.add, "here").read(stated) == arguments
+def test_arguments_are_of_the_types_requested(given_arguments, arguments) -> None:
+    assert make_tool(mine.add, "here").read(given_arguments) == arguments
 
 
 @pytest.mark.parametrize(
-    ("stated", "says"),
+    ("given_arguments", "message"),
     [
         ({"a": "two"}, "a: Input should be a valid integer.* It takes: a \\(integer\\), b \\(integer\\)"),
         ({"b": 1}, "the argument 'a' is missing"),
@@ -73,9 +73,9 @@ def test_arguments_are_of_the_types_asked_for(stated, arguments) -> None:
         ('{"a": 2', "its arguments are no JSON"),
     ],
 )
-def test_what_is_wrong_with_arguments_is_said(stated, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make_tool(mine.add, "here").read(stated)
+def test_what_is_wrong_with_arguments_is_reported(given_arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_tool(mine.add, "here").read(given_arguments)
 
 
 def test_the_bare_text_of_the_only_argument() -> None:
@@ -91,14 +91,14 @@ def test_calls_in_hermes_form() -> None:
     assert read_calls("nothing", HERMES) == []
     as_text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert read_calls(as_text, HERMES) == [Request("add", '{"a": 1}', {"a": 1})]
-    for wrong, says in (
+    for wrong, message in (
         ("<tool_call>add(1)</tool_call>", "no JSON"),
         ('<tool_call>{"tool": "add"}</tool_call>', 'a call is {"name"'),
         ('<tool_call>{"name": "add"}', "does not end with </tool_call>"),
         ("<tool_call>[1]</tool_call>", 'a call is {"name"'),
     ):
         (request,) = read_calls(wrong, HERMES)
-        assert says in request.wrong
+        assert message in request.wrong
     assert read_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", HERMES)[0].wrong
 
 

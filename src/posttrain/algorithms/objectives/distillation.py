@@ -79,8 +79,8 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     Args:
         clip: ε of PPO's clip of ρ; none as published, for one update per rollout batch.
     """
-    old = batch.stream("old_logprobs")
-    advantages = log_ratio(batch.stream("teacher_logprobs"), old, batch.mask)
+    old = batch.field("old_logprobs")
+    advantages = log_ratio(batch.field("teacher_logprobs"), old, batch.mask)
     ratio = log_ratio(outputs.logprobs, old, batch.mask).exp()
     if clip is None:
         loss = Loss(-ratio * advantages, {"ratio": ratio.detach()})
@@ -126,12 +126,12 @@ def sdpo(
         divergence, jsd_weight, tail: as in ``distillation``.
         ratio_cap: C, which matters from the second update on a rollout batch; none for no ratio.
     """
-    has_feedback = (batch.stream("has_feedback") > 0)[:, None].expand_as(batch.mask)
+    has_feedback = (batch.field("has_feedback") > 0)[:, None].expand_as(batch.mask)
     loss = _divergence(outputs, batch, batch.mask & has_feedback, divergence, jsd_weight, tail)
     metrics = loss.metrics | {"feedback_share": has_feedback.to(loss.values.dtype)}
     if ratio_cap is None:
         return Loss(loss.values, metrics)
-    ratio = log_ratio(outputs.logprobs.detach(), batch.stream("old_logprobs"), batch.mask).exp()
+    ratio = log_ratio(outputs.logprobs.detach(), batch.field("old_logprobs"), batch.mask).exp()
     return Loss(loss.values * ratio.clamp(max=ratio_cap), metrics | {"ratio": ratio})
 
 
@@ -145,7 +145,7 @@ def _divergence(
     """
     assert outputs.candidate_logprobs is not None, "the candidates' log-probabilities were not asked for"
     student = _finite(outputs.candidate_logprobs, mask)
-    teacher = _finite(batch.stream("teacher_candidate_logprobs").detach(), mask).to(student.dtype)
+    teacher = _finite(batch.field("teacher_candidate_logprobs").detach(), mask).to(student.dtype)
     q, p = (with_tail(x) if tail else x.log_softmax(dim=-1) for x in (student, teacher))
     if divergence == "forward_kl":
         values = categorical_kl(p, q)

@@ -31,7 +31,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     There is no importance ratio: with several optimizer steps per rollout batch
     (``train.ppo_epochs`` × ``train.num_minibatches`` > 1) the later steps are off-policy.
     """
-    return Loss(-batch.stream("advantages") * outputs.logprobs)
+    return Loss(-batch.field("advantages") * outputs.logprobs)
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
@@ -57,8 +57,8 @@ def grpo(
     Args:
         clip_low, clip_high: ε_low and ε_high.
     """
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
-    return clipped_surrogate(log_rho.exp(), batch.stream("advantages"), clip_low, clip_high)
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
+    return clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
@@ -81,9 +81,9 @@ def gspo(
     Args:
         clip_low, clip_high: ε_low and ε_high.
     """
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     ratio = row_mean(log_rho, batch.mask).exp()[:, None].expand_as(log_rho)
-    return clipped_surrogate(ratio, batch.stream("advantages"), clip_low, clip_high)
+    return clipped_surrogate(ratio, batch.field("advantages"), clip_low, clip_high)
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
@@ -106,10 +106,10 @@ def gspo_token(
     Args:
         clip_low, clip_high: ε_low and ε_high.
     """
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     sequence = row_mean(log_rho, batch.mask)[:, None].detach()
     own = torch.where(batch.mask, outputs.logprobs - outputs.logprobs.detach(), torch.zeros_like(log_rho))
-    return clipped_surrogate((sequence + own).exp(), batch.stream("advantages"), clip_low, clip_high)
+    return clipped_surrogate((sequence + own).exp(), batch.field("advantages"), clip_low, clip_high)
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
@@ -132,10 +132,10 @@ def cispo(
     Args:
         clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
     """
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask).detach()
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).detach()
     ratio = log_rho.exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    values = -weight * batch.stream("advantages") * outputs.logprobs
+    values = -weight * batch.field("advantages") * outputs.logprobs
     return Loss(values, {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)})
 
 
@@ -158,8 +158,8 @@ def sapo(
     Args:
         tau_positive, tau_negative: the temperatures of the gate.
     """
-    advantages = batch.stream("advantages")
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    advantages = batch.field("advantages")
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     ratio = log_rho.exp()
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     values = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
@@ -185,8 +185,8 @@ def gmpo(
     Args:
         clip: ε, in nats.
     """
-    advantages = batch.stream("advantages")
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    advantages = batch.field("advantages")
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     clipped = torch.where(advantages > 0, log_rho.clamp(max=clip), log_rho.clamp(min=-clip))
     ratio = row_mean(clipped, batch.mask).exp()[:, None].expand_as(log_rho)
     is_clipped = (clipped != log_rho) & (advantages != 0)
@@ -242,10 +242,10 @@ def ppo(
         value_clip: ε_V, in units of the return; none for the plain squared error.
     """
     assert outputs.scores is not None, "the value head was not asked for"
-    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
-    loss = clipped_surrogate(log_rho.exp(), batch.stream("advantages"), clip_low, clip_high)
-    returns = batch.stream("returns")
-    value_loss, is_clipped = _value_loss(outputs.scores, batch.stream("old_values"), returns, value_clip)
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
+    loss = clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
+    returns = batch.field("returns")
+    value_loss, is_clipped = _value_loss(outputs.scores, batch.field("old_values"), returns, value_clip)
     error = returns - outputs.scores.detach()
     metrics = loss.metrics | {
         "value_loss": value_loss.detach(),

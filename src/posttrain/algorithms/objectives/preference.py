@@ -305,7 +305,7 @@ def _row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 def _log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> tuple[Tensor, Tensor]:
     """``[U]`` each: ``log π(y)/π_ref(y)`` of the chosen and of the rejected answers, or its mean per token."""
-    difference = outputs.logprobs - batch.stream("ref_logprobs")
+    difference = outputs.logprobs - batch.field("ref_logprobs")
     rows = nan_unless_finite((_row_means if mean else row_sum)(difference, batch.mask))
     return rows[0::2], rows[1::2]
 
@@ -353,8 +353,8 @@ def divide_rewards(means: dict[str, float]) -> dict[str, float]:
     if "desirable" not in means:  # of a part of a mixture loss and accuracies alone are measured
         return means
     share, wrong = means["desirable"], means.pop("undesirable_reward_part")
-    right = means.pop("desirable_reward_part")
-    means |= {"desirable_reward": right / share} if share > 0.0 else {}
+    correct = means.pop("desirable_reward_part")
+    means |= {"desirable_reward": correct / share} if share > 0.0 else {}
     means |= {"undesirable_reward": wrong / (1.0 - share)} if share < 1.0 else {}
     if 0.0 < share < 1.0:
         means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
@@ -394,9 +394,9 @@ def kto(
         desirable_weight: λ_D.
         undesirable_weight: λ_U.
     """
-    labels = batch.stream("labels").to(outputs.logprobs.dtype)
-    baseline = batch.stream("kl_baseline").to(outputs.logprobs.dtype)
-    reward = beta * nan_unless_finite(row_sum(outputs.logprobs - batch.stream("ref_logprobs"), batch.mask))
+    labels = batch.field("labels").to(outputs.logprobs.dtype)
+    baseline = batch.field("kl_baseline").to(outputs.logprobs.dtype)
+    reward = beta * nan_unless_finite(row_sum(outputs.logprobs - batch.field("ref_logprobs"), batch.mask))
     gain = reward - beta * baseline
     values = desirable_weight * labels * torch.sigmoid(-gain)
     values = values + undesirable_weight * (1.0 - labels) * torch.sigmoid(gain)

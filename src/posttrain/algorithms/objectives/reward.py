@@ -45,7 +45,7 @@ def bradley_terry(
     scores = nan_unless_finite(row_last(_scores(outputs, 2), batch.mask))
     chosen, rejected = scores[0::2], scores[1::2]
     difference = chosen - rejected
-    required = batch.stream("margins")[0::2] if margin else torch.zeros_like(difference)
+    required = batch.field("margins")[0::2] if margin else torch.zeros_like(difference)
     values = -logsigmoid(difference - required)
     if centering != 0.0:
         values = values + centering * (chosen + rejected).square()
@@ -60,8 +60,8 @@ def bradley_terry(
 
 def accuracy_at_the_end(means: dict[str, float]) -> dict[str, float]:
     """Add ``answer_accuracy``, that of the scores at the answers' last tokens."""
-    right, last = means.pop("final_token_right"), means.pop("final_token")
-    return means | {"answer_accuracy": right / last}
+    correct, last = means.pop("final_token_right"), means.pop("final_token")
+    return means | {"answer_accuracy": correct / last}
 
 
 @register("objective", level="token", needs=("labels",), head="score", scores="outcome", derive=accuracy_at_the_end)
@@ -88,14 +88,14 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
             the mean over answers; ``token_mean`` would weigh long answers more.
     """
     scores = _zero_outside(_scores(outputs, 2), batch.mask)
-    labels = batch.stream("labels").to(scores.dtype)[:, None].expand_as(scores)
+    labels = batch.field("labels").to(scores.dtype)[:, None].expand_as(scores)
     values = binary_cross_entropy_with_logits(scores, labels, reduction="none")
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from here on
     final = (batch.mask & (later == 1)).to(scores.dtype)
-    right = wins(scores * (2.0 * labels - 1.0))
+    correct = wins(scores * (2.0 * labels - 1.0))
     if positions == "last":
         values = values * final * batch.mask.sum(dim=1, keepdim=True)
-    metrics = {"outcome_accuracy": right, "final_token": final, "final_token_right": final * right}
+    metrics = {"outcome_accuracy": correct, "final_token": final, "final_token_right": final * correct}
     return Loss(values, metrics)
 
 
@@ -127,21 +127,21 @@ def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -
         UsageError: a label that is no class.
     """
     mask = batch.mask
-    labels = _zero_outside(batch.stream("step_labels"), mask)
+    labels = _zero_outside(batch.field("step_labels"), mask)
     _refuse_wrong_labels(labels, num_classes)
     if num_classes == 2:
         scores = _zero_outside(_scores(outputs, 2), mask)
         labels = labels.to(scores.dtype)
         values = binary_cross_entropy_with_logits(scores, labels, reduction="none")
-        right = wins(scores * (2.0 * labels - 1.0))
+        correct = wins(scores * (2.0 * labels - 1.0))
     else:
         scores = _zero_outside(_scores(outputs, 3), mask[:, :, None])
         assert scores.shape[2] == num_classes, f"{scores.shape[2]} head outputs for {num_classes} classes"
         chosen = labels.long()[:, :, None]
         values = -scores.log_softmax(dim=2).gather(2, chosen).squeeze(2)
-        right = (scores.detach().argmax(dim=2) == chosen.squeeze(2)).to(scores.dtype)
+        correct = (scores.detach().argmax(dim=2) == chosen.squeeze(2)).to(scores.dtype)
     positive = (labels == num_classes - 1).to(values.dtype)
-    return Loss(values, {"step_accuracy": right, "positive_share": positive})
+    return Loss(values, {"step_accuracy": correct, "positive_share": positive})
 
 
 def _scores(outputs: Outputs, num_dimensions: int) -> Tensor:

@@ -67,7 +67,7 @@ def regularize(
     """
     values, metrics = loss.values, dict(loss.metrics)
     if kl_coef != 0.0:
-        to_reference = log_ratio(outputs.logprobs, batch.stream("ref_logprobs"), batch.mask)
+        to_reference = log_ratio(outputs.logprobs, batch.field("ref_logprobs"), batch.mask)
         values = values + kl_coef * KL_ESTIMATORS[kl_estimator](to_reference)
         metrics["kl_ref"] = kl_k3(to_reference.detach())
     if outputs.entropy is None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.console import Text, open_console
-from posttrain.commands.options import chosen_words
+from posttrain.commands.options import chosen_components
 from posttrain.errors import PosttrainError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import open_model
@@ -21,7 +21,7 @@ HELP = "/reset forgets the conversation; /quit leaves, as does the end of the in
 def run_chat(arguments: argparse.Namespace) -> int:
     """Load the models, then answer line by line until ``/quit`` or the end of the input."""
     controls = Controls(arguments.temperature, arguments.top_p, arguments.top_k, arguments.max_tokens, arguments.seed)
-    template = chosen_words(arguments).get("template")
+    template = chosen_components(arguments).get("template")
     sources = [find_source(name, arguments.runs_dir) for name in arguments.models]
     conversations = [Conversation(open_model(source, template), controls) for source in sources]
     console = open_console()
@@ -62,4 +62,4 @@ def speak(console: Console, conversations: Sequence[Conversation], content: str)
             console.print(Text(f"{label}: {error}", style="red"))
             continue
         console.print()
-        console.print(Text(conversation.facts, style="dim"))
+        console.print(Text(conversation.info, style="dim"))

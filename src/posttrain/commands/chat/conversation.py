@@ -47,7 +47,7 @@ class Conversation:
     finish: Finish = "length"
 
     @property
-    def facts(self) -> str:
+    def info(self) -> str:
         """``12 tokens, mean log-probability -0.52``, of the newest reply."""
         count = len(self.logprobs)
         mean = f", mean log-probability {sum(self.logprobs) / count:.2f}" if count else ""
@@ -76,8 +76,8 @@ class Conversation:
         if not content.strip():
             raise UsageError("a message needs some text")
         tokenizer, template = self.sampler.tokenizer, self.sampler.grader.template
-        asked = [*self.messages, Message("user", content)]
-        prompt = encode_prompt(tokenizer, template, asked)
+        turns = [*self.messages, Message("user", content)]
+        prompt = encode_prompt(tokenizer, template, turns)
         decoded, sampling = TextStream(tokenizer), self._sampling()
         key = derive_key(self.controls.seed, "chat", self.num_replies)
         tokens = stream(self.sampler.model, prompt, key, sampling)
@@ -94,9 +94,9 @@ class Conversation:
                 self.logprobs.append(token.logprob)
                 yield added
         except (GeneratorExit, KeyboardInterrupt):  # Ctrl-C mostly comes while the model computes
-            self._remember(asked)
+            self._remember(turns)
             raise
-        self._remember(asked)
+        self._remember(turns)
 
     def _sampling(self) -> Sampling:
         chosen, tokenizer = self.controls, self.sampler.tokenizer
@@ -109,12 +109,12 @@ class Conversation:
             num_tokens=num_tokens_of(tokenizer),
         )
 
-    def _remember(self, asked: list[Message]) -> None:
+    def _remember(self, turns: list[Message]) -> None:
         """Keep an answer without the reasoning that led to it, as chat templates do."""
-        said = self.answer_of(self.text)
+        reply = self.answer_of(self.text)
         self.num_replies += 1
-        if said.strip():
-            self.messages = [*asked, Message("assistant", said)]
+        if reply.strip():
+            self.messages = [*turns, Message("assistant", reply)]
 
     def answer_of(self, text: str) -> str:
         """Return a reply without its reasoning: the tagged answer, or what follows the thinking."""

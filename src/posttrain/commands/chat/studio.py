@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation
-from posttrain.commands.interpret.steering import has_dictionary, read_steering
+from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
 from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
@@ -86,11 +86,11 @@ class Library:
     """The models, reward models, dictionaries and runs that the page offers; no other name is opened.
 
     Args:
-        models, dictionaries: names that the studio was started with, besides the runs.
+        models, saes: names that the studio was started with, besides the runs.
     """
 
-    def __init__(self, models: Sequence[str], runs_dir: str | Path, dictionaries: Sequence[str] = ()) -> None:
-        self.named_models, self.runs_dir, self.named_dictionaries = models, Path(runs_dir), dictionaries
+    def __init__(self, models: Sequence[str], runs_dir: str | Path, saes: Sequence[str] = ()) -> None:
+        self.named_models, self.runs_dir, self.named_saes = models, Path(runs_dir), saes
         self.model = cache(self._open_model)
         self.reward_model = cache(self._open_reward_model)
 
@@ -118,8 +118,8 @@ class Library:
 
     def dictionaries(self) -> list[str]:
         """Return the sparse autoencoders."""
-        trained = [name for name in run_names(self.runs_dir) if has_dictionary(self.runs_dir / name)]
-        return list(dict.fromkeys([*self.named_dictionaries, *trained]))
+        trained = [name for name in run_names(self.runs_dir) if has_sae(self.runs_dir / name)]
+        return list(dict.fromkeys([*self.named_saes, *trained]))
 
     def rollouts(self, run: str, kind: str, step: int | None, text: str) -> list[list[Any]]:
         """Return the newest rollouts of a run as rows of ``COLUMNS``."""
@@ -161,7 +161,7 @@ class Side:
 
     conversation: Conversation
     history: list[dict[str, str]] = field(default_factory=list)
-    facts: str = ""
+    info: str = ""
 
     @property
     def text(self) -> str:
@@ -169,16 +169,16 @@ class Side:
         return self.conversation.text
 
     def speak(self, question: str) -> Iterator[None]:
-        """Extend the reply token by token; a model that cannot reply says why in ``facts``."""
-        self.facts = ""
+        """Extend the reply token by token; a model that cannot reply says why in ``info``."""
+        self.info = ""
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
         try:
             for _ in self.conversation.reply(question):
                 self.history[-1]["content"] = self.text
                 yield
-            self.facts = self.conversation.facts
+            self.info = self.conversation.info
         except PosttrainError as error:
-            self.facts = str(error)
+            self.info = str(error)
 
 
 def answer(
@@ -203,8 +203,8 @@ def answer(
     current = list(sides or ())
     if [side.conversation.sampler for side in current] != opened:
         current = [Side(Conversation(model, controls)) for model in opened]
-    dictionary, features, steered = steering
-    chosen = "" if dictionary == NOBODY else check_offered(dictionary, library.dictionaries(), "dictionary")
+    sae, features, steered = steering
+    chosen = "" if sae == NOBODY else check_offered(sae, library.dictionaries(), "dictionary")
     for n, side in enumerate(current):
         conversation, model = side.conversation, side.conversation.sampler.model
         conversation.controls = controls
@@ -217,22 +217,22 @@ def answer(
         replies = [r for r in replies if len(list(islice(r, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE]
         yield current
     for side in current:
-        said = side.conversation
-        if scorer is not None and said.logprobs and said.messages:
+        answered = side.conversation
+        if scorer is not None and answered.logprobs and answered.messages:
             turns = tuple(Message(one["role"], one["content"]) for one in side.history[:-1])
-            (reward,) = scorer.score([Example("chat", turns)], [side.text], [said.finish])
-            side.facts += f", reward {reward:.3f}"
+            (reward,) = scorer.score([Example("chat", turns)], [side.text], [answered.finish])
+            side.info += f", reward {reward:.3f}"
             yield current
 
 
-def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequence[str] = ()) -> Any:
+def build_studio(models: Sequence[str], runs_dir: str | Path, saes: Sequence[str] = ()) -> Any:
     """Return the page as a Gradio application that is not served yet.
 
     Raises:
         MissingExtra: gradio is not installed.
     """
     gradio = _import_gradio()
-    library = Library(models, runs_dir, dictionaries)
+    library = Library(models, runs_dir, saes)
     for name in models:
         library.model(name)  # refused at once, or there when the page opens
     with gradio.Blocks(title="posttrain studio", analytics_enabled=False) as page:
@@ -258,7 +258,7 @@ def _build_chat(gradio: Any, library: Library) -> None:
         plain = {"render_markdown": False, "elem_classes": "talk"}  # what models write is shown as text
         talks = [gradio.Chatbot(**heading(side, name), **plain) for side, name in (("left", first), ("right", second))]
     with gradio.Row():
-        facts = [
+        info = [
             gradio.Textbox(show_label=False, interactive=False, elem_id=f"facts-{n}", visible=name != NOBODY)
             for n, name in enumerate((first, second))
         ]
@@ -272,33 +272,33 @@ def _build_chat(gradio: Any, library: Library) -> None:
         max_tokens = gradio.Number(value=0, precision=0, minimum=0, label="longest reply (0: as in training)")
         seed = gradio.Number(value=0, precision=0, minimum=0, label="seed")
     with gradio.Accordion("steered by features of a sparse autoencoder", open=False):
-        dictionary = gradio.Dropdown([NOBODY, *library.dictionaries()], value=NOBODY, label="sparse autoencoder")
+        sae = gradio.Dropdown([NOBODY, *library.dictionaries()], value=NOBODY, label="sparse autoencoder")
         features = gradio.Textbox(label="features", placeholder="12=8, 40=off")
         steered = gradio.Radio(list(SIDES), value="left", label="side")
 
     def show(sides: Sequence[Side]) -> list[Any]:
         both: list[Side | None] = [*sides, None, None][:2]
-        return [*(side and list(side.history) for side in both), *(side.facts if side else "" for side in both)]
+        return [*(side and list(side.history) for side in both), *(side.info if side else "" for side in both)]
 
-    def respond(sides: list[Side] | None, asked: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def respond(sides: list[Side] | None, prompt: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         one, other, scorer, instruction, warmth, nucleus, longest, number, *steering = values
         try:
             controls = Controls(warmth, nucleus, None, int(longest) or None, int(number))
             about = (instruction or "", scorer, tuple(steering))
-            for current in answer(library, sides, asked, [one, other], controls, *about):
+            for current in answer(library, sides, prompt, [one, other], controls, *about):
                 yield current, *show(current), ""
         except PosttrainError as error:  # the message stays, to be sent again
             raise gradio.Error(str(error), print_exception=False) from None
 
-    for chosen, side, talk, fact in zip((left, right), ("left", "right"), talks, facts, strict=True):
+    for chosen, side, talk, fact in zip((left, right), ("left", "right"), talks, info, strict=True):
         chosen.change(
             lambda name, side=side: (gradio.update(**heading(side, name)), gradio.update(visible=name != NOBODY)),
             chosen,
             [talk, fact],
         )
     inputs = [state, question, left, right, judge, system, temperature, top_p, max_tokens, seed]
-    inputs += [dictionary, features, steered]
-    outputs = [state, *talks, *facts, question]
+    inputs += [sae, features, steered]
+    outputs = [state, *talks, *info, question]
     events = [listen(respond, inputs, outputs, concurrency_id="model") for listen in (send.click, question.submit)]
     stop.click(None, cancels=events)
     clear.click(lambda: (None, None, None, "", "", ""), None, outputs)

@@ -10,7 +10,7 @@ from posttrain.api.measure import carry_out
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
-from posttrain.commands.options import words_of
+from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import Finished, is_evaluation, read_finished
 from posttrain.evaluation.generation import task_label
@@ -34,16 +34,16 @@ from posttrain.evaluation.tables import (
     results_table,
     write_comparison,
 )
-from posttrain.evaluation.win_rate import Judge, plan_contest, run_contest, write_contest
+from posttrain.evaluation.win_rate import Judge, plan_head_to_head, run_head_to_head, write_head_to_head
 from posttrain.reports.evaluation import (
     by_evaluation,
-    contest_table,
+    head_to_head_table,
     shown_value,
-    write_contest_page,
+    write_head_to_head_page,
 )
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
 from posttrain.runs.models import find_source
-from posttrain.sampling.judging import SUFFIXES, read_pair_judge
+from posttrain.sampling.llm_judge import SUFFIXES, read_pair_judge
 
 DRAWING = ("limit", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 # Options of sampling, which a reward model cannot use, with their defaults.
@@ -66,16 +66,16 @@ def request_of(
     Raises:
         UsageError: words or options that cannot be.
     """
-    words = words_of(arguments, SECTIONS)
+    components = read_components(arguments, SECTIONS)
     options = {"n" if name == "limit" else name: getattr(arguments, name) for name in DRAWING}
     if options["temperature"] is None:
         options["temperature"] = temperature
     return EvaluationRequest(
         models=[find_source(name, arguments.runs_dir) for name in (*dict.fromkeys(arguments.models), *others)],
         drawing=choose_drawing(**options),
-        tasks=words["task"],
-        templates=words["template"],
-        engine=words["engine"][0],
+        tasks=components["task"],
+        templates=components["template"],
+        engine=components["engine"][0],
         dtype=arguments.dtype,
         device=arguments.device,
         best_of=find_source(arguments.best_of, arguments.runs_dir) if arguments.best_of is not None else None,
@@ -120,14 +120,14 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         out = Path(arguments.out or Path(EVALUATIONS) / slug(f"compare-{a.folder.name}-{b.folder.name}"))
     else:
         plan = make_plan(request_of(arguments))
-        if len(plan.cells) != 2 or plan.cells[0].task_word != plan.cells[1].task_word:
+        if len(plan.trials) != 2 or plan.trials[0].task_component != plan.trials[1].task_component:
             raise UsageError(
                 "--compare takes two models on one task, under one template each; name --task, and compare the folders "
                 "of a table with one another afterwards"
             )
-        if not arguments.quiet and not plan.asked.tasks:
-            options = ", ".join(f"{key} {value}" for key, value in plan.cells[0].task_word.options.items())
-            say(console, f"both on {plan.cells[0].name} ({options}); --task names another")
+        if not arguments.quiet and not plan.request.tasks:
+            options = ", ".join(f"{key} {value}" for key, value in plan.trials[0].task_component.options.items())
+            say(console, f"both on {plan.trials[0].name} ({options}); --task names another")
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
     paired, apart = compare_finished(a, b, seed=arguments.seed)
@@ -156,13 +156,13 @@ def run_against(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
     judges = arguments.judge or []
     # Answers are drawn, unless the command says otherwise: a KL is between distributions.
-    plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), judges)
+    plan = plan_head_to_head(request_of(arguments, [arguments.against], temperature=1.0), judges)
     opened = {name: _open_judge(name, arguments, plan.sources[0].run) for name in judges}
     with choose_evaluation_progress(open_console(), arguments.quiet) as progress:
-        win_rate, notes = run_contest(plan, opened, progress)
+        win_rate, notes = run_head_to_head(plan, opened, progress)
     first, second = (source.label for source in plan.sources)
-    table = contest_table(task_label(plan.task), first, second, win_rate.results, win_rate.others)
-    write_contest(plan, win_rate, notes, write_contest_page(table, notes, plan.settings, win_rate.items))
+    table = head_to_head_table(task_label(plan.task), first, second, win_rate.results, win_rate.others)
+    write_head_to_head(plan, win_rate, notes, write_head_to_head_page(table, notes, plan.settings, win_rate.items))
     _print([table], notes, f"summary, results and every answer: {plan.folder}", arguments.quiet)
     return 0
 

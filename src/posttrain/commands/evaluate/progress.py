@@ -19,8 +19,8 @@ SECONDS_BETWEEN_LINES = 15.0
 def describe(advance: Advance, seconds: float) -> str:
     """The share of right answers so far and the throughput, where there is any."""
     parts = []
-    if advance.num_done and advance.num_right is not None:
-        parts.append(f"{advance.num_right / advance.num_done:.1%} right")
+    if advance.num_done and advance.num_correct is not None:
+        parts.append(f"{advance.num_correct / advance.num_done:.1%} right")
     if seconds > 0 and advance.num_tokens:
         parts.append(f"{advance.num_tokens / seconds:,.0f} tokens/s")
     return " · ".join(parts)
@@ -40,8 +40,8 @@ class PlainLines(EvaluationProgress):
         now = self.clock()
         if now - self.printed >= SECONDS_BETWEEN_LINES and advance.num_done < advance.num_items:
             self.printed = now
-            facts = describe(advance, now - self.began)
-            self.tell(f"{self.title}: {advance.phase} {advance.num_done}/{advance.num_items} · {facts}")
+            info = describe(advance, now - self.began)
+            self.tell(f"{self.title}: {advance.phase} {advance.num_done}/{advance.num_items} · {info}")
 
     def tell(self, line: str) -> None:
         say(self.console, line)
@@ -53,22 +53,22 @@ class LiveBar(EvaluationProgress):
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self.began, self.title = clock, clock(), ""
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=28), MofNCompleteColumn())
-        facts = TextColumn("{task.fields[facts]}", markup=False)
-        self.progress = Progress(*columns, TimeRemainingColumn(), facts, console=console, transient=True)
+        info = TextColumn("{task.fields[info]}", markup=False)
+        self.progress = Progress(*columns, TimeRemainingColumn(), info, console=console, transient=True)
 
     def begin(self, title: str) -> None:
         self.began, self.title = self.clock(), title
         for bar in self.progress.task_ids:
             self.progress.remove_task(bar)
-        self.progress.add_task(title, total=None, facts="")
+        self.progress.add_task(title, total=None, info="")
         self.progress.start()
         guard_output()
 
     def observe(self, advance: Advance) -> None:
         title = self.title if advance.phase == "sampling" else f"{self.title} ({advance.phase})"
-        facts = describe(advance, self.clock() - self.began)
+        info = describe(advance, self.clock() - self.began)
         [bar] = self.progress.task_ids
-        self.progress.update(bar, description=title, total=advance.num_items, completed=advance.num_done, facts=facts)
+        self.progress.update(bar, description=title, total=advance.num_items, completed=advance.num_done, info=info)
 
     def tell(self, line: str) -> None:
         say(self.progress.console, line)

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.objectives import preference, reward
 from posttrain.commands.exercises.exercise import Exercise, batch_of, bits, numbers
-from posttrain.data.render import words
+from posttrain.data.render import templates
 from posttrain.evaluation import statistics as measures
 from posttrain.types import Outputs, Sample, collate
 
@@ -179,11 +179,11 @@ PASS_AT_K = Exercise(
 pass@k = 1 - C(n - c, k) / C(n, k): the chance that k of the n samples, taken without
 replacement, hold one of the c correct ones. 1 where fewer than k samples are wrong.
 
-n, num_right, k: whole numbers. Return a number.
+n, num_correct, k: whole numbers. Return a number.
 """
 
 
-def pass_at_k(n, num_right, k):
+def pass_at_k(n, num_correct, k):
     raise NotImplementedError
 ''',
     measures.pass_at_k,
@@ -197,8 +197,8 @@ def pass_at_k(n, num_right, k):
 )  # fmt: skip
 
 
-def _first_of_tied(scores: list[float], right: list[float], k: int) -> float:
-    return measures.best_of_n([score - 1e-9 * i for i, score in enumerate(scores)], right, k)
+def _first_of_tied(scores: list[float], correct: list[float], k: int) -> float:
+    return measures.best_of_n([score - 1e-9 * i for i, score in enumerate(scores)], correct, k)
 
 
 BEST_OF_N = Exercise(
@@ -212,7 +212,7 @@ A reward model scores n answers to a problem. Return how often the top-scored of
 correct: the mean over all subsets of k of the n answers. Equal scores share the place:
 their mean correctness counts.
 
-scores, right: n numbers each (right: 1 or 0); k: a whole number. Return a number.
+scores, correct_ones: n numbers each (right: 1 or 0); k: a whole number. Return a number.
 """
 
 
@@ -225,17 +225,19 @@ def best_of_n(scores, right, k):
         "equal scores": ([1.0, 1.0, 0.0, 0.5], [0.0, 1.0, 1.0, 0.0], 3),
     },
     {
-        "you chose among all n answers; take the mean over subsets of k": lambda scores, right, k: measures.best_of_n(
-            scores, right, len(scores)
+        "you chose among all n answers; take the mean over subsets of k": lambda scores, correct_ones, k: (
+            measures.best_of_n(scores, correct_ones, len(scores))
         ),
-        "you chose among the first k answers; take the mean over all subsets of k": lambda scores, right, k: (
-            measures.best_of_n(scores[:k], right[:k], k)
+        "you chose among the first k answers; take the mean over all subsets of k": lambda scores, correct_ones, k: (
+            measures.best_of_n(scores[:k], correct_ones[:k], k)
         ),
-        "this is the share of correct answers: a random pick, without the scores": lambda scores, right, k: (
-            statistics.fmean(right)
+        "this is the share of correct answers: a random pick, without the scores": lambda scores, correct_ones, k: (
+            statistics.fmean(correct_ones)
         ),
         "of equal scores you took the first; their mean correctness counts": _first_of_tied,
-        "you chose the lowest score": lambda scores, right, k: measures.best_of_n([-s for s in scores], right, k),
+        "you chose the lowest score": lambda scores, correct_ones, k: measures.best_of_n(
+            [-s for s in scores], correct_ones, k
+        ),
     },
 )
 
@@ -252,7 +254,7 @@ def _behind(text: str, reasoning: str) -> str:
 TAGGED_ANSWER = Exercise(
     "7",
     "the answer in a model's output, as a verifier reads it",
-    "posttrain.data.render.words.tagged_answer",
+    "posttrain.data.render.templates.tagged_answer",
     '''\
 """Answer extraction (chapter 7, reasoning): what a verifier reads.
 
@@ -267,7 +269,7 @@ text: what the model wrote. reasoning: the name of the reasoning's tag, such as 
 def tagged_answer(text, reasoning):
     raise NotImplementedError
 ''',
-    words.tagged_answer,
+    templates.tagged_answer,
     {
         "an answer": ("2 + 2 </think> <answer> 4 </answer>", "think"),
         "an answer inside the reasoning": ("maybe <answer>5</answer> </think> <answer>4</answer>", "think"),
@@ -278,23 +280,23 @@ def tagged_answer(text, reasoning):
     },
     {
         "you count answers inside the reasoning; a model that lists candidates there would be paid for it": (
-            lambda text, reasoning: words.tagged_answer(f"</{reasoning}>{text}", reasoning)
+            lambda text, reasoning: templates.tagged_answer(f"</{reasoning}>{text}", reasoning)
         ),
         "you took the last answer; with the first, a model cannot hedge by adding more": lambda text, reasoning: (
-            words.tagged_answer(f"</{reasoning}>{text[max(text.rfind('<answer>'), 0):]}", reasoning)
+            templates.tagged_answer(f"</{reasoning}>{text[max(text.rfind('<answer>'), 0):]}", reasoning)
             if _behind(text, reasoning) else None
         ),
         "of nested answers you took the outer one; its text holds a tag": lambda text, reasoning: (
             _first_match(_behind(text, reasoning)) or None
         ),
         "you did not strip the answer": lambda text, reasoning: (
-            words.tagged_answer(text, reasoning) and _first_match(
+            templates.tagged_answer(text, reasoning) and _first_match(
                 "<answer>" + _behind(text, reasoning).partition("</answer>")[0].rpartition("<answer>")[2] + "</answer>",
                 strip=False,
             )
         ),
         "a blank answer is no answer: return None": lambda text, reasoning: (
-            words.tagged_answer(text, reasoning) or ("" if "</answer>" in _behind(text, reasoning) else None)
+            templates.tagged_answer(text, reasoning) or ("" if "</answer>" in _behind(text, reasoning) else None)
         ),
     },
 )  # fmt: skip

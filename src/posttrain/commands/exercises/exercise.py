@@ -42,8 +42,8 @@ def bits(*rows: str) -> Tensor:
     return torch.tensor([[char == "1" for char in row] for row in rows])
 
 
-def batch_of(mask: Tensor, rows_per_unit: int = 1, **streams: Tensor) -> Batch:
+def batch_of(mask: Tensor, rows_per_unit: int = 1, **fields: Tensor) -> Batch:
     """Return a batch of this mask whose other fields are not read."""
     zeros = torch.zeros(len(mask), dtype=torch.long)
-    return Batch(torch.zeros_like(mask, dtype=torch.long), zeros + mask.shape[1], mask, zeros, zeros, streams,
+    return Batch(torch.zeros_like(mask, dtype=torch.long), zeros + mask.shape[1], mask, zeros, zeros, fields,
                  rows_per_unit=rows_per_unit)  # fmt: skip

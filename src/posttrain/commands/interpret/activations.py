@@ -99,7 +99,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
 
 def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
     """Read the texts that the command line names: of a task, a file, or a run."""
-    from posttrain.commands.options import chosen_words
+    from posttrain.commands.options import chosen_components
     from posttrain.data.base import choose_task
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
     from posttrain.interpret.activations.sites import read_config
@@ -111,14 +111,14 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
     named = [name for name in ("task", "text", "rollouts") if getattr(arguments, name) is not None]
     if len(named) > 1:
         raise UsageError(f"--{named[0]} and --{named[1]}: give one of --task, --text and --rollouts")
-    words = chosen_words(arguments)
+    components = chosen_components(arguments)
     has_task = named in ([], ["task"])
-    if not has_task and words:
+    if not has_task and components:
         raise UsageError(f"--{named[0]}: options of a task or template have no place here")
     return read_documents(
         load_tokenizer(source.path),
-        task=choose_task(words.get("task"), source.name, source.recipe) if has_task else None,
-        template=complete_template(words.get("template"), source) or source.template,
+        task=choose_task(components.get("task"), source.name, source.recipe) if has_task else None,
+        template=complete_template(components.get("template"), source) or source.template,
         text=arguments.text,
         rollouts=find_run(arguments.runs_dir, arguments.rollouts) if arguments.rollouts is not None else None,
         context_tokens=arguments.context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_sae_features(arguments: argparse.Namespace) -> int:
     """Read all rows once, and write the page with its JSON."""
     from posttrain.commands.console import open_console
-    from posttrain.commands.interpret.steering import find_dictionary
+    from posttrain.commands.interpret.steering import find_sae
     from posttrain.interpret.features.features import default_activations, read_features, write_features
     from posttrain.reports.features import render_features
     from posttrain.reports.page import write_html
@@ -45,7 +45,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     from posttrain.store.durable import storage_errors
 
     console = open_console()
-    folder, run = find_dictionary(arguments.dictionary, arguments.runs_dir)
+    folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
     name = PAGE if arguments.features is None else SOME
     page = Path(arguments.out) if arguments.out else (run or folder) / name
     if page.suffix != ".html":

@@ -50,7 +50,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
 
 def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
-    from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+    from posttrain.interpret.saes.recipe import load_sae_recipe
 
     recipe = load_sae_recipe(arguments.recipe, arguments.overrides).resolve()
     if arguments.dry_run:
@@ -58,7 +58,7 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
         print(recipe.to_yaml().rstrip())
         return 0
     from posttrain.commands.progress import choose_progress, show_duration
-    from posttrain.interpret.dictionaries.training import DICTIONARY, RESULTS, train_run
+    from posttrain.interpret.saes.training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
 
     with choose_progress(arguments.recipe, arguments.quiet) as progress:

@@ -44,9 +44,9 @@ def read_changes(text: str) -> dict[int, float | None]:
     return changes
 
 
-def find_dictionary(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
+def find_sae(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
     """Return the folder of a dictionary (or of the run of that name), and of the run that trained it."""
-    from posttrain.interpret.dictionaries.dictionary import CONFIG
+    from posttrain.interpret.saes.sae import CONFIG
     from posttrain.runs.directory import find_run, run_names
 
     path = Path(name)
@@ -59,29 +59,29 @@ def find_dictionary(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]
             "`posttrain sae train` makes one, and `hf download` gets the folder of one on the hub, to be named here"
         )
     run = find_run(runs_dir, name)
-    if not has_dictionary(run):
+    if not has_sae(run):
         raise UsageError(f"{name}: this run has no dictionary yet; `posttrain sae train` makes one when it ends")
     return run / DICTIONARY, run
 
 
-def has_dictionary(run: Path) -> bool:
+def has_sae(run: Path) -> bool:
     """Return whether a run has trained one."""
-    from posttrain.interpret.dictionaries.dictionary import CONFIG
+    from posttrain.interpret.saes.sae import CONFIG
 
     return (run / DICTIONARY / CONFIG).is_file()
 
 
-def read_steering(text: str, dictionary: str, model: Any, runs_dir: str | Path) -> Steering | None:
+def read_steering(text: str, sae: str, model: Any, runs_dir: str | Path) -> Steering | None:
     """Read what was typed into the studio, ``12=8, 40=off``; None for nothing."""
     if not text.strip():
         return None
-    if not dictionary.strip():
+    if not sae.strip():
         raise UsageError("name the dictionary whose features are meant: a run of `posttrain sae train`, or a folder")
     try:
         changes = read_changes(text)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"steering: {error}") from None
-    return _load(model, dictionary.strip(), runs_dir, changes)
+    return _load(model, sae.strip(), runs_dir, changes)
 
 
 def check_steering(arguments: argparse.Namespace) -> None:
@@ -91,7 +91,7 @@ def check_steering(arguments: argparse.Namespace) -> None:
     if arguments.sae is not None and not arguments.steer:
         raise UsageError("--sae needs --steer FEATURE=STRENGTH; alone it changes nothing")
     if arguments.sae is not None:
-        find_dictionary(arguments.sae, arguments.runs_dir)
+        find_sae(arguments.sae, arguments.runs_dir)
 
 
 def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractContextManager[None], str]:
@@ -106,7 +106,7 @@ def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractCont
     return steering.applied(), f"{steering.site}: {', '.join(parts)}"
 
 
-def _load(model: Any, dictionary: str, runs_dir: str | Path, changes: Mapping[int, float | None]) -> Steering:
+def _load(model: Any, sae: str, runs_dir: str | Path, changes: Mapping[int, float | None]) -> Steering:
     from posttrain.interpret.features.steering import load_steering
 
-    return load_steering(model, find_dictionary(dictionary, runs_dir)[0], changes)
+    return load_steering(model, find_sae(sae, runs_dir)[0], changes)

@@ -159,7 +159,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     done = export_run(root, place.path, arguments.to, weights=arguments.weights, merge=arguments.merge)
     what = "no weights" if done.step is None else f"the weights after step {done.step}"
     say(console, f"{done.target}: {what}, {done.num_files} files, {show_bytes(done.num_bytes)}")
-    for notice in done.notices:
+    for notice in done.warnings:
         say(console, f"note: {notice}", "yellow")
     return 0
 
@@ -176,8 +176,8 @@ def run_resume(arguments: argparse.Namespace) -> int:
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
     run = RunDirectory(place.path)
-    is_dictionary = "dictionary" in run.read_recipe()
-    if not is_dictionary:
+    is_sae = "dictionary" in run.read_recipe()
+    if not is_sae:
         read_run_recipe(place.path).resolve(to_read=True)
     request = TrainRequest(
         str(run.recipe_path),
@@ -187,7 +187,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
         accept_changes=arguments.accept_changes,
         quiet=arguments.quiet,
     )
-    return run_sae_train(request) if is_dictionary else run_train(request)
+    return run_sae_train(request) if is_sae else run_train(request)
 
 
 ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {

@@ -85,8 +85,8 @@ def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[Sw
         justify: Any = "right" if name in ("step", "size") else "left"
         table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify)
     for name, state, *further, size in rows:
-        cells = [Text(name, style="bold"), Text(state, style=STYLES[state]), *map(Text, further)]
-        table.add_row(*cells, Text(show_bytes(size)))
+        columns = [Text(name, style="bold"), Text(state, style=STYLES[state]), *map(Text, further)]
+        table.add_row(*columns, Text(show_bytes(size)))
     console.print(table)
     for run in runs:
         if run.problem:
@@ -109,9 +109,9 @@ def run_show(arguments: argparse.Namespace) -> int:
     else:
         root = folder.parent
     links = [link for link in find_links(root) if name in (link.child, link.parent)]
-    facts = show_run(folder) | {"name": name, "links": [asdict(link) for link in links]}
-    if not write_json(facts):
-        _print_run(console, folder, facts, links)
+    info = show_run(folder) | {"name": name, "links": [asdict(link) for link in links]}
+    if not write_json(info):
+        _print_run(console, folder, info, links)
     return 0
 
 
@@ -131,25 +131,25 @@ def _show_sweep(console: Console, root: Path, name: str) -> None:
     say(console, f"\nsee {sweep.path / 'report.html'}", "dim")
 
 
-def _print_run(console: Console, folder: Path, facts: Mapping[str, Any], links: Sequence[Link]) -> None:
+def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: Sequence[Link]) -> None:
     """Print one run in full: state, lineage, curves, evaluations, the last episode."""
-    name = facts["name"]
+    name = info["name"]
     children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
-    checkpoints = ", ".join(f"{c['step']}{' (best)' if c['best'] else ''}" for c in facts["checkpoints"])
+    checkpoints = ", ".join(f"{c['step']}{' (best)' if c['best'] else ''}" for c in info["checkpoints"])
     lines = [
-        ("state", facts["state"]),
-        ("step", f"{facts['step']} of {facts['steps']}"),
-        ("recipe", facts["recipe"]),
-        ("model", facts["model"]),
-        ("objective", facts["objective"]),
-        ("created", facts["created"] or "?"),
+        ("state", info["state"]),
+        ("step", f"{info['step']} of {info['steps']}"),
+        ("recipe", info["recipe"]),
+        ("model", info["model"]),
+        ("objective", info["objective"]),
+        ("created", info["created"] or "?"),
         *((link.role, describe_link(link)) for link in links if link.child == name),
         ("used by", children),
         ("checkpoints", checkpoints or "none"),
-        ("rollouts", f"{sum(facts['rollouts'].values()):,} in {len(facts['rollouts'])} steps"),
-        ("size", show_bytes(facts["disk_bytes"])),
-        ("message", facts["message"]),
-        ("problem", facts["problem"]),
+        ("rollouts", f"{sum(info['rollouts'].values()):,} in {len(info['rollouts'])} steps"),
+        ("size", show_bytes(info["disk_bytes"])),
+        ("message", info["message"]),
+        ("problem", info["problem"]),
     ]
     console.print(Text(name, style="bold"))
     table = plain_table("fact", "value", show_header=False, padding=(0, 2))
@@ -157,9 +157,9 @@ def _print_run(console: Console, folder: Path, facts: Mapping[str, Any], links: 
         if value:
             table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
-    for warning in facts["warnings"]:
+    for warning in info["warnings"]:
         say(console, f"warning: {warning}", "yellow")
-    is_damaged = bool(facts["problem"])
+    is_damaged = bool(info["problem"])
     rows = [] if is_damaged else MetricsLog(folder / "metrics.jsonl").read()
     for metric in map(METRICS.__getitem__, CURVES):
         series = [row.metrics[metric.name] for row in rows if metric.name in row.metrics]
@@ -167,7 +167,7 @@ def _print_run(console: Console, folder: Path, facts: Mapping[str, Any], links: 
             first, last = metric.show(series[0]), metric.show(series[-1])
             console.print(Text(f"{metric.label:>17}  {first:>9} {sparkline(series) or BARS[0]} {last}"))
     primary = ACCURACY if is_damaged else RunDirectory(folder).primary_metric()
-    for item in facts["evaluations"]:
+    for item in info["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         about = {"name": item["name"], "step": item["step"], "primary_metric": primary, "results": results}
         console.print(Text(show_evaluation(about)))
@@ -243,8 +243,8 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
         table = plain_table()
         for label in (title, *labels):
             table.add_column(Text(label), overflow="fold")
-        for label, cells in lines:
-            table.add_row(Text(label), *map(Text, cells))
+        for label, columns in lines:
+            table.add_row(Text(label), *map(Text, columns))
         if lines:
             console.print(table)
             console.print()
@@ -265,8 +265,8 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     for name, results in side_by_side.last.items():
         primaries = [metric_of(run.primary_metric or "accuracy") for run in runs]
         pairs = zip(results, primaries, strict=True)
-        cells = ["–" if r is None else f"{primary.describe(r)} at step {r['step']}" for r, primary in pairs]
-        lines.append((f"{name}, last", cells))
+        columns = ["–" if r is None else f"{primary.describe(r)} at step {r['step']}" for r, primary in pairs]
+        lines.append((f"{name}, last", columns))
     for metric in map(METRICS.__getitem__, SHOWN):
         values = [run.metrics.get(metric.name) for run in runs]
         if any(value is not None for value in values):

@@ -129,47 +129,47 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the ids of a text, or of a conversation as the template writes it."""
-        asked = await self._read(request, requests.TokenizeRequest)
-        if (asked.prompt is None) == (asked.messages is None):
+        body = await self._read(request, requests.TokenizeRequest)
+        if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give one of prompt and messages", "prompt")
-        if asked.messages is None:
-            ids = await self._in_reader(self._encode, asked.prompt, asked.add_special_tokens)
+        if body.messages is None:
+            ids = await self._in_reader(self._encode, body.prompt, body.add_special_tokens)
         else:
-            ids = await self._in_reader(self.conversations.encode, asked.messages, asked.schemas)
+            ids = await self._in_reader(self.conversations.encode, body.messages, body.schemas)
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
     async def chat(self, request: Request) -> Response:
         """Return the next message of a conversation."""
-        asked = await self._read(request, requests.ChatRequest)
-        tools = asked.schemas
-        prompt = await self._in_reader(self.conversations.encode, asked.messages, tools)
-        job = self._job("chat", asked, [prompt], bool(asked.logprobs))
+        body = await self._read(request, requests.ChatRequest)
+        tools = body.schemas
+        prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
+        job = self._job("chat", body, [prompt], bool(body.logprobs))
         opening = opening_of(self.tokenizer, self.template, prompt)
         job = replace(job, opening=opening, tools=tools, call_tag=self.conversations.form.tag if tools else "")
-        if asked.max_completion_tokens:
-            job = replace(job, sampling=replace(job.sampling, max_tokens=asked.max_completion_tokens))
-        return await self._respond(request, job, asked.stream)
+        if body.max_completion_tokens:
+            job = replace(job, sampling=replace(job.sampling, max_tokens=body.max_completion_tokens))
+        return await self._respond(request, job, body.stream)
 
     async def complete(self, request: Request) -> Response:
         """Continue texts or token ids."""
-        asked = await self._read(request, requests.CompletionRequest)
-        given: Any = asked.prompt
+        body = await self._read(request, requests.CompletionRequest)
+        given: Any = body.prompt
         several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-        if len(several) * asked.n > MAX_ANSWERS:
+        if len(several) * body.n > MAX_ANSWERS:
             raise BadRequest(f"n: at most {MAX_ANSWERS} answers to one request, over all its prompts", "n")
 
         def encode() -> list[list[int]]:
-            return [self._encode(one, asked.add_special_tokens) if isinstance(one, str) else one for one in several]
+            return [self._encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in several]
 
-        job = self._job("completions", asked, await self._in_reader(encode), asked.logprobs is not None)
-        return await self._respond(request, job, asked.stream)
+        job = self._job("completions", body, await self._in_reader(encode), body.logprobs is not None)
+        return await self._respond(request, job, body.stream)
 
     async def generate(self, request: Request) -> Response:
         """Continue token ids; the answer is token ids."""
-        asked = await self._read(request, requests.GenerateRequest)
-        params = requests.read_request(requests.SamplingParams, asked.sampling_params)
-        job = self._job("generate", params, [asked.token_ids], params.logprobs is not None)
-        return await self._respond(request, replace(job, with_ids=True, ids_as_names=True), asked.stream)
+        body = await self._read(request, requests.GenerateRequest)
+        params = requests.read_request(requests.SamplingParams, body.sampling_params)
+        job = self._job("generate", params, [body.token_ids], params.logprobs is not None)
+        return await self._respond(request, replace(job, with_ids=True, ids_as_names=True), body.stream)
 
     async def _read(self, request: Request, kind: type[requests.Request]) -> requests.Request:
         """Read a body that is not too large.
@@ -192,12 +192,12 @@ class Api:
                 raise BadRequest(problem, code="no_json") from None
             return requests.read_request(kind, body)
 
-        asked = await self._in_reader(parse)
-        name = getattr(asked, "model", None)
+        parsed = await self._in_reader(parse)
+        name = getattr(parsed, "model", None)
         if name is not None and name not in self.names:
             problem = f"there is no model {name!r} here; it has {self.names[0]!r}"
             raise BadRequest(problem, "model", "model_not_found", 404)
-        return asked
+        return parsed
 
     async def _in_reader(self, work: Callable[..., Result], *about: object) -> Result:
         """Run what may take long, while others are answered."""
@@ -211,7 +211,7 @@ class Api:
     def _job(
         self,
         endpoint: str,
-        asked: requests.SamplingOptions,
+        body: requests.SamplingOptions,
         prompts: Sequence[Sequence[int]],
         with_logprobs: bool,
     ) -> Job:
@@ -220,24 +220,24 @@ class Api:
             if len(prompt) >= context:
                 about = f"the prompt has {len(prompt)} tokens and the maximum context length is {context} tokens, "
                 raise BadRequest(f"{about}prompt and answer together: shorten it", code="context_length_exceeded")
-        ends = frozenset() if asked.ignore_eos else stop_ids(self.tokenizer, self.template)
-        ends |= frozenset(asked.stop_token_ids or ())
-        top_k = asked.top_k if asked.top_k and asked.top_k > 0 else None
-        limit, warmth, top_p = asked.max_tokens or self.max_tokens, asked.temperature, asked.top_p
+        ends = frozenset() if body.ignore_eos else stop_ids(self.tokenizer, self.template)
+        ends |= frozenset(body.stop_token_ids or ())
+        top_k = body.top_k if body.top_k and body.top_k > 0 else None
+        limit, warmth, top_p = body.max_tokens or self.max_tokens, body.temperature, body.top_p
         sampling = Sampling(limit, warmth, top_k, top_p, ends, context, num_tokens=self._num_tokens)
         job = Job(
             FORMS[endpoint][0] + secrets.token_hex(12),
             endpoint,
             tuple(map(tuple, prompts)),
             sampling,
-            secrets.randbits(62) if asked.seed is None else asked.seed,
-            asked.n,
-            tuple(asked.stop or ()),
+            secrets.randbits(62) if body.seed is None else body.seed,
+            body.n,
+            tuple(body.stop or ()),
             with_logprobs=with_logprobs,
         )
-        if isinstance(asked, OpenAIOptions):
-            with_usage = (asked.stream_options or {}).get("include_usage", False)
-            ids, as_names = asked.return_token_ids, asked.return_tokens_as_token_ids
+        if isinstance(body, OpenAIOptions):
+            with_usage = (body.stream_options or {}).get("include_usage", False)
+            ids, as_names = body.return_token_ids, body.return_tokens_as_token_ids
             job = replace(job, with_ids=ids, ids_as_names=as_names, with_usage=with_usage)
         check_sampling(sampling)
         check_prompts(job.prompts, context, self.vocab_size)
@@ -291,14 +291,14 @@ class Api:
         if job.endpoint == "chat":
             begin |= {"delta": {"role": "assistant", "content": job.opening}, "logprobs": None}
         yield begin
-        said = job.opening
+        prefix = job.opening
         async with aclosing(self.answerer.stream(answer)) as tokens:
             async for text in tokens:
                 message = self.conversations.read(answer) if answer.finish and job.tools else {}
                 calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", ()))]
                 if calls:
-                    text = (message["content"] or "")[len(said) :]
-                said += text
+                    text = (message["content"] or "")[len(prefix) :]
+                prefix += text
                 if text or answer.finish or job.with_ids or job.with_logprobs:
                     choice = self._choice(job, text, answer.ids[-1:], answer.logprobs[-1:])
                     yield choice | {"finish_reason": None if calls else answer.finish}

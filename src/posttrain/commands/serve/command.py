@@ -76,7 +76,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--api-key``, a port that cannot be served, no such model.
         MissingExtra: starlette or uvicorn is not installed.
     """
-    from posttrain.commands.options import chosen_words
+    from posttrain.commands.options import chosen_components
     from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source
     from posttrain.sampling.models import complete_template, open_model
@@ -94,7 +94,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from posttrain.commands.serve.application import Access, Api
     from posttrain.sampling.vllm.server import served_names
 
-    template = complete_template(chosen_words(arguments).get("template"), source)
+    template = complete_template(chosen_components(arguments).get("template"), source)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(host, port))
         answerer = Answerer(open_model(source, template))

@@ -15,7 +15,7 @@ from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template_calls import call_form
 from posttrain.data.render.turns import mark
 from posttrain.errors import UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.sampling.environments.tools import by_name, properties_of, read_text
 from posttrain.sampling.episodes import show_tools
@@ -39,7 +39,7 @@ class Conversations:
         self.tokenizer, self.template = opened.tokenizer, opened.grader.template
         self.form = call_form(self.tokenizer, self.template)
         recipe = opened.source.recipe
-        rollout = recipe.rollout if recipe and plays(opened.source, Word(name=self.template.name)) else None
+        rollout = recipe.rollout if recipe and plays(opened.source, Component(name=self.template.name)) else None
         self.shows = rollout is None or bool(rollout.show_tools)
         self._sampled: dict[str, tuple[str, list[dict[str, str]], list[int]]] = {}  # text, functions, ids by first call
 
@@ -171,8 +171,8 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
         name: isinstance(one, Mapping) and one.get("type") == "string" for name, one in properties_of(schema).items()
     }
     try:
-        stated = request.arguments
-        by_key = by_name(request.tool, texts, stated) if isinstance(stated, str) else stated
+        raw_arguments = request.arguments
+        by_key = by_name(request.tool, texts, raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
         by_key = {key: read_text(value, texts.get(key, True)) for key, value in by_key.items()}
         written = json.dumps(by_key, ensure_ascii=False, allow_nan=False)
         written.encode()

@@ -138,11 +138,11 @@ def _leads(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, Channels]:
 
     Only what holds a marker: white space before an answer is the model's own.
     """
-    asked, find = Message("user", "a"), markers_of(tokenizer).find
+    question, find = Message("user", "a"), markers_of(tokenizer).find
 
     def tail(answer: Message) -> list[str]:
         """The trusted texts behind the prompt: before, between and behind the texts of the answer."""
-        whole = render_pieces(tokenizer, [asked, answer], "", settings, prompt=False)[0]
+        whole = render_pieces(tokenizer, [question, answer], "", settings, prompt=False)[0]
         if not "".join(p.text for p in whole).startswith(prompt):
             return []
         parts = [""]
@@ -154,7 +154,7 @@ def _leads(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, Channels]:
         return parts
 
     try:
-        prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
+        prompt = "".join(p.text for p in render_pieces(tokenizer, [question], "", settings, prompt=True)[0])
         plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
@@ -215,9 +215,9 @@ class ReplyFrame:
         opening, closing = ("", "") if self.wrapped else tags
         pieces = [Piece(self.before, trusted=True)]
         for number, result in enumerate(results):
-            said = template.quote(result.strip() if self.strips else result)
+            quoted = template.quote(result.strip() if self.strips else result)
             pieces.append(Piece((self.between if number else "") + opening, trusted=True))
-            pieces += [Piece(said, trusted=False), Piece(closing, trusted=True)]
+            pieces += [Piece(quoted, trusted=False), Piece(closing, trusted=True)]
         ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)])
         return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
 
@@ -290,9 +290,9 @@ def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> R
     heard = [mark(10), mark(11)]
     tails = set()
     for probe in _PROBES:
-        said = [probe.format(mark(2 * i), mark(2 * i + 1)) for i in range(2)]
+        quoted = [probe.format(mark(2 * i), mark(2 * i + 1)) for i in range(2)]
         history, before = list[tuple[str, str]](), render()
-        for turn, reply in zip(said, heard, strict=True):
+        for turn, reply in zip(quoted, heard, strict=True):
             history += [("assistant", turn), (role, reply)]
             after = render(*history)
             if not after.startswith(before + turn):

@@ -117,20 +117,20 @@ def write_call(call: Call, form: CallForm) -> list[Piece]:
     pieces = [Piece(form.opening, trusted=True), Piece(name, trusted=False)]
     if isinstance(form.arguments, Parameters):
         pieces.append(Piece(form.middle, trusted=True))
-        for key, value in json.loads(call.stated).items():
+        for key, value in json.loads(call.raw_arguments).items():
             around = form.arguments
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for part, is_own in ((around.before, 1), (key, 0), (around.middle, 1), (text, 0), (around.after, 1)):
                 pieces.append(Piece(part, trusted=bool(is_own)))
     else:
-        said = call.stated
+        arguments = call.raw_arguments
         if form.arguments == "quoted":
-            said = json.dumps(said, ensure_ascii=False)
+            arguments = json.dumps(arguments, ensure_ascii=False)
         elif form.arguments == "python":
-            said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in json.loads(said).items())
+            arguments = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in json.loads(arguments).items())
         elif form.arguments == "plain":
-            values = list(json.loads(said).values())
+            values = list(json.loads(arguments).values())
             is_bare = len(values) == 1 and isinstance(values[0], str | int | float) and not isinstance(values[0], bool)
-            said = str(values[0]) if is_bare else said
-        pieces += [Piece(form.middle, trusted=True), Piece(said, trusted=False)]
+            arguments = str(values[0]) if is_bare else arguments
+        pieces += [Piece(form.middle, trusted=True), Piece(arguments, trusted=False)]
     return [*pieces, Piece(form.closing, trusted=True)]

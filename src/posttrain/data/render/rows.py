@@ -274,14 +274,14 @@ def _joined(
     conversation: Sequence[Message], prompts: Mapping[int, _Part], turns: Mapping[int, _Part], train_on: str
 ) -> list[_Part] | None:
     """All turns in one row; None where a later prompt does not begin with what was said before it."""
-    parts, said = list[_Part](), ""
+    parts, previous = list[_Part](), ""
     for i, prompt in prompts.items():
-        if not prompt.text.startswith(said):
+        if not prompt.text.startswith(previous):
             return None
         # results of tools are never trained, the user's messages only with all
         is_trained = train_on == "all" and conversation[i - 1].role != "tool"
-        parts += [_Part(drop_text(prompt.pieces, len(said)), is_trained), turns[i]]
-        said = prompt.text + turns[i].text
+        parts += [_Part(drop_text(prompt.pieces, len(previous)), is_trained), turns[i]]
+        previous = prompt.text + turns[i].text
     return parts
 
 

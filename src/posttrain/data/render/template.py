@@ -10,7 +10,7 @@ from posttrain import registry
 from posttrain.data.render.encoding import Piece, encode_pieces, markers_of
 from posttrain.data.render.turns import as_row_texts, turn_end
 from posttrain.errors import UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
 
 
@@ -128,6 +128,6 @@ def end_id(tokenizer: Any, template: Template) -> int:
     return int(end)
 
 
-def build_template(word: Word, where: str = "prompt.template") -> Template:
+def build_template(word: Component, where: str = "prompt.template") -> Template:
     """The prompt template that a recipe names."""
     return registry.find("template", word.name, where).bind(word.options, where)()

@@ -136,8 +136,8 @@ def _fallback(shown: str, default: CallForm) -> CallForm:
 
 def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
     """Say whether these calls, written in the form, are the template's text up to its end; white space aside."""
-    stated = [json.dumps({key: value}) for key, value in zip(_KEYS, _VALUES, strict=True)]
-    calls = [Call(name, one, "", "ok") for name, one in zip(_NAMES, stated, strict=True)][:count]
+    arguments = [json.dumps({key: value}) for key, value in zip(_KEYS, _VALUES, strict=True)]
+    calls = [Call(name, one, "", "ok") for name, one in zip(_NAMES, arguments, strict=True)][:count]
     written = "".join("".join(piece.text for piece in write_calls(calls, form, behind_text=False)).split())
     shown = "".join(text.split())
     rest = shown[len(written) :]
@@ -148,13 +148,13 @@ def _render(tokenizer: Any, calls: list[Arguments], content: str, variables: Map
     """The conversation with these calls; None where the template refuses it."""
     for write in (dict, json.dumps):  # some templates want the arguments as a text
         made = [
-            {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": write(stated)}}
-            for number, (name, stated) in enumerate(zip(_NAMES, calls, strict=False))
+            {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": write(arguments)}}
+            for number, (name, arguments) in enumerate(zip(_NAMES, calls, strict=False))
         ]
-        asked = {"role": "user", "content": _QUESTION}
+        question = {"role": "user", "content": _QUESTION}
         with suppress(UsageError):
             called = {"role": "assistant", "content": content, "tool_calls": made}
-            return render_dicts(tokenizer, [asked, called], variables, prompt=False)
+            return render_dicts(tokenizer, [question, called], variables, prompt=False)
     return None
 
 

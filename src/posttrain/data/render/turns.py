@@ -226,7 +226,7 @@ class _Sheet:
             row["tool_calls"] = []
             for call in message.calls:
                 what = f"the call of {call.tool!r}"
-                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.stated), what)
+                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.raw_arguments), what)
                 id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
                 function = {"name": name, "arguments": arguments}
                 row["tool_calls"].append({"id": id, "type": "function", "function": function})

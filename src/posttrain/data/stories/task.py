@@ -199,37 +199,37 @@ def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> Worki
     Steps are tried in random order, each with a few results that are usual for such a step, until nothing but
     arithmetic tells a working from the right one. Where none does, the last step is off by one.
     """
-    right = carry_on(story, None, 0)
-    assert right is not None
+    correct = carry_on(story, None, 0)
+    assert correct is not None
     final = len(story.equations) - 1
     tried: list[tuple[int, int]] = []
     for step in rng.sample(range(len(story.equations)), len(story.equations)):
         results = usual.get(_kind_of(story, step), ())
         tried += [(step, rng.choice(results)) for _ in range(NUM_TRIES if results else 0)]
-    for step, stated in [*tried, (final, right.results[final] + 1), (final, right.results[final] - 1)]:
-        working = carry_on(story, step, stated)
+    for step, claimed in [*tried, (final, correct.results[final] + 1), (final, correct.results[final] - 1)]:
+        working = carry_on(story, step, claimed)
         if (
             working is not None
             and all(0 <= result <= limit for result in working.results)
-            and [len(sentence) for sentence in working.sentences] == [len(sentence) for sentence in right.sentences]
-            and working.answer != right.answer
+            and [len(sentence) for sentence in working.sentences] == [len(sentence) for sentence in correct.sentences]
+            and working.answer != correct.answer
         ):
             return working
     raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
 
 
-def carry_on(story: Story, step: int | None, stated: int) -> Working | None:
-    """The working in which ``step`` gives ``stated`` and every later step follows; None if one cannot be worked."""
+def carry_on(story: Story, step: int | None, claimed: int) -> Working | None:
+    """The working in which ``step`` gives ``claimed`` and every later step follows; None if one cannot be worked."""
     equations: list[Equation] = []
     results: list[int] = []
-    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
+    for index, (equation, (of_left, of_correct)) in enumerate(zip(story.equations, story.origins, strict=True)):
         left = equation.left if of_left is None else results[of_left]
-        right = equation.right if of_right is None else results[of_right]
+        right = equation.right if of_correct is None else results[of_correct]
         followed = Equation(left, equation.sign, right)
         if not followed.holds:
             return None
         equations.append(followed)
-        results.append(stated if index == step else followed.result)
+        results.append(claimed if index == step else followed.result)
     return Working(tuple(equations), tuple(results), wrong=step)
 
 
@@ -240,9 +240,9 @@ def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResult
     learnt one by one. A step's label is 1 before the first wrong step and 0 from there on; a step begins with the space
     that stands before it in a written answer.
     """
-    right = carry_on(story, None, 0)
-    assert right is not None
-    workings = [right, corrupt(story, limit, usual, rng)]
+    correct = carry_on(story, None, 0)
+    assert correct is not None
+    workings = [correct, corrupt(story, limit, usual, rng)]
     if kind != "pair":
         rng.shuffle(workings)
     responses = []
@@ -309,12 +309,12 @@ def draw_scrap(rng: Random, options: StoryOptions) -> str:
         story = draw_story(rng, options)
         return f"{story.text} <answer> {story.answer} </answer>"
     if kind == "noted":
-        facts = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
-        return f"<{tag}> {facts} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
+        info = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
+        return f"<{tag}> {info} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
     if kind == "mused":
         first, second = (cast.fill(rng.choice(TEXT["musings"])) for _ in range(2))
         return f"<{tag}> {first} </{tag}> {second}"
-    remark, reply = (cast.fill(part) for part in rng.choice(TEXT["remarks"]))
+    comment, reply = (cast.fill(part) for part in rng.choice(TEXT["remarks"]))
     if kind == "said":
-        return f"User: {remark}\nAssistant: {reply}"
-    return f"<|im_start|>user\n{remark}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"
+        return f"User: {comment}\nAssistant: {reply}"
+    return f"<|im_start|>user\n{comment}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"

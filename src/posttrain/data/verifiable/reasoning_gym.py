@@ -11,7 +11,7 @@ from pydantic import Field
 
 from posttrain.data.base import ExamplesOnDemand, Task
 from posttrain.data.reader import Split
-from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.sandbox.workers import Limits
 from posttrain.graders.scored import WorkerScorer
 from posttrain.option_types import Seed
@@ -81,7 +81,7 @@ def reasoning_gym(
 
     Raises:
         MissingExtra: ``reasoning-gym`` is not installed.
-        UnknownWord: no data set of that name.
+        UnknownComponent: no data set of that name.
         UsageError: an option that the data set does not have or does not accept; a scorer that cannot be trusted;
             later, for an item, too few distinct questions to fill the split.
     """
@@ -109,7 +109,7 @@ def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any
     except ImportError:
         raise MissingExtra("reasoning_gym", "tasks", "the task reasoning_gym") from None
     if dataset not in DATASETS:
-        raise UnknownWord(
+        raise UnknownComponent(
             f"task reasoning_gym: there is no data set named {dataset!r}.{suggest(dataset, DATASETS)} "
             f"There are {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
         )

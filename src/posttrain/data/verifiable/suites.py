@@ -69,7 +69,7 @@ def gsm8k(row: Row) -> Example:
     if not result.strip():
         raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
     solution = strip_calculations(working).strip() or None
-    return Example("", _asked(row.text("question")), answer=result.strip(), solution=solution)
+    return Example("", _question_messages(row.text("question")), answer=result.strip(), solution=solution)
 
 
 @register("task", held_out="validation")
@@ -122,7 +122,7 @@ def _read_math(row: Row, without: str) -> Example:
         meta["subject"] = subject
     if answer is None:
         raise Dropped(without)
-    return Example("", _asked(problem), answer=answer, solution=solution, meta=meta, grader=grader)
+    return Example("", _question_messages(problem), answer=answer, solution=solution, meta=meta, grader=grader)
 
 
 def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Reader:
@@ -146,7 +146,7 @@ def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Read
         chosen = "any_answer" if len(golds) > 1 else grader
         has_solution = row.has("solution") and isinstance(row.data["solution"], str)
         solution = row.text("solution").strip() if has_solution else None
-        return Example("", _asked(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
+        return Example("", _question_messages(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
 
     suite.__name__, suite.__doc__ = name, about
     return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
@@ -173,10 +173,10 @@ def svamp(row: Row) -> Example:
     golds, meta = read_golds(row, ("Answer",)), {"type": row.text("Type")} if row.has("Type") else {}
     if len(golds) != 1:
         raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-    return Example("", _asked(joined), answer=golds[0], meta=meta)
+    return Example("", _question_messages(joined), answer=golds[0], meta=meta)
 
 
-def _asked(question: str) -> tuple[Message, ...]:
+def _question_messages(question: str) -> tuple[Message, ...]:
     return (Message("user", question.strip()),)
 
 
@@ -270,7 +270,7 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
     body = row.text("canonical_solution") if row.has("canonical_solution") else None
     program = body if body is None or goes_on else _fenced(f"{head}{body}")
     checks: dict[str, Any] = {"names": (name,), "code": f"{tests}\n\ncheck({name})\n", "prelude": head, "prefix": head}
-    return _asking(question, program, checks | {"goes_on": goes_on})
+    return _code_example(question, program, checks | {"goes_on": goes_on})
 
 
 @register("task", held_out="validation")
@@ -300,14 +300,14 @@ def mbpp(row: Row, split: str) -> Example:
     names = tuple(name for name in defined if re.search(rf"\b{re.escape(name)}\b", called))
     if not names:
         raise Dropped("tests call no function of the solution")
-    asked = f"{question.strip()}\nYour program should pass this test:\n\n{_fenced(tests[0])}"
+    prompt = f"{question.strip()}\nYour program should pass this test:\n\n{_fenced(tests[0])}"
     prelude = "\n".join([*imports, *_IMPORTED.findall(solution)])
-    return _asking(asked, _fenced(solution), {"names": names, "code": called, "prelude": prelude})
+    return _code_example(prompt, _fenced(solution), {"names": names, "code": called, "prelude": prelude})
 
 
-def _asking(question: str, program: str | None, tests: dict[str, Any]) -> Example:
-    asked = (Message("user", question),)
-    return Example("", asked, demonstration=program, meta={"tests": tests}, grader="code_tests")
+def _code_example(question: str, program: str | None, tests: dict[str, Any]) -> Example:
+    prompt = (Message("user", question),)
+    return Example("", prompt, demonstration=program, meta={"tests": tests}, grader="code_tests")
 
 
 def _lines(row: Row, key: str) -> list[str]:

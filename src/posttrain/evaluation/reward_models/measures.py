@@ -28,7 +28,7 @@ from posttrain.evaluation.statistics import (
     wilson_interval,
 )
 from posttrain.models.sources import resolve_model_name
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.models import ModelSource
 from posttrain.store.environment import describe_environment
 from posttrain.types import Example, Response
@@ -85,8 +85,8 @@ def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> f
 
 def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
     """The area under the curve of ``scores`` for label 1 over 0; nothing where either is missing."""
-    right, wrong = ([score for score, z in zip(scores, labels, strict=True) if z == label] for label in (1.0, 0.0))
-    return {name: area_under_curve(right, wrong)} if right and wrong else {}
+    correct, wrong = ([score for score, z in zip(scores, labels, strict=True) if z == label] for label in (1.0, 0.0))
+    return {name: area_under_curve(correct, wrong)} if correct and wrong else {}
 
 
 def break_down(items: Sequence[dict[str, Any]], name: str) -> Kinds:
@@ -117,8 +117,8 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEva
         else:
             best, worst = (choose(example.responses, key=lambda r: r.score) for choose in (max, min))
             pairs.append((example, best, worst))
-    asked = [example for example, _, _ in pairs for _ in range(2)]
-    scores = model.score_responses(asked, [response for _, *both in pairs for response in both])
+    repeated = [example for example, _, _ in pairs for _ in range(2)]
+    scores = model.score_responses(repeated, [response for _, *both in pairs for response in both])
     for (example, chosen, rejected), won, lost in zip(pairs, scores[0::2], scores[1::2], strict=True):
         if won is None or lost is None:
             view.dropped[model.unscored] += 1
@@ -318,49 +318,49 @@ class Scored:
     folder: Path
 
 
-def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
+def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
     """Score the given answers of every task with every reward model, one model in memory at a time.
 
     Raises:
         UsageError: words or models that cannot be, before any model is loaded.
     """
-    sources = tell_apart(asked.models)
-    named: Sequence[Word | None] = asked.tasks or [None]
-    words = [(source, choose_task(task, source.name, source.recipe)) for source in sources for task in named]
-    tasks = {word.model_dump_json(): build_task(word, "--task") for _, word in words}
-    cells = [(source, word, tasks[word.model_dump_json()]) for source, word in words]
-    folders = _choose_folders(asked.out, [(source, task) for source, _, task in cells])
-    for folder in ([asked.out] if asked.out else []) + folders:
+    sources = tell_apart(request.models)
+    named: Sequence[Component | None] = request.tasks or [None]
+    components = [(source, choose_task(task, source.name, source.recipe)) for source in sources for task in named]
+    tasks = {component.model_dump_json(): build_task(component, "--task") for _, component in components}
+    trials = [(source, component, tasks[component.model_dump_json()]) for source, component in components]
+    folders = _choose_folders(request.out, [(source, task) for source, _, task in trials])
+    for folder in ([request.out] if request.out else []) + folders:
         refuse_other(folder)
     model: RewardModel | None = None
-    for place, ((source, word, task), folder) in enumerate(zip(cells, folders, strict=True)):
-        if model is None or cells[place - 1][0] != source:
-            model = open_reward_model(source, dtype=asked.dtype, device=asked.device)
-        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
-        evaluation.results.update(count_trained(source, task, asked.drawing.n))
+    for place, ((source, component, task), folder) in enumerate(zip(trials, folders, strict=True)):
+        if model is None or trials[place - 1][0] != source:
+            model = open_reward_model(source, dtype=request.dtype, device=request.device)
+        evaluation = evaluate_reward_model(model, task, n=request.drawing.n)
+        evaluation.results.update(count_trained(source, task, request.drawing.n))
         settings = {
             "model": source.name,
             "label": source.label,
             "step": model.step,
             "weights": weights_mark(resolve_model_name(source.path)),
             "kind": model.kind,
-            "task": word.model_dump(),
+            "task": component.model_dump(),
             "template": model.template.name,
-            "n": asked.drawing.n,
+            "n": request.drawing.n,
             "dropped": task.dropped,
         }
-        own = folder if asked.out else folder_of_its_own(folder, {"": settings})
+        own = folder if request.out else folder_of_its_own(folder, {"": settings})
         yield Scored(model.label, evaluation, settings, own)
 
 
-def _choose_folders(out: Path | None, cells: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
+def _choose_folders(out: Path | None, trials: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
     """A folder for each model and task: in its run, or below ``out``."""
-    is_shared = out is not None and len({source.label for source, _ in cells}) > 1
+    is_shared = out is not None and len({source.label for source, _ in trials}) > 1
     folders = []
-    for source, task in cells:
+    for source, task in trials:
         is_whole_run = source.run is not None and source.path == str(source.run)
         name = task_label(task) if is_whole_run and not is_shared else f"{source.label}-{task_label(task)}"
-        folders.append(place_of(source, out / slug(name) if out and len(cells) > 1 else out, name))
+        folders.append(place_of(source, out / slug(name) if out and len(trials) > 1 else out, name))
     return folders
 
 

@@ -28,7 +28,7 @@ from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, nu
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
 from posttrain.option_types import Dtype
-from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, ModelSection, Word
+from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, Component, ModelSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import Device, ModelSource, complete_template, grader_for
 from posttrain.sampling.rollout import Sampler
@@ -45,8 +45,8 @@ def compare_policies(
     """Sample one answer to each of ``n`` fixed prompts of a task from ``before``, and read it with both models.
 
     ``kl``: KL(before‖after) of a whole answer in nats, the mean over answers with its 95 % interval, exact at each
-    token (``evaluation/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left
-    out.
+    token (``evaluation/kl_from_initial.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long``
+    are left out.
 
     Raises:
         UsageError: no prompt that fits into the model.
@@ -71,16 +71,16 @@ def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: i
         UsageError: nothing in the task that could be scored.
     """
     both = [evaluate_reward_model(model, task, n=n) for model in (before, after)]
-    right = [[float(item["right"]) for item in evaluation.items] for evaluation in both]
+    correct = [[float(item["right"]) for item in evaluation.items] for evaluation in both]
     assert [i["id"] for i in both[0].items] == [i["id"] for i in both[1].items], "lengths alone decide what is scored"
-    change = paired_bootstrap(*right)
-    facts = {"num_items": float(change.n), "dropped": both[0].results["dropped"]}
+    change = paired_bootstrap(*correct)
+    info = {"num_items": float(change.n), "dropped": both[0].results["dropped"]}
     for name, evaluation in zip(("before", "after"), both, strict=True):
         for bound in ("", "_low", "_high"):
-            facts[f"accuracy_{name}{bound}"] = evaluation.results[f"{ACCURACIES[evaluation.view]}{bound}"]
-    facts |= {"change": change.difference, "change_low": change.low, "change_high": change.high}
-    facts["same_verdict"] = sum(a == b for a, b in zip(*right, strict=True)) / change.n
-    return facts
+            info[f"accuracy_{name}{bound}"] = evaluation.results[f"{ACCURACIES[evaluation.view]}{bound}"]
+    info |= {"change": change.difference, "change_low": change.low, "change_high": change.high}
+    info["same_verdict"] = sum(a == b for a, b in zip(*correct, strict=True)) / change.n
+    return info
 
 
 def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
@@ -102,15 +102,15 @@ class QuantizationRequest:
     bits: int
     dtype: Dtype | None = None
     device: Device | None = None
-    task: Word | None = None
-    template: Word | None = None
+    task: Component | None = None
+    template: Component | None = None
     n: int = 200
     max_tokens: int | None = None
     seed: int = 0
     out: Path | None = None
 
 
-def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
+def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     """Quantize, save, load what was saved and measure the loss.
 
     Returns the report, which is stored in the model's folder, and that folder.
@@ -121,28 +121,30 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     """
     from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
 
-    source, word, task = asked.source, None, None
+    source, component, task = request.source, None, None
     is_known = (
-        (asked.task is not None and asked.task.name) or source.recipe is not None or source.name in EMBEDDED_MODELS
+        (request.task is not None and request.task.name) or source.recipe is not None or source.name in EMBEDDED_MODELS
     )
-    if asked.n and is_known:
-        word = choose_task(asked.task, source.name, source.recipe)
-        task = build_task(word, "--task")
-    grader = grader_for(source, complete_template(asked.template, source))  # refused before hours of work
+    if request.n and is_known:
+        component = choose_task(request.task, source.name, source.recipe)
+        task = build_task(component, "--task")
+    grader = grader_for(source, complete_template(request.template, source))  # refused before hours of work
     path = resolve_model_name(source.path)
-    out = _choose_folder(asked, path)
+    out = _choose_folder(request, path)
     # an empty adapter asks for a base with its adapters added
-    section = source.section(asked.dtype, asked.device).model_copy(update={"name": path, "adapter": AdapterSection()})
+    section = source.section(request.dtype, request.device).model_copy(
+        update={"name": path, "adapter": AdapterSection()}
+    )
     before = load_model(section, seed=0)
     stored = quantized_bits(before.model)
     if stored is not None:
         raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
     scorer = with_trunk(open_reward_model(source), before.model) if source.is_scorer else None
-    after = _write(asked, section, scorer, out)
+    after = _write(request, section, scorer, out)
     report: dict[str, Any] = {
         "model": source.name,
         "source": path,
-        "bits": asked.bits,
+        "bits": request.bits,
         "dtype": section.dtype,
         "num_parameters": num_parameters(after.model),
         "disk_bytes_before": _bytes_on_disk(path),
@@ -150,34 +152,34 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         "memory_bytes_before": weight_bytes(before.model),
         "memory_bytes_after": weight_bytes(after.model),
     }
-    if word is not None and task is not None:
-        report |= {"task": word.model_dump(), "seed": asked.seed}
+    if component is not None and task is not None:
+        report |= {"task": component.model_dump(), "seed": request.seed}
         if scorer is not None:
-            report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=asked.n)
+            report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=request.n)
         else:
             engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
             sampler = Sampler(engine, before.tokenizer, grader, context_length(before.model.config))
-            sampling, models = sampler.sampling(asked.max_tokens or source.max_tokens, 1.0), (before, after)
+            sampling, models = sampler.sampling(request.max_tokens or source.max_tokens, 1.0), (before, after)
             own, other = (Forward(loaded.model) for loaded in models)
             report["results"] = compare_policies(
-                sampler, task, before=own, after=other, n=asked.n, sampling=sampling, seed=asked.seed
+                sampler, task, before=own, after=other, n=request.n, sampling=sampling, seed=request.seed
             )
     replace_file(out / REPORT, json.dumps(report, indent=1).encode() + b"\n")
     return report, out
 
 
-def _choose_folder(asked: QuantizationRequest, path: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", asked.source.name).strip("-.") or "model"
+def _choose_folder(request: QuantizationRequest, path: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.source.name).strip("-.") or "model"
     is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
-    default = Path(path) / QUANTIZED_FOLDERS[asked.bits] if is_folder else Path(f"quantized/{name}-int{asked.bits}")
-    out = asked.out or default
+    default = Path(path) / QUANTIZED_FOLDERS[request.bits] if is_folder else Path(f"quantized/{name}-int{request.bits}")
+    out = request.out or default
     is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
     return out
 
 
-def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:
+def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:
     """Write the quantized model to ``out``, whole or not at all; one that was there is replaced.
 
     Returns it as it is loaded again.
@@ -185,8 +187,8 @@ def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardMode
     Raises:
         RunFailure: what was written is not the quantized model; nothing was changed.
     """
-    aside, run = aside_of(out), asked.source.run
-    quantized = load_model(section.model_copy(update={"load_bits": asked.bits}), seed=0)
+    aside, run = aside_of(out), request.source.run
+    quantized = load_model(section.model_copy(update={"load_bits": request.bits}), seed=0)
     refuse_links(run or out)
     with storage_errors("quantized model", out):
         remove_asides(out)
@@ -202,7 +204,7 @@ def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardMode
             again = {"name": str(aside), "load_bits": None, "adapter": None}
             after = load_model(section.model_copy(update=again), seed=0)
             is_exact = section.dtype != "bf16"
-            check_same(probe, read_probe(after.model), f"{out} in {asked.bits} bits", exact=is_exact)
+            check_same(probe, read_probe(after.model), f"{out} in {request.bits} bits", exact=is_exact)
             seal(aside, 0)
             rename_into_place(aside, out)
         finally:

@@ -36,7 +36,7 @@ from posttrain.models.trained_heads import forward_with_head, restore_heads
 from posttrain.other_names import short_dtype
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.recipes.recipe import Recipe, stored_recipe
-from posttrain.recipes.sections import Word, map_tasks
+from posttrain.recipes.sections import Component, map_tasks
 from posttrain.registry import find, register
 from posttrain.sampling.models import ModelSource, checkpoint_of
 from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
@@ -152,8 +152,8 @@ class RewardModel:
         """The row that training makes of each response, or the reason why it makes none."""
         rows: list[Row | str] = []
         for example, response in zip(examples, responses, strict=True):
-            asked = replace(example, responses=(response,))
-            (unit,) = rows_of(self.tokenizer, self.template, asked, shape)
+            with_response = replace(example, responses=(response,))
+            (unit,) = rows_of(self.tokenizer, self.template, with_response, shape)
             rows.append(unit if isinstance(unit, str) else unit[0])
         return rows
 
@@ -380,12 +380,12 @@ def held_out_scale(run: str) -> Scale:
     model = open_run(run)
     recipe = _recipe_of(Path(run))
 
-    def held_out(word: Word) -> Word:
-        split = find("task", word.name, "task").traits.get("held_out", "validation")
-        return Word(name=word.name, **(word.options | {"split": split}))
+    def held_out(component: Component) -> Component:
+        split = find("task", component.name, "task").traits.get("held_out", "validation")
+        return Component(name=component.name, **(component.options | {"split": split}))
 
-    words = recipe.eval.tasks or [map_tasks(recipe.task, held_out)]
-    task = build_task(words[0], "task")
+    components = recipe.eval.tasks or [map_tasks(recipe.task, held_out)]
+    task = build_task(components[0], "task")
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
     pairs = [(example, response) for example in examples for response in example.responses]
     scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]

@@ -112,7 +112,7 @@ def code_tests(
         RunFailure: a sandbox cannot be set up.
     """
     verdicts = [Verdict("ungraded") for _ in submissions]
-    asked: dict[tuple[str, Checks], list[int]] = {}
+    to_run: dict[tuple[str, Checks], list[int]] = {}
     for place, one in enumerate(submissions):
         tests = one.meta.get("tests")
         if not tests:
@@ -124,12 +124,12 @@ def code_tests(
             verdicts[place] = Verdict("no_answer")
         else:
             checks = Checks(tuple(tests["names"]), tests["code"], tests.get("prelude", ""))
-            asked.setdefault((program, checks), []).append(place)
-    if asked:
+            to_run.setdefault((program, checks), []).append(place)
+    if to_run:
         bounds = Bounds(cpu_seconds=timeout_seconds, memory_bytes=memory_megabytes * 2**20)
         walls = Walls(choose_sandbox(sandbox), bounds, float(WALL_FACTOR * timeout_seconds))
-        outcomes = judge_all(list(asked), walls, num_workers or min(count_cpus(), MAX_WORKERS))
-        for ((program, _), places), outcome in zip(asked.items(), outcomes, strict=True):
+        outcomes = judge_all(list(to_run), walls, num_workers or min(count_cpus(), MAX_WORKERS))
+        for ((program, _), places), outcome in zip(to_run.items(), outcomes, strict=True):
             for place in places:
                 verdicts[place] = Verdict(outcome, extracted=program)
     return verdicts

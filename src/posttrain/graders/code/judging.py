@@ -36,14 +36,14 @@ class Walls:
     seconds: float
 
 
-def judge_all(asked: Sequence[tuple[str, Checks]], walls: Walls, num_workers: int) -> list[Outcome]:
+def judge_all(submissions: Sequence[tuple[str, Checks]], walls: Walls, num_workers: int) -> list[Outcome]:
     """Return the outcome for each program and its tests, in order; ``num_workers`` at a time.
 
     Raises:
         RunFailure: a sandbox cannot be set up.
     """
-    with ThreadPoolExecutor(max(1, min(num_workers, len(asked)))) as pool:
-        return list(pool.map(lambda pair: judge(pair[0], pair[1], walls), asked))
+    with ThreadPoolExecutor(max(1, min(num_workers, len(submissions)))) as pool:
+        return list(pool.map(lambda pair: judge(pair[0], pair[1], walls), submissions))
 
 
 def judge(program: str, checks: Checks, walls: Walls) -> Outcome:

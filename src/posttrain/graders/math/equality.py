@@ -53,13 +53,13 @@ _ELLIPSIS = Expression("\\dots")
 class Statement:
     """The content of a relation.
 
-    ``name`` and ``said``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``. The name is
-    empty where the left side is a calculation (``1+2 = 3``), ``said`` is None of an equation or inequality between
+    ``name`` and ``content``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``. The name is
+    empty where the left side is a calculation (``1+2 = 3``), ``content`` is None of an equation or inequality between
     expressions. ``sides`` and ``operators``: the whole, never with ``>`` or ``>=``.
     """
 
     name: str
-    said: Form | None
+    content: Form | None
     sides: tuple[str, ...]
     operators: tuple[str, ...]
 
@@ -75,24 +75,24 @@ def resolve(relation: Relation) -> Statement:
         raise NotUnderstood("an empty side")
     if operators and operators[0] in (">", ">="):
         sides, operators = sides[::-1], tuple(_FLIPPED.get(operator, operator) for operator in reversed(operators))
-    name, said = "", None
+    name, content = "", None
     if not operators:
-        said = read_form(sides[0])
+        content = read_form(sides[0])
     elif set(operators) == {"="} and len(set(map(without_spaces, sides))) == 1:  # 1 = 1 gives nothing a value
         pass
     elif set(operators) == {"="}:
         if is_name(sides[0]):
-            name, said = plain_name(sides[0]), read_form(sides[-1])
+            name, content = plain_name(sides[0]), read_form(sides[-1])
         elif len(sides) == 2 and is_name(sides[1]):  # 3 = x
-            name, said = plain_name(sides[1]), read_form(sides[0])
+            name, content = plain_name(sides[1]), read_form(sides[0])
         elif _BOUND.search(sides[0]) or all(map(_is_constant, sides)):
-            said = read_form(sides[-1])
+            content = read_form(sides[-1])
     elif operators == ("in",):
         if is_name(sides[0]):
-            name, said = plain_name(sides[0]), read_form(sides[1])
+            name, content = plain_name(sides[0]), read_form(sides[1])
     else:
-        name, said = _read_inequality(sides, operators)
-    return Statement(name, said, sides, operators)
+        name, content = _read_inequality(sides, operators)
+    return Statement(name, content, sides, operators)
 
 
 def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -263,13 +263,18 @@ class Comparison:
     def _same_relation(self, gold: Form, answer: Form) -> bool:
         left = resolve(gold) if isinstance(gold, Relation) else None
         right = resolve(answer) if isinstance(answer, Relation) else None
-        said = [one.said if one is not None else form for one, form in ((left, gold), (right, answer))]
+        content = [one.content if one is not None else form for one, form in ((left, gold), (right, answer))]
         names = [one.name for one in (left, right) if one is not None and one.name]
         if left is not None and right is not None and _letters_named(left) != _letters_named(right):
             return False  # x = y = 3 says more than x = 3
-        if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
+        if (
+            content[0] is not None
+            and content[1] is not None
+            and len(set(names)) < 2
+            and self.same(content[0], content[1])
+        ):
             return all(self._holds(one) for one in (left, right) if one is not None)
-        if left is None and right is not None and right.said is None and set(right.operators) == {"="}:
+        if left is None and right is not None and right.content is None and set(right.operators) == {"="}:
             if (value := _value_of_names(right)) is not None:  # a + b = 12
                 return self.same(gold, read_form(value)) and self._holds(right)
             return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
@@ -376,7 +381,7 @@ def _as_tuple(form: Form) -> Form:
         return form
     if len(form.rows) > 1 and any(len(row) > 1 for row in form.rows):
         raise NotUnderstood("a matrix is no tuple")
-    return Collection("(", ")", tuple(cell for row in form.rows for cell in row))
+    return Collection("(", ")", tuple(entry for row in form.rows for entry in row))
 
 
 def _parts(form: Form) -> tuple[Form, ...]:
@@ -387,8 +392,8 @@ def _parts(form: Form) -> tuple[Form, ...]:
         return tuple(replace(form, items=(item,)) for item in form.items)
     if isinstance(form, Collection) and not form.opening:
         return tuple(part for item in form.items for part in _parts(item))
-    if isinstance(form, Relation) and (said := resolve(form).said) is not None:
-        return _parts(said)
+    if isinstance(form, Relation) and (content := resolve(form).content) is not None:
+        return _parts(content)
     return (form,)
 
 
@@ -405,7 +410,7 @@ def _grouped(named: Collection, other: Collection) -> Collection:
     if len(widths) != 1 or not (width := widths.pop()) or len(named.items) != width * len(other.items):
         return named
     read = [resolve(item) for item in named.items if isinstance(item, Relation)]
-    values = [one.said for one in read if one.said is not None and one.name]
+    values = [one.content for one in read if one.content is not None and one.name]
     names = [one.name for one in read]
     if len(values) < len(named.items) or len(set(names)) != width or names != names[:width] * len(other.items):
         return named

@@ -95,9 +95,9 @@ def read_solution(text: str) -> str | None:
     if boxes is not None:
         final = _read_phrase(_FINAL, text[boxes.end :][-MAX_TAIL_CHARS:])
         return (final if final is not None and _states_value(final) else boxes.joined) or None
-    stated = _read_phrase(_PHRASE, tail)
-    if stated is not None:
-        return stated
+    phrase = _read_phrase(_PHRASE, tail)
+    if phrase is not None:
+        return phrase
     whole = text.strip()
     if is_bare(whole):
         return whole or None

@@ -61,7 +61,7 @@ def math(
         if (answer := find_answer(one.text, one.extracted)) is not None:
             places.setdefault((gold, answer), []).append(place)
     results = {pair: compare_quickly(*pair, relative_tolerance) for pair in sorted(places)}
-    undecided = [pair for pair, is_right in results.items() if is_right is None]
+    undecided = [pair for pair, is_correct in results.items() if is_correct is None]
     outcomes: dict[tuple[str, str], Outcome] = {pair: "right" if found else "wrong" for pair, found in results.items()}
     if undecided:
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
@@ -83,10 +83,10 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
         return False
     if same_answer(gold, answer):
         return True
-    expected, stated = parse_quantity(gold), parse_quantity(answer)
-    if expected is None or stated is None:
+    expected, actual = parse_quantity(gold), parse_quantity(answer)
+    if expected is None or actual is None:
         return None
-    return same_quantity(expected, stated, float(abs(expected.value)) * relative_tolerance)
+    return same_quantity(expected, actual, float(abs(expected.value)) * relative_tolerance)
 
 
 def _read_gold(gold: str) -> str | None:

@@ -292,14 +292,14 @@ def _read_matrix(text: str, depth: int) -> Form | None:
     if not rows:
         raise NotUnderstood("an environment without rows")
     if match[1] != "cases":
-        return Matrix(tuple(tuple(read_form(cell, depth + 1) for cell in row) for row in rows), text)
-    cells = [[form for cell in row if (form := _read_cell(cell, depth)) is not None] for row in rows]
-    if {len(row) for row in cells} == {1}:
-        return Collection("", "", tuple(row[0] for row in cells))
-    return Collection("cases", "cases", tuple(Collection("(", ")", tuple(row)) for row in cells))
+        return Matrix(tuple(tuple(read_form(entry, depth + 1) for entry in row) for row in rows), text)
+    entries = [[form for entry in row if (form := _read_entry(entry, depth)) is not None] for row in rows]
+    if {len(row) for row in entries} == {1}:
+        return Collection("", "", tuple(row[0] for row in entries))
+    return Collection("cases", "cases", tuple(Collection("(", ")", tuple(row)) for row in entries))
 
 
-def _read_cell(text: str, depth: int) -> Form | None:
+def _read_entry(text: str, depth: int) -> Form | None:
     """A value or a condition, without the words that introduce a condition. None of an empty cell."""
     bare = _CONDITION.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" ,.;")
     if _SENTENCE.search(bare) and not split(bare, _RELATIONS)[1]:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from posttrain.errors import RunFailure
-from posttrain.world import local_size
+from posttrain.process_group import local_size
 
 MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
 NUM_ATTEMPTS = 2
@@ -100,9 +100,9 @@ class WorkerPool:
         size = min(self.num_workers, len(items))
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
-            asked = (waiting, results, failures)
+            shared = (waiting, results, failures)
             # No executor: its threads would hold up the end of the program.
-            threads = [threading.Thread(target=one.serve, args=asked, daemon=True) for one in self._workers[:size]]
+            threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[:size]]
             for thread in threads:
                 thread.start()
             try:

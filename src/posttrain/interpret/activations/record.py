@@ -27,7 +27,7 @@ from posttrain.interpret.activations.sites import check_layers, device_of, read_
 from posttrain.models.config import context_length
 from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, load_model, load_tokenizer
-from posttrain.recipes.sections import EMBEDDED_MODELS, ModelSection, Word
+from posttrain.recipes.sections import EMBEDDED_MODELS, Component, ModelSection
 from posttrain.store.rollouts import RolloutStore
 
 SHARD_BYTES = 1 << 28
@@ -124,8 +124,8 @@ def _describe(
     sources = []
     for name, section, each in zip(("model",) if len(loaded) == 1 else ("base", "post"), sections, loaded, strict=True):
         model = section.name if section.name in EMBEDDED_MODELS else each.source
-        facts = {"name": name, "model": model, "weights_hash": weights_hash(section.name), "dtype": section.dtype}
-        sources.append(Source.model_validate(facts))
+        info = {"name": name, "model": model, "weights_hash": weights_hash(section.name), "dtype": section.dtype}
+        sources.append(Source.model_validate(info))
     data, dropped = dict(texts.data), dict(+texts.dropped)
     return StoreIndex(
         widths=widths[0], sources=sources, dtype=dtype, tokenizer=tokenizers[0], data=data, dropped=dropped
@@ -199,8 +199,8 @@ def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list
 def read_documents(
     tokenizer: Any,
     *,
-    task: Word | None = None,
-    template: Word | None = None,
+    task: Component | None = None,
+    template: Component | None = None,
     text: str | None = None,
     rollouts: Path | None = None,
     context_tokens: int,
@@ -226,9 +226,9 @@ def read_documents(
         return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens)
     assert task is not None, "its callers choose one"
     assert template is not None, "its callers choose one"
-    asked, form = build_task(task, f"{where}task"), build_template(template, f"{where}template")
-    data = {"source": "task", "task": asked.name, "split": asked.split, "template": form.name}
-    prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in asked.examples)
+    built_task, form = build_task(task, f"{where}task"), build_template(template, f"{where}template")
+    data = {"source": "task", "task": built_task.name, "split": built_task.split, "template": form.name}
+    prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in built_task.examples)
     return collect(((ids, len(ids)) for ids in prompts), data, context_tokens, max_tokens)
 
 

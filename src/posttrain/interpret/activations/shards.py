@@ -34,7 +34,7 @@ LAYER_CONVENTION = (
     "layer L (1 .. num_layers) is the output of block index L - 1, which transformers calls hidden_states[L] "
     "(the last one before the final norm)"
 )
-ROW_FACTS = ("tokens", "document", "position")
+ROW_INFO = ("tokens", "document", "position")
 ROWS_PER_FILE = 65536
 
 
@@ -168,7 +168,7 @@ class ActivationStore:
         widths = {name: index.widths[name.partition("@")[0]] for name in index.columns}
         self._shards = []
         for shard in index.shards:
-            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(ROW_FACTS, (shard.rows,))
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(ROW_INFO, (shard.rows,))
             shapes |= {name: (shard.rows, width) for name, width in widths.items()}
             self._shards.append(_map_tensors(self.folder / shard.file, shapes))
         sizes = {"offsets": (self.num_documents + 1,), "prompt_lengths": (self.num_documents,)}
@@ -291,9 +291,9 @@ class StoreWriter:
         self._write_index()
 
     def add(self, tensors: Mapping[str, Tensor], dropped: Mapping[str, int]) -> None:
-        """Write the next shard: a tensor of any float type for each of ``index.columns``, and ``ROW_FACTS``."""
+        """Write the next shard: a tensor of any float type for each of ``index.columns``, and ``ROW_INFO``."""
         index, rows = self.index, len(tensors["tokens"])
-        stored: dict[str, Tensor] = {name: tensors[name].to(torch.int32).contiguous() for name in ROW_FACTS}
+        stored: dict[str, Tensor] = {name: tensors[name].to(torch.int32).contiguous() for name in ROW_INFO}
         for name in index.columns:
             assert tensors[name].shape == (rows, index.widths[name.partition("@")[0]]), name
             stored[name] = tensors[name].to(DTYPES[index.dtype]).contiguous()
@@ -316,7 +316,7 @@ class StoreWriter:
 
 
 def describe_rows(documents: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[str, Tensor]:
-    """Return ``ROW_FACTS`` of all tokens of some documents, in their order."""
+    """Return ``ROW_INFO`` of all tokens of some documents, in their order."""
     lengths = torch.tensor([len(documents[number]) for number in numbers], dtype=torch.long)
     return {
         "tokens": torch.tensor([token for number in numbers for token in documents[number]], dtype=torch.long),
@@ -372,8 +372,8 @@ def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
         for number, start in enumerate(range(0, store.num_rows, ROWS_PER_FILE)):
             rows = torch.arange(start, min(start + ROWS_PER_FILE, store.num_rows))
             tensors = {name: store.gather(rows, *name.split("@")) for name in store.index.columns}
-            facts = (store.tokens(rows), store.documents(rows), store.positions(rows))
-            for name, tensor in (tensors | dict(zip(ROW_FACTS, facts, strict=True))).items():
+            info = (store.tokens(rows), store.documents(rows), store.positions(rows))
+            for name, tensor in (tensors | dict(zip(ROW_INFO, info, strict=True))).items():
                 written.append(place / f"{name}-{number:05d}.pt")
                 torch.save(tensor.clone(), written[-1])
     return written

@@ -28,7 +28,7 @@ from posttrain.models.load import (
     reading_model,
 )
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.store.checkpoint_files import stated_digests
+from posttrain.store.checkpoint_files import manifest_digests
 
 _SITE = re.compile(r"resid\.([1-9]\d{0,5})")
 
@@ -159,7 +159,7 @@ def weights_hash(name: str) -> str:
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     if not files:
         return ""
-    digest, known = hashlib.sha256(), stated_digests(folder)
+    digest, known = hashlib.sha256(), manifest_digests(folder)
     for file in files:
         digest.update(f"{file.name} {known.get(file.name) or hash_file(file)}\n".encode())
     base = adapter_base(source)

@@ -29,10 +29,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from posttrain.data.render import decode_response, encode_prompt, stop_ids
 from posttrain.evaluation.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import device_of, read_sites, replaced
-from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.divergence import feature_patch
 from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
+from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.types import Completion, Example, Rollout
@@ -164,13 +164,13 @@ class Subject(Sampler):
     ) -> list[Rollout]:
         """Return graded answers, those to one example together; a function of the model, the seed and the purpose."""
         sampling = self.sampling(self.max_tokens, temperature)
-        asked = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
-        return [rollout for group in collect(self, asked)[0] for rollout in group]
+        prompt_text = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
+        return [rollout for group in collect(self, prompt_text)[0] for rollout in group]
 
 
-def move_features(dictionary: Dictionary, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:
+def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:
     """Return α·Σⱼ (fⱼ(source) − fⱼ(x))·dⱼ; activations with a norm above ``limit`` in a model stay as they are."""
-    patch = feature_patch(dictionary, features)
+    patch = feature_patch(sae, features)
 
     def added(x: Tensor, source: Tensor) -> Tensor:
         within = (x.norm(dim=-1, keepdim=True) <= limit) & (source.norm(dim=-1, keepdim=True) <= limit)
@@ -180,13 +180,13 @@ def move_features(dictionary: Dictionary, features: Sequence[int], factor: float
 
 
 def scale_features(
-    dictionary: Dictionary, features: Sequence[int], factor: float, limit: float = float("inf")
+    sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")
 ) -> Added:
     """Return Σⱼ (g − 1)·fⱼ(x)·dⱼ; activations with a norm above ``limit`` stay as they are."""
-    chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
+    chosen = torch.tensor(list(features), dtype=torch.long, device=sae.b_dec.device)
 
     def added(x: Tensor, _: Tensor) -> Tensor:
-        moved = (dictionary.encode(x, chosen) * (factor - 1.0)) @ dictionary.W_dec[chosen]
+        moved = (sae.encode(x, chosen) * (factor - 1.0)) @ sae.W_dec[chosen]
         return moved * (x.norm(dim=-1, keepdim=True) <= limit)
 
     return added
@@ -225,9 +225,9 @@ class Trial:
             attempts = []
             for example, prompt, ids in zip(self.examples, self.prompts, completions, strict=True):
                 text = decode_response(tokenizer, grader.template, ids, prompt)
-                asked = tokenizer.decode(list(prompt), skip_special_tokens=False)
+                prompt_text = tokenizer.decode(list(prompt), skip_special_tokens=False)
                 finish: Literal["stop", "length"] = "stop" if ids and ids[-1] in stops else "length"
-                attempts.append(Attempt(example, asked, text, Completion(tuple(ids), (), finish)))
+                attempts.append(Attempt(example, prompt_text, text, Completion(tuple(ids), (), finish)))
             grades = grader.grade(attempts)
             is_reward = self.measure == "reward"
             values = [g.reward if is_reward else float(g.parts.get("correct", 0.0) == 1.0) for g in grades]
@@ -263,8 +263,8 @@ def judge(differences: Sequence[float]) -> dict[str, Any]:
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
     separates = None if summary.half_width is None else abs(summary.mean) > summary.half_width
-    facts = {"mean": summary.mean, "half_width": summary.half_width, "seeds": summary.n}
-    return facts | {"values": list(differences), "separates": separates}
+    info = {"mean": summary.mean, "half_width": summary.half_width, "seeds": summary.n}
+    return info | {"values": list(differences), "separates": separates}
 
 
 def measure_causes(
@@ -272,7 +272,7 @@ def measure_causes(
     site: str,
     examples: Sequence[Example],
     changes: ChangesSection,
-    dictionaries: Sequence[Dictionary],
+    saes: Sequence[SparseAutoencoder],
     seen: Sequence[Seen],
     limit: float,
     observe: Callable[[str], None] = lambda line: None,
@@ -290,7 +290,7 @@ def measure_causes(
     }
     both: list[Added] = [lambda x, _: torch.zeros_like(x), lambda x, source: source - x]
     ends = {writer: trials[test].outcomes(both) for writer, test in (("base", "given"), ("post", "returned"))}
-    facts: dict[str, Any] = {
+    info: dict[str, Any] = {
         "measure": settings.measure,
         "prompts": len(examples),
         "features": settings.features,
@@ -299,38 +299,38 @@ def measure_causes(
         **{test: [] for test in TESTS},
     }
     most = max(*settings.counts, settings.features)
-    for seed, (dictionary, view) in enumerate(zip(dictionaries, seen, strict=True)):
+    for seed, (sae, view) in enumerate(zip(saes, seen, strict=True)):
         ranked = view.changes.ranking()[:most].tolist()
         draws = range(1, 1 + settings.draws)
         matched = [random_features(view.changes, ranked, changes.seed + seed, draw) for draw in draws]
         for test in TESTS:
-            intervene = partial(scale_features if test == "scaled" else move_features, dictionary, limit=limit)
-            facts[test].append(try_factors(trials[test], intervene, ranked, matched, plan_of(test, settings)))
+            intervene = partial(scale_features if test == "scaled" else move_features, sae, limit=limit)
+            info[test].append(try_factors(trials[test], intervene, ranked, matched, plan_of(test, settings)))
         count = min(settings.features, len(ranked))
-        point = next(p for p in facts["given"][-1] if p["dose"] == 1.0 and p["features"] == count)
+        point = next(p for p in info["given"][-1] if p["dose"] == 1.0 and p["features"] == count)
         observe(
-            f"causal test, seed {seed}: {settings.measure} of the base {facts['unchanged']['base']:.3f}, given "
+            f"causal test, seed {seed}: {settings.measure} of the base {info['unchanged']['base']:.3f}, given "
             f"{point['features']} changed features {point['changed']:.3f}, random ones {fmean(point['random']):.3f}"
         )
-    facts["verdicts"] = _verdicts(facts)
-    return facts
+    info["verdicts"] = _verdicts(info)
+    return info
 
 
 def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
     """Return (features, factor) of a test: the whole factor for every count, and every factor for ``features``."""
     whole = WHOLE[test]
-    factors = {"given": settings.doses, "returned": [], "scaled": settings.factors}[test]
+    factors = {"given": settings.steering_factors, "returned": [], "scaled": settings.factors}[test]
     points = [(count, whole) for count in settings.counts] + [(settings.features, x) for x in (whole, *factors)]
     return sorted(set(points))
 
 
-def _verdicts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _verdicts(info: Mapping[str, Any]) -> dict[str, Any]:
     differences: dict[str, list[float]] = {}
     for test in TESTS:
-        rows, points = facts[test], facts[test][0]
+        rows, points = info[test], info[test][0]
         for index, point in enumerate(points):
             differences[f"{test} {point['features']} at {point['dose']:g}"] = [row[index]["difference"] for row in rows]
-        same = [i for i, point in enumerate(points) if point["features"] == facts["features"]]
+        same = [i for i, point in enumerate(points) if point["features"] == info["features"]]
         if len(same) > 1:
             xs = [points[i]["dose"] for i in same]
             slopes = [linear_regression(xs, [row[i]["difference"] for i in same]).slope for row in rows]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from posttrain.evaluation.statistics import student_t_quantile, student_t_tail
 from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import StoreRows, in_batches, measure
+from posttrain.interpret.saes.fitting import StoreRows, in_batches, measure
+from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.randomness import generator
 
 MEASURES = ("rate", "mean")
@@ -234,7 +234,7 @@ def scale_latents(features: Tensor, errors: Tensor, directions: Tensor) -> tuple
 def see_changes(
     store: ActivationStore,
     site: str,
-    dictionary: Dictionary,
+    sae: SparseAutoencoder,
     *,
     held_out_start: int,
     seed: int,
@@ -242,21 +242,21 @@ def see_changes(
     min_change: float = MIN_CHANGE,
 ) -> Seen:
     """Measure the changes of one dictionary's features in a paired store, in one pass."""
-    device, directions = dictionary.b_dec.device, dictionary.W_dec.detach()
+    device, directions = sae.b_dec.device, sae.W_dec.detach()
     rows_of = {side: StoreRows(store, site, side) for side in ("base", "post")}
     documents = store.documents(torch.arange(store.num_rows))
     numbers, sizes = documents.unique(return_counts=True)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    moved, energy = torch.zeros((2, dictionary.features), dtype=torch.float64)
-    present = torch.zeros((2, dictionary.features), dtype=torch.float64)
+    moved, energy = torch.zeros((2, sae.features), dtype=torch.float64)
+    present = torch.zeros((2, sae.features), dtype=torch.float64)
     for start, end in rows_of["base"].whole_documents(CHUNK_ROWS):
         rows = torch.arange(start, end)
         base, post = (rows_of[side].gather(rows).to(device) for side in ("base", "post"))
-        before, after, again = dictionary.encode(base), dictionary.encode(post), dictionary.encode(base)
+        before, after, again = sae.encode(base), sae.encode(post), sae.encode(base)
         b, p, same = (sum_by_document(x, documents[rows]) for x in (before, after, again))
         parts.append((b, p, same))
         moved += (after - before).square().sum(0, dtype=torch.float64).cpu()
-        reconstruction = dictionary.decode(before)
+        reconstruction = sae.decode(before)
         for side, x in enumerate((base, post)):
             squares, scaled = scale_latents(before, x - reconstruction, directions)
             present[side] += scaled
@@ -271,8 +271,7 @@ def see_changes(
         "halves": unpaired_changes(even, odd, min_documents=min_documents, min_change=min_change),
     }
     quality = {
-        side: measure(dictionary, in_batches(rows, held_out_start, store.num_rows)).numbers()
-        for side, rows in rows_of.items()
+        side: measure(sae, in_batches(rows, held_out_start, store.num_rows)).numbers() for side, rows in rows_of.items()
     }
     amplification = torch.where(energy > 0, present[1] / present[0], torch.nan)
     return Seen(paired(b, p, moved=moved), nulls, energy, amplification, quality)

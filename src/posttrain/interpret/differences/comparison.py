@@ -26,13 +26,13 @@ from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, Documents
 from posttrain.interpret.activations.sites import check_layers, device_of, read_config
-from posttrain.interpret.dictionaries.dictionary import CONFIG, Dictionary, load_dictionary, save_dictionary
-from posttrain.interpret.dictionaries.fitting import StoreRows, first_held_out, fit_dictionary, median_norm
 from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.changes import MEASURES, Changes, Seen, see_changes
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.features.features import show_token, show_tokens, strongest_tokens
+from posttrain.interpret.saes.fitting import StoreRows, first_held_out, fit_sae, median_norm
+from posttrain.interpret.saes.sae import CONFIG, SparseAutoencoder, load_sae, save_sae
 from posttrain.randomness import permutation
 from posttrain.recipes.document import flatten
 from posttrain.sampling.models import ModelSource, complete_template, grader_for, open_model
@@ -135,10 +135,10 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
 def compare(work: Comparison, about: Mapping[str, Any], started: float) -> dict[str, Any]:
     """Do all that is not there yet, write ``diff.json`` with ``about`` in front, and return its content."""
     changes, report = work.changes, work.report
-    asked, tested = split_examples(work.task, changes)
-    with work.timed("answers", f"{len(asked)} prompts are answered {changes.samples} times by {changes.by}"):
+    answered, tested = split_examples(work.task, changes)
+    with work.timed("answers", f"{len(answered)} prompts are answered {changes.samples} times by {changes.by}"):
         purpose = f"what changed: answers of {changes.by}"
-        answers = work.subject(changes.by).answer(asked, changes.samples, changes.temperature, changes.seed, purpose)
+        answers = work.subject(changes.by).answer(answered, changes.samples, changes.temperature, changes.seed, purpose)
     documents = Documents(
         [[*rollout.prompt_ids, *rollout.completion.ids] for rollout in answers],
         [len(rollout.prompt_ids) for rollout in answers],
@@ -150,31 +150,29 @@ def compare(work: Comparison, about: Mapping[str, Any], started: float) -> dict[
     start = first_held_out(rows, max(1, round(store.num_rows * changes.held_out)), 2)
     with work.timed("dictionaries", "dictionaries of the base are trained"):
         seeds = range(changes.seeds)
-        dictionaries = [_fitted(work, f"seed-{seed}", rows, start, changes.seed + seed) for seed in seeds]
+        saes = [_fitted(work, f"seed-{seed}", rows, start, changes.seed + seed) for seed in seeds]
         frozen = _fitted(work, "frozen", rows, start, changes.seed, frozen=True)
     with work.timed("changes", "changes of every feature are measured"):
         *seen, of_frozen = (
             see_changes(
                 store,
                 work.site,
-                dictionary,
+                sae,
                 held_out_start=start,
                 seed=changes.seed + seed,
                 min_documents=changes.min_documents,
                 min_change=changes.min_change,
             )
-            for dictionary, seed in zip([*dictionaries, frozen], [*seeds, 0], strict=True)
+            for sae, seed in zip([*saes, frozen], [*seeds, 0], strict=True)
         )
-        _describe_changes(work, store, dictionaries, seen)
+        _describe_changes(work, store, saes, seen)
         report["frozen"] = describe_seen(of_frozen, frozen)
     with work.timed("divergence", "KL is measured token by token, and patched"):
-        _diverge(work, store, documents, dictionaries, seen, (frozen, of_frozen))
+        _diverge(work, store, documents, saes, seen, (frozen, of_frozen))
     if changes.causal is not None:
         with work.timed("causal", "causal test: the models answer with features taken away or amplified"):
             subjects, limit = {name: work.subject(name) for name in SIDES}, store.limit(work.site, "post")
-            report["causal"] = measure_causes(
-                subjects, work.site, tested, changes, dictionaries, seen, limit, work.observe
-            )
+            report["causal"] = measure_causes(subjects, work.site, tested, changes, saes, seen, limit, work.observe)
     report["documents"] = describe_answers(answers, documents, changes.by)
     report["seconds"]["all"] = round(time.monotonic() - started, 1)
     content = {**about, **report}
@@ -245,28 +243,30 @@ def _record(work: Comparison, documents: Documents) -> ActivationStore:
     return store
 
 
-def _fitted(work: Comparison, name: str, rows: StoreRows, start: int, seed: int, *, frozen: bool = False) -> Dictionary:
+def _fitted(
+    work: Comparison, name: str, rows: StoreRows, start: int, seed: int, *, frozen: bool = False
+) -> SparseAutoencoder:
     """Return the dictionary of that name in the folder, trained if it is not there."""
-    place, word, settings = work.folder / "dictionaries" / name, work.changes.dictionary, work.changes.train
+    place, component, settings = work.folder / "dictionaries" / name, work.changes.dictionary, work.changes.train
     device = device_of(work.subject("post").model)
     if not (place / CONFIG).is_file():
-        work.observe(f"dictionary {name}: {word.num_features(rows.d)} features, {settings.steps} steps")
-        dictionary = fit_dictionary(rows, start, word, settings, seed=seed, frozen_decoder=frozen, device=device)
+        work.observe(f"dictionary {name}: {component.num_features(rows.d)} features, {settings.steps} steps")
+        sae = fit_sae(rows, start, component, settings, seed=seed, frozen_decoder=frozen, device=device)
         base = rows.store.index.sources[0].model_dump()
-        facts = {"model_name": base["model"], "models": [base], "site": work.site, "source": "base", "seed": seed}
-        save_dictionary(dictionary, place, facts)
-    return load_dictionary(place).to(device)
+        info = {"model_name": base["model"], "models": [base], "site": work.site, "source": "base", "seed": seed}
+        save_sae(sae, place, info)
+    return load_sae(place).to(device)
 
 
 def _describe_changes(
-    work: Comparison, store: ActivationStore, dictionaries: list[Dictionary], seen: list[Seen]
+    work: Comparison, store: ActivationStore, saes: list[SparseAutoencoder], seen: list[Seen]
 ) -> None:
     """Report changes by every dictionary, how the seeds agree, the features of the first, and the mean difference."""
     report, post = work.report, work.subject("post")
-    report["dictionaries"] = [describe_seen(view, own) for view, own in zip(seen, dictionaries, strict=True)]
-    report["overlap"] = describe_overlap(dictionaries, seen)
+    report["dictionaries"] = [describe_seen(view, own) for view, own in zip(seen, saes, strict=True)]
+    report["overlap"] = describe_overlap(saes, seen)
     report["features"] = describe_features(
-        store, work.site, dictionaries[0], seen[0], post.model, post.tokenizer, work.changes.show
+        store, work.site, saes[0], seen[0], post.model, post.tokenizer, work.changes.show
     )
     names, means = mean_differences(store, work.site)
     tokens = strongest_tokens(post.model, means, post.tokenizer)
@@ -281,9 +281,9 @@ def _diverge(
     work: Comparison,
     store: ActivationStore,
     documents: Documents,
-    dictionaries: list[Dictionary],
+    saes: list[SparseAutoencoder],
     seen: list[Seen],
-    frozen: tuple[Dictionary, Seen],
+    frozen: tuple[SparseAutoencoder, Seen],
 ) -> None:
     changes, base, post = work.changes, work.subject("base"), work.subject("post")
     ids, lengths, shown = documents.ids, documents.prompt_lengths, changes.kl_documents
@@ -298,7 +298,7 @@ def _diverge(
     limit = min(store.limit(work.site, source) for source in SIDES)
     patcher = Patcher(base.model, post.model, work.site, ids[-count:], lengths[-count:], limit)
     ranked = frozen[1].changes.ranking().tolist()
-    work.report["patching"] = patch_curves(patcher, changes, dictionaries, seen, (frozen[0], ranked), work.observe)
+    work.report["patching"] = patch_curves(patcher, changes, saes, seen, (frozen[0], ranked), work.observe)
 
 
 # Features as plain data.
@@ -331,14 +331,14 @@ def count_changes(changes: Changes) -> dict[str, int]:
     }
 
 
-def describe_seen(seen: Seen, dictionary: Dictionary) -> dict[str, Any]:
+def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, Any]:
     """Describe one dictionary: its quality, the counts, the null tests, and every feature's numbers."""
     changes = seen.changes
     ratio = changes.ratio[0][changes.tested]
     within = float(((ratio < 1.2) & (ratio > 1 / 1.2)).double().mean())  # nan where none is tested
     return {
-        "features": dictionary.features,
-        "kind": dictionary.kind,
+        "features": sae.features,
+        "kind": sae.kind,
         "quality": seen.quality,
         "counts": count_changes(changes),
         "rate_within_a_fifth": number(within),
@@ -358,7 +358,7 @@ def describe_seen(seen: Seen, dictionary: Dictionary) -> dict[str, Any]:
 def describe_features(
     store: ActivationStore,
     site: str,
-    dictionary: Dictionary,
+    sae: SparseAutoencoder,
     seen: Seen,
     model: Any,
     tokenizer: Any,
@@ -367,8 +367,8 @@ def describe_features(
     """Describe the most changed features: with intervals, what they promote, and where they changed."""
     changes = seen.changes
     chosen = changes.ranking()[: min(count, max(1, changes.num_changed))].tolist()
-    lens = strongest_tokens(model, dictionary.W_dec[chosen], tokenizer, 6)
-    contexts = feature_contexts(store, site, dictionary, chosen, tokenizer)
+    lens = strongest_tokens(model, sae.W_dec[chosen], tokenizer, 6)
+    contexts = feature_contexts(store, site, sae, chosen, tokenizer)
     entries = []
     for index, feature in enumerate(chosen):
         entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
@@ -400,7 +400,7 @@ def mean_differences(store: ActivationStore, site: str, places: int = 4) -> tupl
 def feature_contexts(
     store: ActivationStore,
     site: str,
-    dictionary: Dictionary,
+    sae: SparseAutoencoder,
     features: Sequence[int],
     tokenizer: Any,
     *,
@@ -411,13 +411,13 @@ def feature_contexts(
     One for each beginning of a text: ``tokens`` as texts, its activation at each in ``base`` and ``post``, and ``at``,
     the place of the change.
     """
-    chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
+    chosen = torch.tensor(list(features), dtype=torch.long, device=sae.b_dec.device)
     every = torch.arange(store.num_rows)
     documents, tokens = store.documents(every), store.tokens(every)
     sides = []
     for side in ("base", "post"):
         parts = (store.gather(rows, site, side).float().to(chosen.device) for rows in every.split(8192))
-        sides.append(torch.cat([dictionary.encode(x)[:, chosen].cpu() for x in parts]))
+        sides.append(torch.cat([sae.encode(x)[:, chosen].cpu() for x in parts]))
     values = torch.stack(sides)  # [2, n, S]
     entries = []
     for column in range(len(features)):
@@ -480,13 +480,13 @@ def overlap(
     return {name: float(value) for name, value in found.items()}
 
 
-def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -> dict[str, Any]:
+def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, Any]:
     """Describe how far the changed features of every two seeds are the same."""
     pairs = []
-    for a, b in permutations(range(len(dictionaries)), 2):
+    for a, b in permutations(range(len(saes)), 2):
         changes = (seen[a].changes, seen[b].changes)
         shared = overlap(
-            (dictionaries[a].W_dec, dictionaries[b].W_dec),
+            (saes[a].W_dec, saes[b].W_dec),
             (changes[0].changed.nonzero()[:, 0], changes[1].changed.nonzero()[:, 0]),
             (changes[0].change[1], changes[1].change[1]),
         )

@@ -19,10 +19,10 @@ from torch import Tensor
 from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import plan_batches
 from posttrain.interpret.activations.sites import device_of, pad, read_sites, replaced
-from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.recipe import ChangesSection
 from posttrain.interpret.features.features import show_token, show_tokens
+from posttrain.interpret.saes.sae import SparseAutoencoder
 
 # What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
@@ -145,14 +145,14 @@ def token_kl(
     return kl, moved
 
 
-def feature_patch(dictionary: Dictionary, features: Sequence[int] | None) -> Patch:
+def feature_patch(sae: SparseAutoencoder, features: Sequence[int] | None) -> Patch:
     """Return Σⱼ (fⱼ(post) − fⱼ(base))·dⱼ over some features (None: all of them)."""
-    device = dictionary.b_dec.device
+    device = sae.b_dec.device
     chosen = None if features is None else torch.tensor(list(features), dtype=torch.long, device=device)
 
     def patch(base: Tensor, post: Tensor) -> Tensor:
-        directions = dictionary.W_dec if chosen is None else dictionary.W_dec[chosen]
-        return (dictionary.encode(post, chosen) - dictionary.encode(base, chosen)) @ directions
+        directions = sae.W_dec if chosen is None else sae.W_dec[chosen]
+        return (sae.encode(post, chosen) - sae.encode(base, chosen)) @ directions
 
     return patch
 
@@ -227,9 +227,9 @@ def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Any) -> list[dict[st
 def patch_curves(
     patcher: Patcher,
     changes: ChangesSection,
-    dictionaries: Sequence[Dictionary],
+    saes: Sequence[SparseAutoencoder],
     seen: Sequence[Seen],
-    frozen: tuple[Dictionary, Sequence[int]],
+    frozen: tuple[SparseAutoencoder, Sequence[int]],
     observe: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure the share of KL recovered against the number of features patched into the base.
@@ -240,8 +240,8 @@ def patch_curves(
     assert changes.patching is not None
     mean, counts = patcher.mean_difference(), changes.patching.counts
 
-    def curve(dictionary: Dictionary, features: Sequence[int]) -> list[float]:
-        return [patcher.recovered(feature_patch(dictionary, features[:n])) for n in counts]
+    def curve(sae: SparseAutoencoder, features: Sequence[int]) -> list[float]:
+        return [patcher.recovered(feature_patch(sae, features[:n])) for n in counts]
 
     curves: dict[str, Any] = {
         "kl_per_token": patcher.kl,
@@ -253,11 +253,11 @@ def patch_curves(
         "random": [],
         "all_features": [],
     }
-    for seed, (dictionary, view) in enumerate(zip(dictionaries, seen, strict=True)):
+    for seed, (sae, view) in enumerate(zip(saes, seen, strict=True)):
         ranked = view.changes.ranking()[: max(counts)].tolist()
         others = random_features(view.changes, ranked, changes.seed + seed, 0)
-        curves["changed"].append(curve(dictionary, ranked))
-        curves["random"].append(curve(dictionary, others))
-        curves["all_features"].append(patcher.recovered(feature_patch(dictionary, None)))
+        curves["changed"].append(curve(sae, ranked))
+        curves["random"].append(curve(sae, others))
+        curves["all_features"].append(patcher.recovered(feature_patch(sae, None)))
         observe(f"patching, seed {seed}: {curves['changed'][-1][-1]:.1%} by {counts[-1]} changed features")
     return curves | {"frozen": curve(*frozen)}

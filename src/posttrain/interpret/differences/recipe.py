@@ -8,10 +8,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import RecipeError
-from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
+from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
 from posttrain.option_types import Dtype, Repetitions, Seed, Tokens
-from posttrain.recipes.document import Content, Document, complete_word
-from posttrain.recipes.sections import Section, Word
+from posttrain.recipes.document import Content, Document, complete_component
+from posttrain.recipes.sections import Component, Section
 
 SECTION = "changes"
 # As few features a token as two seeds still agree on (docs/how-to/sparse-autoencoders.md).
@@ -51,15 +51,15 @@ class CausalSection(Section):
     """The causal test: greedy answers to ``prompts`` prompts that were not recorded, with features moved or scaled.
 
     ``measure``: the reward, or the share of right answers. ``counts``: numbers of the most changed features that are
-    moved all the way, or taken away. ``features``: the number that is moved by each of the ``doses`` (1: all the way)
-    and multiplied by each of the ``factors``. ``draws``: sets of random features.
+    moved all the way, or taken away. ``features``: the number that is moved by each of the ``steering_factors`` (1: all
+    the way) and multiplied by each of the ``factors``. ``draws``: sets of random features.
     """
 
     measure: Literal["reward", "accuracy"] = "reward"
     prompts: int = Field(default=64, ge=2)
     counts: list[int] = Field(default=[4, 16, 64])
     features: int = Field(default=16, ge=1)
-    doses: list[float] = Field(default=[0.5, 1.0, 1.5])
+    steering_factors: list[float] = Field(default=[0.5, 1.0, 1.5])
     factors: list[float] = Field(default=[0.0, 0.5, 2.0])
     draws: int = Field(default=2, ge=1)
 
@@ -85,8 +85,8 @@ class ChangesSection(Section):
     dtype: Dtype = "fp32"
     seeds: Repetitions = 3
     seed: Seed = 0
-    dictionary: DictionaryWord = DictionaryWord.model_validate(_DICTIONARY)
-    train: DictionaryTrainSection = Field(default_factory=lambda: DictionaryTrainSection.model_validate(_TRAIN))
+    dictionary: SaeComponent = SaeComponent.model_validate(_DICTIONARY)
+    train: SaeTrainSection = Field(default_factory=lambda: SaeTrainSection.model_validate(_TRAIN))
     held_out: float = Field(default=0.1, gt=0, lt=1)
     min_documents: int = Field(default=12, ge=2)
     min_change: float = Field(default=0.2, ge=0)
@@ -117,18 +117,20 @@ class DiffRecipe(Content):
     description: str = ""
     base: Compared
     post: Compared
-    task: Word | None = None
-    template: Word | None = None
+    task: Component | None = None
+    template: Component | None = None
     changes: ChangesSection = Field(default_factory=ChangesSection)
 
     def resolve(self) -> DiffRecipe:
         """Return the recipe with the options of every component checked and their defaults filled in."""
         resolved = self.model_copy(deep=True)
-        resolved.changes.dictionary = complete_word(resolved.changes.dictionary, "dictionary", "changes.dictionary")
+        resolved.changes.dictionary = complete_component(
+            resolved.changes.dictionary, "dictionary", "changes.dictionary"
+        )
         for kind in ("task", "template"):
-            word = getattr(resolved, kind)
-            if word is not None:
-                setattr(resolved, kind, complete_word(word, kind, kind))
+            component = getattr(resolved, kind)
+            if component is not None:
+                setattr(resolved, kind, complete_component(component, kind, kind))
         return resolved
 
 

@@ -29,9 +29,9 @@ from posttrain.data.render.encoding import TextStream
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.activations.sites import backbone_of, tokenizer_hash
-from posttrain.interpret.dictionaries.dictionary import Dictionary, Metadata, load_dictionary, read_metadata
-from posttrain.interpret.dictionaries.fitting import StoreRows
-from posttrain.interpret.dictionaries.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
+from posttrain.interpret.saes.fitting import StoreRows
+from posttrain.interpret.saes.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
+from posttrain.interpret.saes.sae import Metadata, SparseAutoencoder, load_sae, read_metadata
 from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.sections import ModelSection
@@ -59,10 +59,10 @@ class FeatureStatistics:
     """
 
     def __init__(
-        self, dictionary: Dictionary, source: StoreRows, chosen: Tensor, contexts: int, before: int, after: int
+        self, sae: SparseAutoencoder, source: StoreRows, chosen: Tensor, contexts: int, before: int, after: int
     ) -> None:
-        self.dictionary, self.source, self.before, self.rows = dictionary, source, before, 0
-        self.device = device = dictionary.b_dec.device
+        self.dictionary, self.source, self.before, self.rows = sae, source, before, 0
+        self.device = device = sae.b_dec.device
         self.chosen = chosen.to(device)
         size, width = len(chosen), before + 1 + after
         self.active, self.exponents = torch.zeros((2, size), dtype=torch.int64, device=device)
@@ -140,7 +140,7 @@ class FeatureStatistics:
 
 @torch.no_grad()
 def find_contexts(
-    dictionary: Dictionary,
+    sae: SparseAutoencoder,
     rows: StoreRows,
     *,
     features: Tensor | None = None,
@@ -154,9 +154,9 @@ def find_contexts(
     ``features`` int64 [S] (None: all). ``contexts``: K for each feature, with the activations of ``before`` and
     ``after`` tokens around the strongest one. ``chunk_rows``: rows at a time, about; the result does not depend on it.
     """
-    chosen = torch.arange(dictionary.features) if features is None else features
-    limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
-    found = FeatureStatistics(dictionary, rows, chosen, contexts, before, after)
+    chosen = torch.arange(sae.features) if features is None else features
+    limit = max(1, min(chunk_rows, MAX_ELEMENTS // sae.features))
+    found = FeatureStatistics(sae, rows, chosen, contexts, before, after)
     for start, end in rows.whole_documents(limit):
         found.read(start, end)
     found.look_around(before, after)
@@ -184,20 +184,18 @@ def _later_twins(keys: Tensor) -> Tensor:
     return torch.zeros_like(same).scatter(0, order, same)
 
 
-def check_features(dictionary: Dictionary, features: Sequence[int] | None) -> Tensor:
+def check_features(sae: SparseAutoencoder, features: Sequence[int] | None) -> Tensor:
     """Return the features named, each once, int64 [S]; all of them for None."""
     if features is None:
-        return torch.arange(dictionary.features)
+        return torch.arange(sae.features)
     for number in features:
-        if not 0 <= number < dictionary.features:
-            raise UsageError(
-                f"feature {number}: this dictionary has {dictionary.features}, from 0 to {dictionary.features - 1}"
-            )
+        if not 0 <= number < sae.features:
+            raise UsageError(f"feature {number}: this dictionary has {sae.features}, from 0 to {sae.features - 1}")
     return torch.tensor(list(dict.fromkeys(features)), dtype=torch.long)
 
 
 def describe_features(
-    dictionary: Dictionary,
+    sae: SparseAutoencoder,
     rows: StoreRows,
     *,
     features: Sequence[int] | None = None,
@@ -215,18 +213,18 @@ def describe_features(
     was dropped), the strongest at ``position``. Without a lens no token is promoted; without a tokenizer ids are shown.
     """
     store = rows.store
-    if rows.d != dictionary.d:
+    if rows.d != sae.d:
         raise UsageError(
-            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {dictionary.d}; give the "
+            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {sae.d}; give the "
             "activations that it was trained on, or others like them"
         )
-    chosen = check_features(dictionary, features)
-    found = find_contexts(dictionary, rows, features=chosen, contexts=contexts)
-    ends = None if lens is None else lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device)], tokens)
+    chosen = check_features(sae, features)
+    found = find_contexts(sae, rows, features=chosen, contexts=contexts)
+    ends = None if lens is None else lens.extremes(sae.W_dec[chosen.to(sae.W_dec.device)], tokens)
     summary = {
         "rows": found.rows,
         "documents": store.num_documents,
-        "dictionary_features": dictionary.features,
+        "dictionary_features": sae.features,
         "features_shown": len(chosen),
         "active_per_row": float(found.active.sum()) / max(1, found.rows),
         "silent": int((found.active == 0).sum()),
@@ -286,9 +284,9 @@ def _contexts(
             inside = window[start - (position - found.before) :]
             shown = store.document_tokens(document)[start : start + len(inside)]
             activations = [None if math.isnan(x) else rounded(x) for x in inside[: len(shown)]]
-            facts = {"document": document, "position": position, "start": start}
+            info = {"document": document, "position": position, "start": start}
             tokens = texts(shown)
-            contexts[i].append({"activation": rounded(value), **facts, "tokens": tokens, "activations": activations})
+            contexts[i].append({"activation": rounded(value), **info, "tokens": tokens, "activations": activations})
     return contexts
 
 
@@ -327,8 +325,8 @@ def read_features(
     Raises:
         UsageError: no such feature, source or model, or one with other tokens than the rows'.
     """
-    dictionary, metadata = load_dictionary(folder), read_metadata(folder)
-    check_features(dictionary, features)
+    sae, metadata = load_sae(folder), read_metadata(folder)
+    check_features(sae, features)
     store = ActivationStore(activations)
     known = (*store.sources, DIFFERENCE) if len(store.sources) > 1 else store.sources
     source = source or (metadata.source if metadata.source in known else None)
@@ -345,10 +343,10 @@ def read_features(
         "activations": str(store.folder),
         "data": store.index.data,
         "layer_convention": store.index.layer_convention,
-        "notices": _notices(metadata, rows, model),
+        "notices": _warnings(metadata, rows, model),
     }
     return describe_features(
-        dictionary.to("cuda" if torch.cuda.is_available() else "cpu"),
+        sae.to("cuda" if torch.cuda.is_available() else "cpu"),
         rows,
         features=features,
         contexts=contexts,
@@ -370,14 +368,14 @@ def default_activations(folder: Path, run: Path | None) -> Path:
     return place
 
 
-def _notices(metadata: Metadata, rows: StoreRows, model: str | None) -> list[str]:
+def _warnings(metadata: Metadata, rows: StoreRows, model: str | None) -> list[str]:
     trained = {entry.get("weights_hash") for entry in metadata.models or []}
     used = [entry for entry in rows.store.index.sources if rows.source in (entry.name, DIFFERENCE)]
     others = [entry.model for entry in used if trained and entry.weights_hash and entry.weights_hash not in trained]
-    notices = [f"the dictionary was trained on another model than the one whose rows these are ({x})" for x in others]
+    warnings = [f"the dictionary was trained on another model than the one whose rows these are ({x})" for x in others]
     if model is None:
-        notices.append("no model is known, so tokens are shown by their numbers, without a logit lens (--model NAME)")
-    return notices
+        warnings.append("no model is known, so tokens are shown by their numbers, without a logit lens (--model NAME)")
+    return warnings
 
 
 def _load_lens(

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.sites import backbone_of, blocks_of, device_of, refuse_layers, replaced
-from posttrain.interpret.dictionaries.dictionary import Dictionary, load_dictionary, read_metadata
-from posttrain.interpret.dictionaries.recipe import DIFFERENCE
 from posttrain.interpret.features.features import check_features
+from posttrain.interpret.saes.recipe import DIFFERENCE
+from posttrain.interpret.saes.sae import SparseAutoencoder, load_sae, read_metadata
 
 Changes = Mapping[int, float | None]
 
@@ -37,17 +37,17 @@ class Steering:
         UsageError: no such site or feature, or a dictionary of another width.
     """
 
-    def __init__(self, model: Any, dictionary: Dictionary, site: str, changes: Changes) -> None:
+    def __init__(self, model: Any, sae: SparseAutoencoder, site: str, changes: Changes) -> None:
         backbone = backbone_of(model)
         width = backbone.config.get_text_config().hidden_size
-        if dictionary.d != width:
-            raise UsageError(f"the dictionary is for activations of width {dictionary.d}; this model has {width}")
+        if sae.d != width:
+            raise UsageError(f"the dictionary is for activations of width {sae.d}; this model has {width}")
         refuse_layers([site], len(blocks_of(backbone)), "this model")
         strengths = {feature: x for feature, x in changes.items() if x}
         gone = [feature for feature, x in changes.items() if x is None]
-        self.model, self.site, self.dictionary = model, site, dictionary.to(device_of(model))
-        steered, ablated = (check_features(dictionary, list(features)) for features in (strengths, gone))
-        rows = dictionary.W_dec.detach().float() / dictionary.input_scale
+        self.model, self.site, self.dictionary = model, site, sae.to(device_of(model))
+        steered, ablated = (check_features(sae, list(features)) for features in (strengths, gone))
+        rows = sae.W_dec.detach().float() / sae.input_scale
         unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
         self.added = torch.tensor(list(strengths.values()), device=rows.device) @ unit if strengths else None
         self.ablated, self.rows = ablated.to(rows.device), rows[ablated]
@@ -84,7 +84,7 @@ def load_steering(model: Any, folder: str | Path, changes: Changes) -> Steering:
 
     ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.
     """
-    dictionary, metadata = load_dictionary(folder), read_metadata(folder)
+    sae, metadata = load_sae(folder), read_metadata(folder)
     if metadata.site is None:
         raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
     if None in changes.values() and metadata.source == DIFFERENCE:
@@ -92,4 +92,4 @@ def load_steering(model: Any, folder: str | Path, changes: Changes) -> Steering:
             f"{folder}: its features are of the difference of two models' activations; they can be added but not taken "
             "out of one model"
         )
-    return Steering(model, dictionary, metadata.site, changes)
+    return Steering(model, sae, metadata.site, changes)

@@ -23,8 +23,8 @@ from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
+from posttrain.process_group import Within
 from posttrain.types import Batch, Outputs
-from posttrain.world import Within
 
 # Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
 MAX_LOGIT_ELEMENTS = 1 << 24
@@ -195,7 +195,7 @@ class Forward:
         scores = None if states.reading is None else self._scores(states)
         if states.predicting is None:
             return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
-        candidates = batch.stream("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
+        candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
         logprobs, entropies, of_candidates = self._predictions(states, entropy, candidates)
         return (
             states.spread(logprobs),
@@ -518,7 +518,7 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
         tokens=F.pad(batch.tokens, (0, 1)),
         mask=F.pad(batch.mask, (0, 1)) | added,
         lengths=batch.lengths + 1,
-        streams={},
+        fields={},
         weights=None,
     )
     scores = reader.read_scores(longer)

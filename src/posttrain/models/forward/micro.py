@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.types import Batch
-from posttrain.world import ONE, World
 
 
 def split_rows(
-    batch: Batch, tokens_per_micro: int, rows_per_micro: int | None = None, world: World = ONE
+    batch: Batch, tokens_per_micro: int, rows_per_micro: int | None = None, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> list[list[int]]:
     """Row indices of each piece of this process; every row is in exactly one piece of one process.
 
@@ -20,8 +20,8 @@ def split_rows(
     lengths, groups, prefixes = batch.lengths.tolist(), batch.group.tolist(), batch.prefix.tolist()
     each = batch.rows_per_unit
     order = sorted(range(0, len(lengths), each), key=lambda first: (groups[first], first))
-    if world.size > 1:
-        order = _span(order, [sum(lengths[first : first + each]) for first in order], world)
+    if process_group.size > 1:
+        order = _span(order, [sum(lengths[first : first + each]) for first in order], process_group)
     pieces: list[list[int]] = []
     current: list[int] = []
     seen: set[int] = set()
@@ -46,27 +46,27 @@ def split_rows(
         current += unit
         seen.update(groups[b] for b in unit)
         used += cost
-    return [*pieces, current] if current or world.size == 1 else pieces
+    return [*pieces, current] if current or process_group.size == 1 else pieces
 
 
 def even_pieces(
-    pieces: Sequence[list[int]], batch: Batch, world: World, *, is_sharded: bool
+    pieces: Sequence[list[int]], batch: Batch, process_group: ProcessGroup, *, is_sharded: bool
 ) -> Iterator[tuple[list[int], bool]]:
     """Each piece, and whether it counts.
 
     A pass of a sharded model gathers weights from all processes, so all make as many: a process with fewer pieces
     passes the first unit again, which does not count.
     """
-    most = max(world.gather([len(pieces)], "number of micro-batches")) if is_sharded else len(pieces)
+    most = max(process_group.gather([len(pieces)], "number of micro-batches")) if is_sharded else len(pieces)
     yield from ((rows, True) for rows in pieces)
     yield from [(list(range(batch.rows_per_unit)), False)] * (most - len(pieces))
 
 
-def _span(order: Sequence[int], costs: Sequence[int], world: World) -> list[int]:
+def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:
     """Return the units whose middle lies in this process's part of the sum of all costs."""
     total, before, mine = sum(costs), 0, []
     for unit, cost in zip(order, costs, strict=True):
-        if (2 * before + cost) * world.size // (2 * total) == world.rank:
+        if (2 * before + cost) * process_group.size // (2 * total) == process_group.rank:
             mine.append(unit)
         before += cost
     return mine

@@ -159,13 +159,13 @@ class Python:
             ended = run([_PROGRAM], files, kind=self._kind, bounds=self._bounds, seconds=seconds)
         except RunFailure as error:
             raise EnvironmentFailed(str(error)) from error
-        said, complaint = (text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr))
+        output, complaint = (text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr))
         if ended.timed_out or ended.code == 137:
-            said += f"\nstopped: it took more than {self._seconds} seconds or more memory than it may have"
+            output += f"\nstopped: it took more than {self._seconds} seconds or more memory than it may have"
         elif ended.code:
             complaint = complaint.strip()[-self._max_chars // 2 :]  # its end says what happened
-            said = f"{self._cut(said, self._max_chars - len(complaint))}\n{complaint}"
-        return self._cut(said.strip("\n"), self._max_chars) or "(nothing was printed)"
+            output = f"{self._cut(output, self._max_chars - len(complaint))}\n{complaint}"
+        return self._cut(output.strip("\n"), self._max_chars) or "(nothing was printed)"
 
     def _cut(self, text: str, limit: int) -> str:
         return text if len(text) <= limit else f"{text[:limit]} ... (cut off)"

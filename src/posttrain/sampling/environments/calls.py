@@ -31,7 +31,7 @@ class Request:
     """
 
     tool: str
-    stated: str
+    raw_arguments: str
     arguments: Mapping[str, Any] | str = ""
     wrong: str = ""
     place: tuple[int, int] = field(default=(0, 0), compare=False)
@@ -190,8 +190,8 @@ def _last_tag(form: CallForm) -> str:
 def _read(content: str, form: CallForm) -> Request:
     """Read the call between the tags."""
     if form.arguments == "plain":
-        name, _, stated = content.partition(":")
-        return Request(name.strip(), stated.strip(), stated.strip())
+        name, _, raw_arguments = content.partition(":")
+        return Request(name.strip(), raw_arguments.strip(), raw_arguments.strip())
     if form.key is not None:
         return _read_object(content, form, form.key)
     if form.arguments == "python":
@@ -202,13 +202,13 @@ def _read(content: str, form: CallForm) -> Request:
     middle = form.middle.strip()
     if _HARMONY in form.opening:  # models write what stands between in several orders
         found = re.match(r"([\w.-]+)[^{]*?<\|message\|>", content)
-        name, stated = (found[1], content[found.end() :]) if found else ("", content)
+        name, raw_arguments = (found[1], content[found.end() :]) if found else ("", content)
     elif middle:
-        name, _, stated = content.partition(middle)
+        name, _, raw_arguments = content.partition(middle)
     else:
-        name, brace, stated = content.partition("{")
-        stated = brace + stated
-    return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), stated)
+        name, brace, raw_arguments = content.partition("{")
+        raw_arguments = brace + raw_arguments
+    return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), raw_arguments)
 
 
 def _inner(call: Any, form: CallForm) -> dict[str, Any] | None:
@@ -245,10 +245,10 @@ def _read_function(content: str) -> Request:
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             raise ValueError("it is no function with arguments by name")
         arguments = {str(k.arg): ast.literal_eval(_Constants().visit(k.value)) for k in call.keywords}
-        stated = _written(arguments)
+        raw_arguments = _written(arguments)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         return Request("", content, wrong=f"a call is name(argument=value, ...) ({error})")
-    return Request(ast.unparse(call.func), stated, arguments)
+    return Request(ast.unparse(call.func), raw_arguments, arguments)
 
 
 def _written(arguments: Any) -> str:
@@ -262,17 +262,17 @@ def _written(arguments: Any) -> str:
     return written
 
 
-def _read_json(name: str, stated: str) -> Request:
+def _read_json(name: str, raw_arguments: str) -> Request:
     """Read a call whose arguments are an object of JSON, or the text of one."""
     try:
-        arguments = _DECODER.raw_decode(stated.lstrip())[0]
+        arguments = _DECODER.raw_decode(raw_arguments.lstrip())[0]
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
         written = _written(arguments)
     except (ValueError, RecursionError) as error:
-        return Request("", stated.strip(), wrong=f"the call is no JSON ({error})")
+        return Request("", raw_arguments.strip(), wrong=f"the call is no JSON ({error})")
     if not name or not isinstance(arguments, dict):
-        return Request("", stated.strip(), wrong="a call is a name and an object of JSON")
+        return Request("", raw_arguments.strip(), wrong="a call is a name and an object of JSON")
     return Request(name, written, arguments)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.pool import Job, Pool
 from posttrain.sampling.environments.tools import Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
@@ -63,7 +63,7 @@ class Toolset:
         return [tool.schema for tool in self.tools.values()]
 
 
-def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> Toolset:
+def build_toolset(environment: Component | None, functions: Sequence[str] = ()) -> Toolset:
     """Return the environment and the tools of a recipe, checked: one environment is made for that.
 
     Raises:
@@ -92,7 +92,7 @@ def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> To
         where = f"tools.{index}"
         if ":" not in path:
             raise RecipeError(f"{where}: a tool is a function of your own, named as module:function; got {path!r}")
-        tool = make_tool(registry.import_word("tool", path, where).function, f"{where}: {path}")
+        tool = make_tool(registry.import_component("tool", path, where).function, f"{where}: {path}")
         if tool.name in tools:
             raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; give this one another name")
         tools[tool.name] = tool
@@ -156,7 +156,7 @@ class Session:
         function = getattr(self.environment, tool.name) if tool.method else tool.function
         return self.pool.submit(lambda: function(**arguments), self.seconds)
 
-    def answer(self, tool: Tool, stated: str, job: Job) -> Call:
+    def answer(self, tool: Tool, raw_arguments: str, job: Job) -> Call:
         """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
@@ -171,7 +171,7 @@ class Session:
             outcome, text = "failed", f"{type(job.error).__name__}: {job.error}"
         else:
             text = result_text(job.result)
-        return Call(tool.name, stated, result_text(text), outcome)
+        return Call(tool.name, raw_arguments, result_text(text), outcome)
 
     @property
     def done(self) -> bool:

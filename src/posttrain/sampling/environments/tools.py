@@ -50,18 +50,18 @@ class Tool:
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.arguments.model_fields)
 
-    def read(self, stated: Mapping[str, Any] | str) -> dict[str, Any]:
-        """Return the arguments of a call in the function's types; ``stated``: by name, or the text of the only one.
+    def read(self, values: Mapping[str, Any] | str) -> dict[str, Any]:
+        """Return the arguments of a call in the function's types; ``values``: by name, or the text of the only one.
 
         Raises:
             ValueError: they do not fit.
         """
-        if isinstance(stated, str):
+        if isinstance(values, str):
             texts = {name: self._is_text(name) for name in self.parameters}
-            stated = by_name(self.name, texts, stated)
-        stated = {key: read_text(value, self._is_text(key)) for key, value in stated.items()}
+            values = by_name(self.name, texts, values)
+        values = {key: read_text(value, self._is_text(key)) for key, value in values.items()}
         try:
-            checked = self.arguments.model_validate(dict(stated))
+            checked = self.arguments.model_validate(dict(values))
         except ValidationError as error:
             wrong = "; ".join(_explain(item) for item in error.errors())
             raise ValueError(f"{self.name}: {wrong}. It takes: {usage_of(self.schema)}") from None
@@ -155,8 +155,8 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
     except (PydanticUserError, NameError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"{place}: its types cannot be described to a model ({reason}); use plain ones") from None
-    description, stated = _read_docstring(doc)
-    function_schema = {"name": name, "description": description, "parameters": _plain_schema(schema, stated)}
+    description, values = _read_docstring(doc)
+    function_schema = {"name": name, "description": description, "parameters": _plain_schema(schema, values)}
     return Tool(name, description, arguments, {"type": "function", "function": function_schema}, function, method)
 
 

@@ -32,7 +32,7 @@ from posttrain.sampling.base import (
     num_tokens_of,
 )
 from posttrain.sampling.native.cache import Decoder, LayerShape
-from posttrain.sampling.native.lean import LeanDecoder
+from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import probe, probe_lengths
 from posttrain.sampling.native.schedule import Schedule, check_finite
 
@@ -77,7 +77,7 @@ class NativeEngine(Engine):
     def __init__(self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
         self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
-        self._known_notices: set[str] = set()
+        self._known_warnings: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
         # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
         self.is_abandoned: Callable[[int], bool] | None = None
@@ -144,7 +144,7 @@ class NativeEngine(Engine):
         with sampling_mode(self.model):
             path, shapes = self._choose(reach)
             if path in _OWN_FORWARD:
-                from posttrain.sampling.native.modules import sample_plainly
+                from posttrain.sampling.native.reference_path import sample_plainly
 
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
@@ -169,12 +169,12 @@ class NativeEngine(Engine):
             EngineMismatch: the fast path is not for this model.
         """
         if path == "modules":
-            from posttrain.sampling.native.modules import ModulesDecoder  # which few models need
+            from posttrain.sampling.native.reference_path import ModulesDecoder  # which few models need
 
             return ModulesDecoder(self.model, shapes)
         if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
             raise EngineMismatch("its modules have hooks")
-        decoder = LeanDecoder.bind(self.model, reach)
+        decoder = FastDecoder.bind(self.model, reach)
         if decoder is None:
             raise EngineMismatch(
                 "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
@@ -229,7 +229,7 @@ class NativeEngine(Engine):
             EngineMismatch: its log-probabilities are not the model's.
         """
         if path in _OWN_FORWARD:
-            from posttrain.sampling.native.modules import probe_plainly
+            from posttrain.sampling.native.reference_path import probe_plainly
 
             lengths = [length for batch in batches for length in batch]
             found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
@@ -251,9 +251,9 @@ class NativeEngine(Engine):
             )
 
     def _say(self, line: str) -> None:
-        if line not in self._known_notices:
-            self._known_notices.add(line)
-            self._notices = (*self._notices, line)
+        if line not in self._known_warnings:
+            self._known_warnings.add(line)
+            self._warnings = (*self._warnings, line)
 
 
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:

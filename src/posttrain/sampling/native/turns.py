@@ -34,7 +34,7 @@ class Turns(Schedule):
         self.cut: list[Conversation] = []  # ended for want of room; their last reply is not fed
         # Per slot: the id at each step of its turn (-1: the drawn one), ...
         limit = max(row.limit for row in self.waiting)
-        self.said = torch.full((self.num_slots, limit), -1, dtype=torch.long, device=self.decoder.device)
+        self.forced_ids = torch.full((self.num_slots, limit), -1, dtype=torch.long, device=self.decoder.device)
         # ... and how much of the reply is still to be fed.
         self.unsaid = np.zeros(self.num_slots, dtype=np.int64)
 
@@ -50,8 +50,8 @@ class Turns(Schedule):
 
     def _next(self, drawn: Tensor) -> Tensor:
         rows = len(drawn)
-        said = self.said[:rows].gather(1, self.counters[1, :rows, None])[:, 0]
-        return torch.where(said < 0, drawn, said)
+        forced = self.forced_ids[:rows].gather(1, self.counters[1, :rows, None])[:, 0]
+        return torch.where(forced < 0, drawn, forced)
 
     def _burst(self) -> int:
         return 1
@@ -94,20 +94,20 @@ class Turns(Schedule):
         count, room = len(reply.ids), row.room(self.sampling.max_turn_tokens)
         self.unsaid[r] = count
         self.remaining[r] = count + room
-        self.said[r].fill_(-1)
-        self.said[r, :count] = torch.tensor(reply.ids, dtype=torch.long)
+        self.forced_ids[r].fill_(-1)
+        self.forced_ids[r, :count] = torch.tensor(reply.ids, dtype=torch.long)
         if self.draws is not None:
             numbers = uniforms([turn_key(row.key, row.num_turns)], room)[0]
             self.draws[r, count : count + room] = torch.from_numpy(numbers)
 
     def _move(self, targets: list[int], sources: list[int]) -> None:
         super()._move(targets, sources)
-        self.said[targets] = self.said[sources]
+        self.forced_ids[targets] = self.forced_ids[sources]
         self.unsaid[targets] = self.unsaid[sources]
 
     def _enter(self, rows: list[Conversation], prefix: Prefix, index: dict[int, int]) -> None:
         slots = slice(len(self.batch), len(self.batch) + len(rows))
         super()._enter(rows, prefix, index)
         self.remaining[slots] = [row.room(self.sampling.max_turn_tokens) for row in rows]
-        self.said[slots] = -1
+        self.forced_ids[slots] = -1
         self.unsaid[slots] = 0

@@ -133,7 +133,7 @@ class VllmEngine(Engine):
             return range(0)
         if self._names_unused:
             self._names_unused = False
-            self._notices += (
+            self._warnings += (
                 f"the model has {self.vocab_size:,} ids and its tokenizer text for {self.num_tokens:,}; vLLM never "
                 "samples the others, and its log-probabilities are those among the ids with a text",
             )

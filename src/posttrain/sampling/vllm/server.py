@@ -27,7 +27,7 @@ from posttrain.errors import RunFailure, UsageError
 from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
 from posttrain.sampling.http import HttpServer, Refused, Unanswered, Unreadable
-from posttrain.store.checkpoint_files import stated_digests
+from posttrain.store.checkpoint_files import manifest_digests
 from posttrain.untrusted import harmless
 
 Transfer = Literal["nccl", "files"]
@@ -160,7 +160,7 @@ def fingerprint(folder: Path) -> str:
     gigabytes, size and 256 blocks of 4 KiB of each file are read: enough to tell two trainings apart.
     """
     digest = hashlib.blake2b(digest_size=4)
-    known = stated_digests(folder)
+    known = manifest_digests(folder)
     for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())

@@ -23,6 +23,7 @@ from torch import Tensor
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.forward.precision import DTYPES
 from posttrain.option_types import LOOPBACK
+from posttrain.process_group import ProcessGroup, Within
 from posttrain.randomness import generator
 from posttrain.sampling.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
 from posttrain.sampling.http import Unreadable, all_of
@@ -38,7 +39,6 @@ from posttrain.sampling.vllm.weights import (
     save_without_weights,
     untied,
 )
-from posttrain.world import Within, World
 
 SERVED = "policy"  # the name of the model at the run's own server
 SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
@@ -84,11 +84,11 @@ class Trained(VllmEngine):
         self._group: NcclGroup | None = None
         self._memory: tempfile.TemporaryDirectory[str] | None = None
 
-    def settle(self, folder: Path | None, world: World) -> Engine:
+    def settle(self, folder: Path | None, process_group: ProcessGroup) -> Engine:
         """See ``Engine.settle``."""
-        if self.starts and world.is_main:
+        if self.starts and process_group.is_main:
             find_interpreter()  # missed before anything is trained
-        return super().settle(folder, world)
+        return super().settle(folder, process_group)
 
     def take_parts(self, within: Within) -> None:
         """See ``Engine.take_parts``."""
@@ -104,14 +104,14 @@ class Trained(VllmEngine):
             return
         label = f"{secrets.token_hex(4)}:{version}"
         scores: list[Scores] = []
-        if self.world.is_main:
+        if self.process_group.is_main:
             self._prepare()
-        self.world.tell(None, "a server that waits for weights")
+        self.process_group.tell(None, "a server that waits for weights")
         self._send_weights(label)
-        if self.world.is_main:
+        if self.process_group.is_main:
             scores = self.server.session(self._scores)
-        base = self.server.base if self.world.is_main else None
-        self.label, scores, base = self.world.tell((label, scores, base), "the server's scores")
+        base = self.server.base if self.process_group.is_main else None
+        self.label, scores, base = self.process_group.tell((label, scores, base), "the server's scores")
         if self._server is None:
             self._reach(base)
         difference = largest_difference(self.model, self._within, scores)
@@ -136,8 +136,8 @@ class Trained(VllmEngine):
     def rest(self) -> None:
         """See ``Engine.rest``: on the trainer's own GPU the server gives its memory back."""
         if self.sleeps and not self.is_asleep and self.version >= 0:
-            self.world.tell(None, "answers before the server sleeps")
-            if self.world.is_main:
+            self.process_group.tell(None, "answers before the server sleeps")
+            if self.process_group.is_main:
                 control(self.server, "POST", "/sleep?level=2")
             self.is_asleep = True
 
@@ -218,7 +218,7 @@ class Trained(VllmEngine):
 
     def _send_weights(self, label: str) -> None:
         """Replace the weights of the server, which then answers again. Every process takes part with its shard."""
-        if not self.world.is_main:
+        if not self.process_group.is_main:
             save_weights(self.weights(), None, self.dtype)
             return
         try:

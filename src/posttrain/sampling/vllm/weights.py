@@ -19,8 +19,8 @@ from torch.cuda import nccl
 from posttrain.errors import RunFailure, UsageError, first_line
 from posttrain.models.load import quantized_bits
 from posttrain.models.lora import has_adapter, merged_weights
+from posttrain.process_group import whole
 from posttrain.sampling.http import HttpServer, Refused, Unanswered, Unreadable
-from posttrain.world import whole
 
 FILE_BYTES = 1 << 30
 MAX_WORKERS = 1 << 16

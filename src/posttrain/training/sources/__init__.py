@@ -49,7 +49,7 @@ class Source:
             CheckpointError: it is something else.
         """
 
-    def take_notices(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         """Notices that were not shown yet."""
         return []
 
@@ -60,9 +60,9 @@ class Source:
         """End what works next to the trainer."""
 
 
-def num_batches(passes: float, num_examples: int, batch: int) -> int:
-    """Batches of ``batch`` examples that go ``passes`` times through ``num_examples``; the last may reach further."""
-    return math.ceil(Fraction(passes).limit_denominator(10**6) * num_examples / batch)
+def num_batches(epochs: float, num_examples: int, batch: int) -> int:
+    """Batches of ``batch`` examples that go ``epochs`` times through ``num_examples``; the last may reach further."""
+    return math.ceil(Fraction(epochs).limit_denominator(10**6) * num_examples / batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Turn:
     """The rows of one round: their places among those of a source, and in which pass over them each is."""
 
     places: list[int]
-    passes: list[int]
+    epochs: list[int]
 
 
 class RowOrder:
@@ -121,7 +121,7 @@ class RowOrder:
             order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}".rstrip()
             place = int(_permutation(self.seed, order, in_pass, len(self.rows[part]))[offset])
             turn.places.append(self.rows[part][place])
-            turn.passes.append(in_pass)
+            turn.epochs.append(in_pass)
             at[part] += 1
         return turn
 

@@ -21,8 +21,8 @@ from posttrain.data.render.rows import Row, Shape, rows_of
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.durable import replace_file
+from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
-from posttrain.training.streams import Streams
 from posttrain.types import Batch, Example, Sample, collate
 
 FIXED_CHUNK = 256
@@ -95,12 +95,12 @@ class SupervisedSource(Source):
         context_tokens: int,
         *,
         shape: Shape = "demonstration",
-        streams: Streams | None = None,
+        fields: BatchFields | None = None,
         cache: Path | None = None,
         draws: bool = True,
     ) -> None:
         assert recipe.data is not None
-        self.seed, self.batch, self.shape, self.streams = recipe.train.seed, recipe.data.batch_size, shape, streams
+        self.seed, self.batch, self.shape, self.batch_fields = recipe.train.seed, recipe.data.batch_size, shape, fields
         self.train_all = recipe.data.train_on == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
@@ -134,17 +134,17 @@ class SupervisedSource(Source):
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
-        names = [] if streams is None else streams.fixed
+        names = [] if fields is None else fields.fixed
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based)."""
         return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
 
-    def length_of(self, passes: float) -> tuple[int, str]:
-        """The number of steps of ``passes`` through the data, rounded up, and a line about it."""
-        steps = num_batches(passes, self.num_examples, self.batch)
-        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
+    def length_of(self, epochs: float) -> tuple[int, str]:
+        """The number of steps of ``epochs`` through the data, rounded up, and a line about it."""
+        steps = num_batches(epochs, self.num_examples, self.batch)
+        over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
         return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
@@ -153,8 +153,8 @@ class SupervisedSource(Source):
         rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
         for name, of_row in self._fixed.items():
             trained = torch.cat([of_row[row] for row in rows])
-            batch.streams[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
-        return batch if self.streams is None else self.streams.before_step(self.streams(batch))
+            batch.fields[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
+        return batch if self.batch_fields is None else self.batch_fields.before_step(self.batch_fields(batch))
 
     def _share_of_trained(self, train_on: str | None, task: Task) -> str:
         """Describe the share of the tokens that is trained, and the conversations that became several examples."""
@@ -182,37 +182,37 @@ class SupervisedSource(Source):
         n = len(row.ids)
         if self.shape == "steps":
             mask = [t in row.step_labels for t in range(n)]
-            streams: dict[str, Any] = {"step_labels": [float(row.step_labels.get(t, 0)) for t in range(n)]}
+            fields: dict[str, Any] = {"step_labels": [float(row.step_labels.get(t, 0)) for t in range(n)]}
         else:
             start = 1 if self.train_all else row.prompt_length
             mask = [t >= start and t not in row.heard for t in range(n)]
             difference = unit[0].score - unit[-1].score
-            streams = {"labels": row.score, "margins": difference if row.margin is None else row.margin}
+            fields = {"labels": row.score, "margins": difference if row.margin is None else row.margin}
         if self.shape == "demonstration":
-            streams = {}
+            fields = {}
         # a prompt that is trained on itself cannot be shared
         prefix = 0 if self.train_all else row.prompt_length
-        return Sample(row.ids, mask, group=slot, prefix=prefix, streams=streams)
+        return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
 
     def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
         """The stream's numbers at the trained tokens of each row."""
-        assert self.streams is not None
-        assert self.streams.reference is not None, "the build makes a reference for whoever asks for one"
-        digest = hashlib.sha256(f"{self.streams.reference.fingerprint()} {self.shape} {self.train_all}".encode())
+        assert self.batch_fields is not None
+        assert self.batch_fields.reference is not None, "the build makes a reference for whoever asks for one"
+        digest = hashlib.sha256(f"{self.batch_fields.reference.fingerprint()} {self.shape} {self.train_all}".encode())
         for unit in self.units:
             for row in unit:
                 digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
                 digest.update(f"{sorted(row.heard) or ''}".encode())
         key = f"rows-{digest.hexdigest()[:32]}"
-        is_main = self.streams.world.is_main
+        is_main = self.batch_fields.process_group.is_main
         stored = _read_cache(cache, key) if cache is not None and is_main else None
-        known = self.streams.world.tell(stored, f"stored {name}")
+        known = self.batch_fields.process_group.tell(stored, f"stored {name}")
         if known is not None:
             return known
         pieces: list[Tensor] = []
         for start in range(0, len(self.units), FIXED_CHUNK):
             batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
-            scored = self.streams.fill(name, batch)
+            scored = self.batch_fields.fill(name, batch)
             pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
         if cache is not None and is_main:
             counts = torch.tensor([len(piece) for piece in pieces])

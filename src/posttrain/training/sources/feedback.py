@@ -31,19 +31,19 @@ class Feedback:
         samples, has_feedback = [], []
         for index, (n, g) in enumerate(rows):
             rollout = groups[n][g]
-            right = [r for i, r in enumerate(groups[n]) if i != g and r.reward > self.label_above]
+            correct = [r for i, r in enumerate(groups[n]) if i != g and r.reward > self.label_above]
             prompt = list(rollout.prompt_ids)
-            if right:
-                told = self._told(rollout, right[0].text)
-                if len(told) + len(rollout.completion.ids) <= self.context_tokens:
-                    prompt = told
+            if correct:
+                teacher_prompt = self._teacher_prompt(rollout, correct[0].text)
+                if len(teacher_prompt) + len(rollout.completion.ids) <= self.context_tokens:
+                    prompt = teacher_prompt
             has_feedback.append(float(prompt != list(rollout.prompt_ids)))
             answer = list(rollout.completion.ids)
             mask = [False] * len(prompt) + list(rollout.completion.written)
             samples.append(Sample(prompt + answer, mask, group=index, prefix=len(prompt)))
         return collate(samples), torch.tensor(has_feedback)
 
-    def _told(self, rollout: Rollout, solution: str) -> list[int]:
+    def _teacher_prompt(self, rollout: Rollout, solution: str) -> list[int]:
         messages = list(rollout.example.messages)
         question = messages[-1].content
         text = f"{question}\n\nCorrect solution:\n\n{solution}\n\nCorrectly solve the original question.\n\n{question}"

@@ -25,10 +25,10 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
-from posttrain.training.credit import Credit, number_turns, same_sizes
+from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
+from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.training.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class RolloutSource(Source):
         *,
         select: Callable[[Tensor], Units],
         rows_per_unit: int,
-        credit: Credit,
-        streams: Streams,
+        advantage_estimator: AdvantageEstimator,
+        fields: BatchFields,
         feedback: Feedback | None = None,
         stage: Stage | None = None,
     ) -> None:
@@ -71,9 +71,9 @@ class RolloutSource(Source):
         self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
         self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
-        self.turn_weight = sum(word.weight for word in recipe.rewards if word.name == "turn_rewards")
-        self.credit, self.streams, self.feedback = credit, streams, feedback
-        self.world = streams.world  # of the processes that sample together
+        self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
+        self.advantage_estimator, self.batch_fields, self.feedback = advantage_estimator, fields, feedback
+        self.process_group = fields.process_group  # of the processes that sample together
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
         self.dropped, self.num_repeated, self.trained = dict(task.dropped), num_repeated(task.examples), ""
@@ -96,7 +96,7 @@ class RolloutSource(Source):
             max_turn_tokens=self.options.max_turn_tokens,
         )
         self._batch: Batch | None = None
-        self._notices: dict[str, bool] = {}  # and whether they were shown
+        self._warnings: dict[str, bool] = {}  # and whether they were shown
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
@@ -110,15 +110,15 @@ class RolloutSource(Source):
             draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
         if draw.batch is not None:
             started = time.perf_counter()
-            draw.batch = self.streams.before_step(draw.batch)
+            draw.batch = self.batch_fields.before_step(draw.batch)
             if draw.timing:
                 draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
 
-    def length_of(self, passes: float) -> tuple[int, str]:
-        """The number of steps that sample every prompt ``passes`` times, rounded up, and a line about it."""
-        batches = num_batches(passes, self.num_examples, self.options.num_prompts)
-        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} prompts"
+    def length_of(self, epochs: float) -> tuple[int, str]:
+        """The number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
+        batches = num_batches(epochs, self.num_examples, self.options.num_prompts)
+        over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} prompts"
         what = "steps" if self.updates == 1 else "rollout batches"
         each = "" if self.updates == 1 else f", {self.updates} steps each: {batches * self.updates:,} steps"
         return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.num_prompts}{each}"
@@ -127,12 +127,12 @@ class RolloutSource(Source):
         return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
 
     def state(self) -> dict[str, Any]:
-        return {"kl_weight": self.credit.kl_weight}
+        return {"kl_weight": self.advantage_estimator.kl_weight}
 
     def restore(
         self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
     ) -> None:
-        self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
+        self.advantage_estimator.kl_weight = state.get("kl_weight", self.advantage_estimator.kl_weight)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
             return
         try:
@@ -141,10 +141,10 @@ class RolloutSource(Source):
             what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
-    def take_notices(self) -> list[str]:
-        said = [message for message, was_said in self._notices.items() if not was_said]
-        self._notices |= dict.fromkeys(said, True)
-        return said
+    def take_warnings(self) -> list[str]:
+        unreported = [message for message, is_reported in self._warnings.items() if not is_reported]
+        self._warnings |= dict.fromkeys(unreported, True)
+        return unreported
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
         """The rows of one part of the prompts that something was selected from."""
@@ -161,20 +161,22 @@ class RolloutSource(Source):
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
         units = self._choose(rewards)
-        if not self.credit.needs_batch:
-            _record_advantages(chosen, self.credit.from_groups(rewards))
+        if not self.advantage_estimator.needs_batch:
+            _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
         trained = self._unmasked(chosen, units)
-        rows = units if self.credit.needs_batch else trained  # the credit of tokens is over all completions, too
+        rows = (
+            units if self.advantage_estimator.needs_batch else trained
+        )  # the credit of tokens is over all completions, too
         batch = self.batch_of(chosen, rows) if rows else None
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
         if any(name == "correct" and weight for name, weight, _ in self.grader.rewards) and "accuracy" not in metrics:
-            self._notices.setdefault(NO_GOLD, False)
+            self._warnings.setdefault(NO_GOLD, False)
         if batch is None:
-            self._notices.setdefault(NOTHING_SELECTED, False)
+            self._warnings.setdefault(NOTHING_SELECTED, False)
         else:
-            metrics |= self._fill_streams(batch, chosen, rows, rewards)
+            metrics |= self._fill_batch_fields(batch, chosen, rows, rewards)
             if len(trained) < len(rows):
                 each, kept = self.rows_per_unit, set(trained)
                 places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
@@ -195,15 +197,15 @@ class RolloutSource(Source):
     def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
         """Metrics of each part of a mixture, with its ``prompts``, and those of them that are ``trained`` on."""
         trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
-        facts: dict[str, float] = {}
+        info: dict[str, float] = {}
         for name in self.parts:
             own = [group for group in sampled if group[0].example.meta["part"] == name]
             about = {"prompts": float(len(own)), "trained": float(trained[name])}
             if any(not r.has_failed for group in own for r in group):
                 means = describe_rollouts(own, self.grader.format_part)
                 about |= {key: means[key] for key in OF_A_PART if key in means}
-            facts |= {f"{name}:{key}": value for key, value in about.items()}
-        return facts
+            info |= {f"{name}:{key}": value for key, value in about.items()}
+        return info
 
     def take(self, step: int, cycle: int) -> Drawn:
         """Return rollout batch ``cycle``, sampled with the current weights."""
@@ -221,7 +223,7 @@ class RolloutSource(Source):
         sampled: Groups = []
         drawn: Drawn | None = None
         machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
-        sampler = Sampler(*machine, world=self.world, stage=self.stage)
+        sampler = Sampler(*machine, process_group=self.process_group, stage=self.stage)
         while drawn is None:
             attempt = len(sampled) // self.options.num_prompts
             turn = self.order.turn(cycle, attempt)
@@ -233,7 +235,7 @@ class RolloutSource(Source):
                 group=self.options.group_size,
                 step=step,
                 prompt_indices=[self.kept[p] for p in turn.places],
-                passes=turn.passes,
+                epochs=turn.epochs,
             )
             groups, seconds = collect(sampler, request)
             grading += seconds
@@ -309,37 +311,39 @@ class RolloutSource(Source):
 
     def batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
         """Return the rows of the selected units, with the numbers that come with rollouts."""
-        needs = self.streams.needs
+        needs = self.batch_fields.needs
         samples = []
         for unit in units:
             rewards = [groups[n][g].reward for n, g in unit]
-            row_streams = {"margins": rewards[0] - rewards[-1]}
+            row_fields = {"margins": rewards[0] - rewards[-1]}
             for (n, g), reward in zip(unit, rewards, strict=True):
                 rollout = groups[n][g]
-                row_streams |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
+                row_fields |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
                 sample = _sample_of(rollout, n)
                 if rollout.advantage is not None:
-                    sample.streams["advantages"] = [rollout.advantage if own else 0.0 for own in sample.mask]
-                sample.streams |= {name: x for name, x in row_streams.items() if name in needs}
+                    sample.fields["advantages"] = [rollout.advantage if own else 0.0 for own in sample.mask]
+                sample.fields |= {name: x for name, x in row_fields.items() if name in needs}
                 samples.append(sample)
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
-    def _fill_streams(
+    def _fill_batch_fields(
         self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor]
     ) -> dict[str, float]:
         teacher_batch = None
         if self.feedback is not None:
             rows = [(n, g) for unit in units for n, g in unit]
             teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
-            batch.streams["has_feedback"] = has_feedback
-        self.streams(batch, teacher_batch)
-        if not self.credit.needs_batch:
+            batch.fields["has_feedback"] = has_feedback
+        self.batch_fields(batch, teacher_batch)
+        if not self.advantage_estimator.needs_batch:
             return {}
         flat = [r for g in groups for r in g]
         truncated = torch.tensor([r.completion.is_truncated for r in flat])
         of_turns = pay_turns(batch, flat, self.turn_weight) if self.turn_weight else None
-        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs, of_turns)
-        self.streams(batch, teacher_batch)  # those that need advantages
+        advantages, metrics = self.advantage_estimator.from_batch(
+            batch, rewards, truncated, self.batch_fields.needs, of_turns
+        )
+        self.batch_fields(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
         means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
         _record_advantages(groups, means)
@@ -365,7 +369,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         mask=[False] * len(prompt) + list(answer.written),
         group=group,
         prefix=len(prompt),
-        streams={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
+        fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
     )
 
 
@@ -391,52 +395,54 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
     groups = [played for group in groups if (played := [r for r in group if not r.has_failed])]
     rollouts = [r for group in groups for r in group]
     graded = [r for r in rollouts if r.outcome != "ungraded"]
-    right = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
+    correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
     wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
-    facts = {
+    info = {
         "reward": fmean(r.reward for r in rollouts),
-        **({"accuracy": len(right) / len(graded)} if graded else {}),
+        **({"accuracy": len(correct) / len(graded)} if graded else {}),
         **({"format": fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
         "completion_length": fmean(r.completion.num_own for r in rollouts),
         "truncated": fmean(float(r.completion.is_truncated) for r in rollouts),
         "uniform_groups": fmean(float(len({r.reward for r in g}) == 1) for g in groups),
     }
     names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
-    facts |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
+    info |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
     failures = sum(r.outcome in FAILURES for r in rollouts)
-    facts |= {"grading_failures": failures / len(rollouts)} if failures else {}
-    facts |= {
-        name: fmean(of) for name, of in (("completion_length_correct", right), ("completion_length_wrong", wrong)) if of
+    info |= {"grading_failures": failures / len(rollouts)} if failures else {}
+    info |= {
+        name: fmean(of)
+        for name, of in (("completion_length_correct", correct), ("completion_length_wrong", wrong))
+        if of
     }
-    return facts | _describe_turns(rollouts, everything)
+    return info | _describe_turns(rollouts, everything)
 
 
 def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of turns and calls, where there are any."""
-    facts: dict[str, float] = {}
+    info: dict[str, float] = {}
     if any(r.turns for r in played):
         calls = [call for r in played for turn in r.turns for call in turn.calls]
-        facts["num_turns"] = fmean(len(r.turns) for r in played)
-        facts["num_calls"] = len(calls) / len(played)
-        facts["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
+        info["num_turns"] = fmean(len(r.turns) for r in played)
+        info["num_calls"] = len(calls) / len(played)
+        info["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
         for finish in ("out_of_turns", "tool_failed"):
-            facts[finish] = fmean(float(r.completion.finish == finish) for r in played)
+            info[finish] = fmean(float(r.completion.finish == finish) for r in played)
     if any(r.failures for r in everything):
-        facts["environment_failures"] = fmean(float(r.has_failed) for r in everything)
-        facts["played_again"] = fmean(float(bool(r.failures)) for r in everything)
-    return facts
+        info["environment_failures"] = fmean(float(r.has_failed) for r in everything)
+        info["played_again"] = fmean(float(bool(r.failures)) for r in everything)
+    return info
 
 
 def _describe_choice(
     groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
 ) -> dict[str, float]:
     """Metrics of the choice of what is trained on."""
-    facts = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
+    info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
     advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
     if len(advantages):
         spread = (advantages.mean(), advantages.std(correction=0), advantages.min(), advantages.max())
         names = (f"advantage_{name}" for name in ("mean", "std", "min", "max"))
-        facts |= dict(zip(names, map(float, spread), strict=True))
+        info |= dict(zip(names, map(float, spread), strict=True))
     if is_filtered:
-        facts["accepted_groups"] = accepted
-    return facts
+        info["accepted_groups"] = accepted
+    return info

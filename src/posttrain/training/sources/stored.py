@@ -21,7 +21,7 @@ from posttrain.types import Batch, Completion, Message, Rollout
 Groups = list[list[Rollout]]
 START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
-_STREAM = "stream."
+_FIELD = "stream."
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
 # Known or made where it is read; the prompt of an episode is what its environment began with.
@@ -64,29 +64,29 @@ def write_drawn(drawn: Drawn) -> dict[str, Any]:
     }
 
 
-def read_drawn(stated: Mapping[str, Any], source: Prompts) -> Drawn:
+def read_drawn(stored: Mapping[str, Any], source: Prompts) -> Drawn:
     """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
-    sampled = read_groups(stated["sampled"], source)
-    chosen = [sampled[place] for place in stated["chosen"]]
-    return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
+    sampled = read_groups(stored["sampled"], source)
+    chosen = [sampled[place] for place in stored["chosen"]]
+    return Drawn(sampled, chosen, stored["accepted"], stored["version"], dict(stored["timing"]))
 
 
-def check_written(stated: Mapping[str, Any], source: Prompts, vocabulary: int) -> None:
+def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -> None:
     """Refuse what ``write_drawn`` does not write of a batch of the ``source``, as an untrusted checkpoint may have it.
 
-    ``stated`` has the number of the batch, too; token ids must be below ``vocabulary``.
+    ``stored`` has the number of the batch, too; token ids must be below ``vocabulary``.
 
     Raises:
         ValueError: something in it is of another kind, length or range. KeyError: something is missing.
     """
-    _groups_type().validate_json(json.dumps(stated["sampled"]), strict=True)
-    _COUNTS.validate_python([stated["batch"], stated["version"]], strict=True)
+    _groups_type().validate_json(json.dumps(stored["sampled"]), strict=True)
+    _COUNTS.validate_python([stored["batch"], stored["version"]], strict=True)
     parts = {name for name, _, _ in source.grader.rewards}
-    if type(stated.get("accepted", 0.0)) is not float:
+    if type(stored.get("accepted", 0.0)) is not float:
         raise ValueError("no share that fits")
-    if any(len(rollouts) != source.options.group_size for rollouts in stated["sampled"]):
+    if any(len(rollouts) != source.options.group_size for rollouts in stored["sampled"]):
         raise ValueError("other groups")
-    for rollout in (rollout for rollouts in stated["sampled"] for rollout in rollouts):
+    for rollout in (rollout for rollouts in stored["sampled"] for rollout in rollouts):
         completion = rollout["completion"]
         ids, own = completion["ids"], completion["own"]
         _COUNTS.validate_python([completion["version"]], strict=True)
@@ -104,8 +104,8 @@ def _groups_type() -> TypeAdapter[Any]:
     names = [f.name for f in fields(Rollout) if f.name not in _OF_THE_TASK]
     plain: dict[str, Any] = {name: (_Count if types[name] is int else types[name], ...) for name in names}
     kinds = {"messages": list[tuple[str, str]], "prompt_ids": list[int], "turns": list[Any], "failures": list[str]}
-    said: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
-    episode: Any = create_model("Episode", __config__=strict, **said)
+    episode_fields: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
+    episode: Any = create_model("Episode", __config__=strict, **episode_fields)
     rollout: Any = create_model(
         "Rollout", __config__=strict, completion=(Completion, ...), episode=(episode | None, None), **plain
     )
@@ -115,7 +115,7 @@ def _groups_type() -> TypeAdapter[Any]:
 def write_batch(batch: Batch) -> dict[str, Tensor]:
     """A batch as tensors to save."""
     return {name: getattr(batch, name) for name in _OF_A_BATCH} | {
-        f"{_STREAM}{name}": numbers for name, numbers in batch.streams.items()
+        f"{_FIELD}{name}": numbers for name, numbers in batch.fields.items()
     }
 
 
@@ -126,14 +126,14 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
         ValueError, KeyError: something in it is of another kind, shape or range.
     """
     tokens, lengths, mask, group, prefix = (tensors[name] for name in _OF_A_BATCH)
-    streams = {name.removeprefix(_STREAM): x for name, x in tensors.items() if name.startswith(_STREAM)}
+    fields = {name.removeprefix(_FIELD): x for name, x in tensors.items() if name.startswith(_FIELD)}
     kinds = (tokens.dtype, lengths.dtype, group.dtype, prefix.dtype, mask.dtype)
     if kinds != (torch.long,) * 4 + (torch.bool,) or tokens.ndim != 2 or not tokens.numel():
         raise ValueError("other kinds")
     rows, width = tokens.shape
     if mask.shape != tokens.shape or any(x.shape != (rows,) for x in (lengths, group, prefix)) or rows % rows_per_unit:
         raise ValueError("other shapes")
-    if any(x.shape[:2] not in ((rows,), (rows, width)) for x in streams.values()):
+    if any(x.shape[:2] not in ((rows,), (rows, width)) for x in fields.values()):
         raise ValueError("other streams")
     places = torch.arange(width)
     outside = (mask & ((places >= lengths[:, None]) | (places == 0))).any() or (prefix < 0).any()
@@ -141,7 +141,7 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
         raise ValueError("other lengths")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ValueError("other tokens")
-    return Batch(tokens, lengths, mask, group, prefix, streams, rows_per_unit=rows_per_unit)
+    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit)
 
 
 def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
@@ -149,7 +149,7 @@ def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
     return [[_write_rollout(rollout) for rollout in group] for group in groups]
 
 
-def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: Prompts) -> Groups:
+def read_groups(stored: Sequence[Sequence[Mapping[str, Any]]], source: Prompts) -> Groups:
     """Read what ``write_groups`` gave."""
     position = {index: place for place, index in enumerate(source.kept)}
 
@@ -168,7 +168,7 @@ def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: Prompts) 
             known["failures"] = tuple(episode["failures"])
         return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
 
-    return [[read(row) for row in group] for group in stated]
+    return [[read(row) for row in group] for group in stored]
 
 
 def _write_rollout(rollout: Rollout) -> dict[str, Any]:

@@ -1,0 +1,353 @@
+"""Training a dictionary as a run, with Lightning; the only module that imports it.
+
+Lightning runs the steps of ``fitting`` and keeps optimizer, schedule and position in the data in its checkpoints, so
+that a killed run continues bit for bit. Everything that a step changes is a parameter or a buffer of the module.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
+from posttrain.interpret.activations.record import read_documents, record
+from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
+from posttrain.interpret.activations.sites import check_layers, layer_of
+from posttrain.interpret.saes.fitting import (
+    Learner,
+    Quality,
+    RowBatches,
+    StoreRows,
+    build_sae,
+    first_held_out,
+    in_batches,
+    measure,
+    recover,
+    sample_rows,
+    too_few_rows,
+)
+from posttrain.interpret.saes.recipe import ACTIVATIONS, DIFFERENCE, SaeRecipe
+from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
+from posttrain.models.load import load_model, load_tokenizer
+from posttrain.recipes.document import decisive
+from posttrain.recipes.sections import ModelSection
+from posttrain.store.checkpoint_files import (
+    ASIDE,
+    Unverified,
+    checkpoint_steps,
+    prune_checkpoints,
+    rename_into_place,
+    seal,
+    set_aside_steps,
+    step_folder,
+    verify,
+)
+from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
+from posttrain.training.files import Observer, RunFiles
+
+try:
+    import lightning
+except ImportError as error:
+    raise MissingExtra("lightning", "interpret", "training a dictionary") from error
+
+STATE = "state.ckpt"
+DICTIONARY, RESULTS = "dictionary", "dictionary.json"  # inside a run
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a training ended: ``reason`` is ``finished`` or ``interrupted``; ``quality`` on the rows held out."""
+
+    dictionary: SparseAutoencoder
+    step: int
+    reason: str
+    quality: Quality
+
+    @property
+    def evaluations(self) -> dict[str, dict[str, float]]:
+        """The quality by name, for ``runs.launch``."""
+        return {"held_out": self.quality.numbers()}
+
+
+def train_run(
+    recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
+) -> Trained:
+    """Record activations if the recipe says so, train, measure, and write the dictionary."""
+    assert isinstance(recipe, SaeRecipe)
+
+    def notify(message: str) -> None:
+        observer("notice", {"message": message})
+
+    trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
+    store = open_or_record(recipe, files.folder, notify, allow_large=allow_large)
+    rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
+    metrics = TrackedMetrics(files.metrics, trackers)
+    shared: dict[str, Any] = {"resume": resume, "observer": observer, "should_stop": should_stop}
+    try:
+        trained = train_sae(rows, recipe, checkpoints=files.checkpoints, metrics=metrics, **shared)
+    except UsageError:
+        if not resume:  # so that the empty run can be removed
+            shutil.rmtree(files.folder / ACTIVATIONS, ignore_errors=True)
+        raise
+    finally:
+        metrics.close()
+    if trained.reason == "finished":
+        save_sae(trained.dictionary, files.folder / DICTIONARY, _describe_training(rows, recipe, trained.step))
+        results: dict[str, Any] = {"held_out": trained.quality.numbers() | {"rows": trained.quality.rows}}
+        if recipe.eval.documents:
+            results["recovered"] = _recovered(rows, recipe, trained.dictionary)
+        replace_file(files.folder / RESULTS, json.dumps(results, indent=1).encode() + b"\n")
+    return trained
+
+
+def open_or_record(
+    recipe: SaeRecipe, run: Path, notify: Callable[[str], None], *, allow_large: bool = False
+) -> ActivationStore:
+    """Open the activations that a recipe names, or the run's own recording, which is made where it is not finished.
+
+    Every file of a recording that is used again is compared with its hash first (about a second per GB).
+    """
+    section, place = recipe.activations, run / ACTIVATIONS
+    if section.folder is not None:
+        return ActivationStore(section.folder)
+    if (place / INDEX).is_file() and read_index(place).finished:
+        return ActivationStore(place, verify=True)
+    model = section.model
+    assert model is not None, "the section's validator"
+    assert section.site is not None, "the section's validator"
+    check_layers(model.name, [section.site])  # before texts are read
+    documents = read_documents(
+        load_tokenizer(model.name, trust_remote_code=model.runs_remote_code),
+        task=section.task,
+        template=section.template,
+        text=section.text,
+        rollouts=None if section.rollouts is None else Path(section.rollouts),
+        context_tokens=section.context_tokens,
+        max_tokens=section.max_rows,
+        where="activations.",
+    )
+    if documents.num_tokens - recipe.eval.rows < recipe.train.batch:
+        raise too_few_rows(f"at most {documents.num_tokens:,}", recipe.eval.rows, recipe.train.batch)
+    return record(
+        model,
+        documents,
+        [section.site],
+        place,
+        dtype=section.dtype,
+        outliers=section.outliers,
+        batch=section.batch,
+        allow_large=allow_large,
+        fewer="activations.max_rows",
+        ready=lambda size: notify(f"recording activations: {size}"),
+    )
+
+
+def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, Any]:
+    """Return metadata for ``save_sae``: the model, the place in it, and the training."""
+    index, site = rows.store.index, rows.site
+    used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
+    return {
+        "model_name": used[-1].model,
+        "hook_name": f"blocks.{layer_of(site) - 1}.hook_resid_post",
+        "context_size": index.data.get("context_tokens"),
+        "site": site,
+        "layer": layer_of(site),
+        "layer_convention": index.layer_convention,
+        "source": rows.source,
+        "models": [source.model_dump() for source in used],
+        "tokenizer": index.tokenizer,
+        "activations": {"data": index.data, "rows": index.rows, "dropped": index.dropped, "dtype": index.dtype},
+        "training": {"recipe": recipe.fingerprint(), "steps": step, "rows": step * recipe.train.batch},
+    }
+
+
+def _recovered(rows: StoreRows, recipe: SaeRecipe, sae: SparseAutoencoder) -> dict[str, float]:
+    """Put the dictionary into its model, on the last ``eval.documents`` held-out documents."""
+    store = rows.store
+    first = first_held_out(rows, recipe.eval.rows, recipe.train.batch)
+    held_out = store.documents(torch.arange(first, store.num_rows)).unique().tolist()
+    documents = [store.document_tokens(number) for number in held_out[-recipe.eval.documents :]]
+    source = next(source for source in store.index.sources if source.name == rows.source)
+    section = recipe.activations.model or ModelSection(name=source.model, dtype=source.dtype)
+    return recover(load_model(section, seed=0).model, sae, rows.site, documents, store.limit(rows.site, source.name))
+
+
+def train_sae(
+    rows: StoreRows,
+    recipe: SaeRecipe,
+    *,
+    checkpoints: Path,
+    metrics: MetricsLog,
+    resume: bool = False,
+    observer: Observer = lambda event, info: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trained:
+    """Train as a resolved recipe says, from its newest checkpoint with ``resume``; the last rows are held out.
+
+    Raises:
+        UsageError: too few rows.
+        NonFiniteLoss: the loss is NaN or infinite; the last checkpoint is as it was.
+        CheckpointError: there are checkpoints, and none verifies.
+    """
+    settings, device = recipe.train, _choose_device(recipe.train.device)
+    num_rows = first_held_out(rows, recipe.eval.rows, settings.batch)
+    sae = build_sae(rows.d, recipe.dictionary, settings.seed)
+    newest = _newest_checkpoint(checkpoints, observer) if resume else None
+    if newest is None:
+        sae.prepare(sample_rows(rows, num_rows, settings.seed))
+    metrics.trim(newest or 0)
+
+    def measure_held_out() -> Quality:
+        return measure(sae, in_batches(rows, num_rows, rows.num_rows))
+
+    module = _Training(sae, recipe, checkpoints, metrics, observer, should_stop, measure_held_out)
+    info: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
+    observer("start", info)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():  # about loaders and devices: the arguments here are intended
+        warnings.filterwarnings("ignore", module="lightning")
+        trainer = lightning.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            max_steps=settings.steps,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(checkpoints.parent),
+        )
+        batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
+        place = None if newest is None else str(step_folder(checkpoints, newest) / STATE)
+        trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
+    step = int(trainer.global_step)
+    module.to(device)
+    quality = measure_held_out()
+    reason = "finished" if step >= settings.steps else "interrupted"
+    observer("finish", {"step": step, "reason": reason})
+    return Trained(sae.cpu(), step, reason, quality)
+
+
+class _Training(lightning.LightningModule):
+    """The steps of a ``Learner`` as Lightning calls them; logs, measures and saves where that is due."""
+
+    def __init__(
+        self,
+        sae: SparseAutoencoder,
+        recipe: SaeRecipe,
+        checkpoints: Path,
+        metrics: MetricsLog,
+        observer: Observer,
+        should_stop: Callable[[], bool],
+        measure_held_out: Callable[[], Quality],
+    ) -> None:
+        super().__init__()
+        self.dictionary, self.learner, self.recipe = sae, Learner(sae, recipe.train), recipe
+        self.checkpoints, self.metrics = checkpoints, metrics
+        self.observer, self.should_stop, self.measure_held_out = observer, should_stop, measure_held_out
+        self._logged_at: tuple[int, float] | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.learner.loss(batch, self.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, schedule = self.learner.optimizer()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.learner.clip()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.dictionary.normalize()  # here, so that a checkpoint has it
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, settings = int(self.global_step), self.recipe.train
+        last, stop = step >= settings.steps, self.should_stop()
+        if step % settings.log_every == 0 or last or step == 1:
+            self._log(step, len(batch))
+        if last or (self.recipe.eval.every and step % self.recipe.eval.every == 0):
+            numbers = self.measure_held_out().numbers()
+            self.metrics.append(step, {f"eval/held_out/{name}": value for name, value in numbers.items()})
+        if last or stop or (settings.save_every and step % settings.save_every == 0):
+            self._save(step)
+        if stop:
+            self.trainer.should_stop = True
+
+    def _log(self, step: int, batch: int) -> None:
+        measured = self.learner.measured
+        terms = {name: float(getattr(measured, name)) for name in ("squared_error", "penalty")}
+        terms["auxk"] = float(measured.auxiliary)
+        numbers = {
+            "loss": sum(terms.values()),
+            **terms,
+            "l0": float((measured.features > 0).sum()) / len(measured.features),
+            "dead": float((self.dictionary.since_fired > self.learner.dead_rows).double().mean()),
+            "grad_norm": float(self.learner.grad_norm),
+            "lr": float(self.trainer.optimizers[0].param_groups[0]["lr"]),
+        }
+        if not all(abs(numbers[name]) < float("inf") for name in ("loss", "grad_norm")):
+            raise NonFiniteLoss(
+                f"step {step}: the loss is {numbers['loss']}, the gradient norm {numbers['grad_norm']}. A smaller "
+                "train.lr may help, or activations without outliers"
+            )
+        now, timing = time.perf_counter(), {}
+        if self._logged_at is not None and step > self._logged_at[0]:
+            seconds = (now - self._logged_at[1]) / (step - self._logged_at[0])
+            timing = {"step_seconds": seconds, "rows_per_second": batch / seconds}
+        self._logged_at = (step, now)
+        self.metrics.append(step, numbers, timing)
+        self.observer("step", {"step": step, "metrics": numbers, "timing": timing})
+
+    def _save(self, step: int) -> None:
+        final = step_folder(self.checkpoints, step)
+        aside = self.checkpoints / f"{ASIDE}{final.name}"
+        self.metrics.flush()
+        state = {  # by which a resumed run notices that its recipe or its records were changed
+            "recipe": self.recipe.fingerprint(),
+            "settings": decisive(self.recipe.dump()),
+            "records": {"metrics": self.metrics.num_rows()},
+        }
+        with storage_errors("the checkpoint", final):
+            aside.mkdir(parents=True, exist_ok=True)
+            self.trainer.save_checkpoint(aside / STATE)
+            replace_file(aside / "state.json", json.dumps(state, sort_keys=True).encode())
+            seal(aside, step)
+            rename_into_place(aside, final)
+        prune_checkpoints(self.checkpoints, self.recipe.train.keep_checkpoints)
+        self.observer("checkpoint", {"step": step, "path": str(final)})
+
+
+def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:
+    """Return the newest step whose checkpoint verifies, and rename later ones ``failed-…``; None: there are none."""
+    steps = checkpoint_steps(folder)
+    for step in reversed(steps):
+        try:
+            verify(step_folder(folder, step), step)
+        except Unverified as problem:
+            notice = f"checkpoint of step {step} is damaged ({problem}); using the one before"
+            observer("notice", {"message": notice})
+            continue
+        set_aside_steps(folder, [other for other in steps if other > step])
+        return step
+    if steps:
+        raise CheckpointError(f"{folder}: none of the checkpoints verifies; start again under another name")
+    return None
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

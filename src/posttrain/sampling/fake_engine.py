@@ -1,0 +1,85 @@
+"""An engine with given answers: for tests, and for trying a recipe without sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.randomness import uniforms
+from posttrain.registry import register
+from posttrain.sampling.base import Engine, Groups, Sampling
+from posttrain.types import Completion, Finish
+
+Ids = Sequence[int]
+
+
+@register("engine", samples=False)
+def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0.0) -> Engine:
+    """Answer every prompt with one of ``texts``, drawn by the completion's key; nothing is sampled.
+
+    Each text ends with the tokenizer's end token.
+
+    Args:
+        texts: the answers.
+        logprob: the log-probability of every token.
+    """
+    if not texts:
+        raise UsageError("rollout.engine.texts: give at least one text to answer with")
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    choices = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
+    return FakeEngine(choices, logprob=logprob)
+
+
+class FakeEngine(Engine):
+    """Completions from a script.
+
+    Args:
+        choices: token ids to choose from; or a mapping from a prompt's ids (a tuple) to its own
+            choices; or a function of (prompt, key) that gives the ids themselves.
+        logprob: the log-probability of every token.
+
+    A completion whose key's first uniform number is u takes choice ``floor(u * len(choices))``. It is cut after the
+    first of ``sampling.stop_ids`` (finish ``stop``) or at ``sampling.max_tokens`` (finish ``length``); one that ends
+    without either counts as stopped. ``calls`` keeps the arguments, for tests.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[Ids] | Mapping[tuple[int, ...], Sequence[Ids]] | Callable[[tuple[int, ...], int], Ids],
+        *,
+        logprob: float = 0.0,
+    ) -> None:
+        self.choices = choices
+        self.logprob = logprob
+        self.calls: list[tuple[list[tuple[int, ...]], list[tuple[int, ...]], Sampling]] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
+        """See ``Engine.generate``.
+
+        Raises:
+            UsageError: an empty prompt, or one that the script does not know.
+        """
+        assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
+        self.calls.append(([tuple(p) for p in prompts], [tuple(k) for k in keys], sampling))
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
+        return [
+            [self._complete(tuple(prompt), key, sampling) for key in row]
+            for prompt, row in zip(prompts, keys, strict=True)
+        ]
+
+    def _complete(self, prompt: tuple[int, ...], key: int, sampling: Sampling) -> Completion:
+        if callable(self.choices):
+            ids = self.choices(prompt, key)
+        else:
+            choices = self.choices.get(prompt) if isinstance(self.choices, Mapping) else self.choices
+            if choices is None:
+                raise UsageError(f"the script has no completions for the prompt {list(prompt)}")
+            ids = choices[int(uniforms([key], 1)[0, 0] * len(choices))]
+        limit = min(sampling.max_tokens, sampling.within(self.context_tokens) - len(prompt))
+        stop = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
+        finish: Finish = "stop" if stop <= limit else "length"
+        taken = tuple(map(int, ids[: min(stop, limit)]))
+        return Completion(taken, (self.logprob,) * len(taken), finish, self.version)

@@ -1,0 +1,363 @@
+"""The fast decoding path for one family of blocks: Qwen3, Qwen2, Llama and their like.
+
+At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path issues few operations a
+layer and reads a group's prompt once, over the very same parameters (nothing is copied, merged or fused, so nothing can
+be stale). Projections are separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of
+41 microseconds and would have to be kept in step.
+
+The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qwen3)::
+
+    q, k, v = x1 Wq, x1 Wk, x1 Wv                 x1 = n1(x)
+    x = x + softmax(rope(q) rope(K)^T s) V Wo
+    x = x + (silu(x2 Wg) * x2 Wu) Wd              x2 = n2(x)
+
+``FastDecoder.bind`` refuses a model whose parts are not exactly these; ``probe`` then compares log-probabilities with
+the model's own forward, which finds a part that looks alike but computes otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
+from posttrain.models.lora import LowRank, low_rank_terms
+from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, pad_right
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Rotary frequencies that do not depend on the length of the sequence.
+STATIC_ROPES = {"default", "linear", "llama3", "yarn"}
+
+# (layer's number, its parameters, the projections) -> [N, query heads * head_dim]
+Attend = Callable[[int, "Layer", "Workspace"], Tensor]
+
+
+@dataclass(slots=True)
+class Layer:
+    """One block: its parameters by reference, and its head norms side by side."""
+
+    norm1: Tensor
+    norm2: Tensor
+    eps: float
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    gate: Projection
+    up: Projection
+    down: Projection
+    head_norm: Tensor | None  # [query heads + key heads, head_dim]
+    head_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """One buffer ``[N, all heads * head_dim]`` and views of it; overwritten by every block."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotated: Tensor  # query and key heads together [N, query heads + key heads, head_dim]
+    values: Tensor  # [N, key heads, head_dim]
+
+
+class FastDecoder:
+    """A ``Decoder`` over the parameters of ``model``. Made by ``bind``, anew for every generation."""
+
+    name = "lean"
+
+    def __init__(self, base: Any, head: nn.Linear, max_positions: int) -> None:
+        attention = base.layers[0].self_attn
+        self.embedding: Tensor = base.embed_tokens.weight.detach()
+        self.head: Tensor = head.weight.detach()
+        self.head_bias = None if head.bias is None else head.bias.detach()
+        self.norm: Tensor = base.norm.weight.detach()
+        self.eps: float = base.norm.variance_epsilon
+        self.head_dim: int = attention.head_dim
+        self.scale: float = attention.scaling
+        self.layers = [_bind_layer(layer) for layer in base.layers]
+        self.num_queries = self.layers[0].q.size // self.head_dim
+        self.num_keys = self.layers[0].k.size // self.head_dim
+        self.device = self.embedding.device
+        self.dtype = self.embedding.dtype
+        # Plain batched products beat the fused attention at one query per row on a CPU (54 + 65
+        # against 179 microseconds at 64 rows x 128 columns); half precision needs its fp32 inside.
+        self.transposed = self.device.type == "cpu" and self.dtype == torch.float32
+        self.can_share = self.transposed
+        self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
+        self._bind_rotary(base, max_positions)
+        self._work: Workspace | None = None
+        self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
+
+    @staticmethod
+    def bind(model: Any, max_positions: int) -> FastDecoder | None:
+        """Return a decoder for positions below ``max_positions``, or None if the model's parts are not ours."""
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
+        if base is None or type(head) is not nn.Linear or not _fits(base, inner.config):
+            return None
+        window, kinds = (getattr(inner.config, name, None) for name in ("sliding_window", "layer_types"))
+        is_used = "sliding_attention" in kinds if kinds else getattr(inner.config, "use_sliding_window", True)
+        if window is not None and is_used and max_positions > window:
+            return None  # in some families the configuration alone has it
+        return FastDecoder(base, head, max_positions)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
+        tokens = pad_right(prompts, self.device)
+        rows, width = tokens.shape
+        cos, sin = self.cos[:width].repeat(rows, 1, 1), self.sin[:width].repeat(rows, 1, 1)
+        group = self.num_queries // self.num_keys
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def attend(_: int, layer: Layer, work: Workspace) -> Tensor:
+            q, k = self.turn(layer, work, cos, sin)
+            keys.append(k.view(rows, width, self.num_keys, self.head_dim))
+            values.append(work.values.clone().view(rows, width, self.num_keys, self.head_dim))
+            query = q.view(rows, width, self.num_queries, self.head_dim).transpose(1, 2)
+            key = keys[-1].transpose(1, 2).repeat_interleave(group, 1)
+            value = values[-1].transpose(1, 2).repeat_interleave(group, 1)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+            return mixed.transpose(1, 2).reshape(rows * width, -1)
+
+        hidden = F.embedding(tokens.view(-1), self.embedding)
+        for index, layer in enumerate(self.layers):
+            hidden = self._block(index, layer, hidden, attend)
+        return Prefix(keys, values, [len(p) for p in prompts])
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        bias, rows = cache.mask(), len(tokens)
+
+        def attend(index: int, layer: Layer, work: Workspace) -> Tensor:
+            q, k = self.turn(layer, work, cos, sin)
+            keys, values = cache.write(index, k, work.values)
+            query = q.view(rows, self.num_keys, -1, self.head_dim)
+            if self.transposed:
+                return self._attend_plainly(index, query, keys, values, bias, cache.shared)
+            # The query heads that share a key head stand as query positions: no mask of their own, and no enable_gqa,
+            # with which neither flash nor memory-efficient attention takes a mask.
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
+            return mixed.reshape(rows, -1)
+
+        hidden = F.embedding(tokens, self.embedding)
+        for index, layer in enumerate(self.layers):
+            hidden = self._block(index, layer, hidden, attend)
+        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
+
+    def _attend_plainly(
+        self,
+        index: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        shared: SharedPrefixes | None,
+    ) -> Tensor:
+        """Return the attention ``[R, heads * group * dim]`` of ``query [R, heads, group, dim]``."""
+        rows, heads, group, dim = query.shape
+        flat = query.view(rows * heads, group, dim)
+        values = values.flatten(0, 1)
+        scores = torch.baddbmm(self._no_bias, flat, keys.flatten(0, 1), beta=0, alpha=self.scale)
+        if bias is not None:
+            scores.view(rows, heads, group, -1).add_(bias)
+        if shared is None or shared.width == 0:
+            return torch.bmm(scores.softmax(-1), values).view(rows, -1)
+        width = shared.width
+        groups = len(shared.names) * heads  # [prompt, head] pairs, each with the same number of queries
+        queries = flat.view(rows * heads, -1).index_select(0, shared.to_groups).view(groups, -1, dim)
+        past, beta = (self._no_bias, 0) if shared.bias is None else (shared.bias, 1)
+        on_prefix = torch.baddbmm(past, queries, shared.keys[index].flatten(0, 1), beta=beta, alpha=self.scale)
+        on_prefix = on_prefix.view(-1, group * width).index_select(0, shared.to_rows).view(rows * heads, group, width)
+        weights = torch.cat((on_prefix, scores), -1).softmax(-1)
+        spread = weights[:, :, :width].index_select(0, shared.to_groups).view(groups, -1, width)
+        mixed = torch.bmm(spread, shared.values[index].flatten(0, 1))
+        mixed = mixed.view(-1, group * dim).index_select(0, shared.to_rows).view(rows * heads, group, dim)
+        return mixed.baddbmm_(weights[:, :, width:], values).view(rows, -1)
+
+    def _block(self, index: int, layer: Layer, hidden: Tensor, attend: Attend) -> Tensor:
+        """Compute one block on ``[N, hidden]``; ``hidden`` is overwritten."""
+        work = self._workspace(hidden.shape[0])
+        x = rms_norm(hidden, layer.norm1, layer.eps)
+        layer.q.into(x, work.q)
+        layer.k.into(x, work.k)
+        layer.v.into(x, work.v)
+        hidden = layer.o.add_to(hidden, attend(index, layer, work))
+        x = rms_norm(hidden, layer.norm2, layer.eps)
+        return layer.down.add_to(hidden, F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x)))
+
+    def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys ``[N, heads, head_dim]``, normed and rotated. cos, sin ``[N, 1, head_dim]``."""
+        rotated, count = work.rotated, self.num_queries
+        if layer.head_norm is not None:
+            rotated = rms_norm(rotated, layer.head_norm, layer.head_eps)
+        turned = rotated.roll(self.head_dim // 2, -1)
+        rotated = rotated * cos
+        q = torch.addcmul(rotated[:, :count], turned[:, :count], sin)
+        return q, torch.addcmul(rotated[:, count:], turned[:, count:], sin)
+
+    def _workspace(self, rows: int) -> Workspace:
+        """The buffer for ``rows``, kept while the number of rows stays the same."""
+        if self._work is None or len(self._work.q) != rows:
+            dim, rotated = self.head_dim, self.num_queries + self.num_keys
+            buffer = torch.empty((rows, (rotated + self.num_keys) * dim), dtype=self.dtype, device=self.device)
+            heads = buffer.view(rows, -1, dim)
+            q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
+            self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
+        return self._work
+
+    def _bind_rotary(self, base: Any, max_positions: int) -> None:
+        """Compute cos and sin ``[max_positions, 1, head_dim]``; sin has the sign of the half turn."""
+        positions = torch.arange(max_positions, device=self.device)[None]
+        cos, sin = base.rotary_emb(self.embedding[:1], positions)
+        sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
+        sign[: self.head_dim // 2] = -1
+        self.cos = cos[0, :, None, :]
+        self.sin = (sin[0] * sign)[:, None, :]
+
+
+def _bind_layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norm, head_eps = None, 0.0
+    q, k = Projection.bind(attention.q_proj), Projection.bind(attention.k_proj)
+    if hasattr(attention, "q_norm"):
+        counts = (q.size // attention.head_dim, k.size // attention.head_dim)
+        weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
+        head_norm = torch.cat([w.expand(n, -1) for w, n in zip(weights, counts, strict=True)])
+        head_eps = attention.q_norm.variance_epsilon
+    return Layer(
+        norm1=layer.input_layernorm.weight.detach(),
+        norm2=layer.post_attention_layernorm.weight.detach(),
+        eps=layer.input_layernorm.variance_epsilon,
+        q=q,
+        k=k,
+        v=Projection.bind(attention.v_proj),
+        o=Projection.bind(attention.o_proj),
+        gate=Projection.bind(mlp.gate_proj),
+        up=Projection.bind(mlp.up_proj),
+        down=Projection.bind(mlp.down_proj),
+        head_norm=head_norm,
+        head_eps=head_eps,
+    )
+
+
+def _fits(base: Any, config: Any) -> bool:
+    """Return True if the parts are those of the block above, each of a known type."""
+    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+    if not all(hasattr(base, name) for name in parts) or set(dict(base.named_children())) != set(parts):
+        return False
+    if type(base.embed_tokens) is not nn.Embedding or not hasattr(base.norm, "variance_epsilon"):
+        return False
+    rope = getattr(base.rotary_emb, "rope_type", None)  # one for each kind of layer, in some families
+    if not isinstance(rope, str) or rope not in STATIC_ROPES or config.hidden_act != "silu":
+        return False
+    return len(base.layers) > 0 and all(_layer_fits(layer) for layer in base.layers)
+
+
+def _layer_fits(layer: Any) -> bool:
+    if set(dict(layer.named_children())) != LAYER_PARTS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    extra = set(dict(attention.named_children())) - ATTENTION_PARTS
+    if extra not in (set(), {"q_norm", "k_norm"}) or not set(dict(mlp.named_children())) <= MLP_PARTS:
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if extra:
+        norms += [attention.q_norm, attention.k_norm]
+        if attention.q_norm.weight.shape[0] != attention.head_dim:
+            return False
+    if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        return False
+    if getattr(attention, "sliding_window", None) is not None:
+        return False
+    names = [(attention, name) for name in sorted(ATTENTION_PARTS)]
+    names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    return all(low_rank_terms(getattr(parent, name, None)) is not None for parent, name in names)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + b`` for x ``[N, in]``, weight ``[out, in]``: ``[N, out]``, a new tensor."""
+    if x.shape[0] * weight.numel() >= ONEDNN_LEAST and takes_onednn(weight):
+        return onednn_product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+@dataclass(slots=True)
+class Projection:
+    """``x W^T + b`` plus the active adapters' ``scale (x A^T) B^T``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: list[LowRank]
+
+    @classmethod
+    def bind(cls, module: Any) -> Projection:
+        """Take the parameters of a linear layer, or of a LoRA around one, by reference."""
+        terms = low_rank_terms(module)
+        assert terms is not None, "the caller has checked that the module is plain"
+        linear, adapters = terms
+        return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach(), adapters)
+
+    @property
+    def size(self) -> int:
+        return int(self.weight.shape[0])
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """Write the product into ``out`` ``[N, size]``, which may be a part of a wider buffer."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+        self._adapt(x, out)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return ``[N, size]``, a new tensor."""
+        out = multiply(x, self.weight, self.bias)
+        self._adapt(x, out)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Add the projection of x to ``residual``, in place."""
+        if x.shape[0] * self.weight.numel() >= ONEDNN_LEAST and takes_onednn(self.weight):
+            residual.add_(multiply(x, self.weight, self.bias))
+        else:
+            residual.addmm_(x, self.weight.t())
+            if self.bias is not None:
+                residual.add_(self.bias)
+        self._adapt(x, residual)
+        return residual
+
+    def _adapt(self, x: Tensor, out: Tensor) -> None:
+        for term in self.adapters:
+            inner = torch.mm(x.to(term.down.dtype), term.down.t())
+            if term.up.dtype == out.dtype:
+                out.addmm_(inner, term.up.t(), alpha=term.scale)
+            else:  # adapters kept in fp32 over a half-precision base
+                out.copy_(out.to(term.up.dtype).addmm_(inner, term.up.t(), alpha=term.scale))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize by the root mean square of the last dimension (Zhang & Sennrich 2019), in fp32, or x's float64."""
+    if x.dtype.itemsize < 4:
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    if x.device.type == "cuda" and weight.ndim == 1 and x.dtype == weight.dtype:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)  # one kernel; of half precision the modules round in between
+    if x.device.type != "cpu" or x.dtype == torch.float64:
+        return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+    # F.rms_norm is composed of slower steps on a CPU (8.2 against 5.7 microseconds).
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.addcmul(_constant(eps), size, size, value=1.0 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value)

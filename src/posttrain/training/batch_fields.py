@@ -1,0 +1,386 @@
+"""Streams: the numbers per token or row that an objective reads, each filled by one registered function.
+
+A stream's function takes components by name (``PARTS``). Its registration says: ``needs``, the streams that it reads;
+``fills``, their names where it fills several; ``each_step``, filled before each optimizer step instead of once per
+batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the row and the reference, which a data
+set computes once and keeps. An objective names streams in its own ``needs``; exactly these are filled, with what they
+need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.algorithms.objectives.primitives import log_ratio
+from posttrain.errors import RecipeError, UsageError
+from posttrain.models.forward.forward import ActorCritic, Forward, state_values
+from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import Entry, register
+from posttrain.types import Batch, Sample, collate, with_float64
+
+if TYPE_CHECKING:
+    from posttrain.models.reference import Reference
+
+T = TypeVar("T")
+# Filled by the sources, with the rows.
+OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
+GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
+
+# Arguments of a stream's function. ``seen`` is the batch as the teacher reads it: the same answers, maybe after other
+# prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the recipe's
+# correction.
+PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A model's forward pass over a batch, in micro-batches, without gradients, shared by the processes of
+    ``process_group``; all get all results, on the CPU."""
+
+    open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
+    tokens_per_micro: int
+    rows_per_micro: int | None = None
+    process_group: ProcessGroup = SINGLE_PROCESS
+
+    def _each(self, batch: Batch, compute: Callable[[Any, Batch], T]) -> Iterator[tuple[list[int], T]]:
+        """Yield the rows of each pass that counts, with what is computed of them."""
+        pieces = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.process_group)
+        with self.open() as forward:
+            for rows, counts in even_pieces(pieces, batch, self.process_group, is_sharded=forward.is_sharded):
+                computed = compute(forward, batch.select(rows))
+                if counts:
+                    yield rows, computed
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
+        scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        for rows, outputs in self._each(batch, lambda forward, part: forward(part, "none")):
+            values = outputs.logprobs.cpu().float()
+            scored[torch.as_tensor(rows), : values.shape[1]] = values
+        self.process_group.add([scored], "log-probabilities")
+        return scored
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """``[B, T]`` values of the states before each trained token, ``[B]`` of the state after the last one."""
+        values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        final = torch.zeros(batch.num_rows, dtype=torch.float32)
+        for rows, (before, after) in self._each(batch, state_values):
+            values[torch.as_tensor(rows), : before.shape[1]] = before.cpu().float()
+            final[torch.as_tensor(rows)] = after.cpu().float()
+        self.process_group.add([values, final], "values")
+        return values, final
+
+    @torch.no_grad()
+    def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each row, at its trained tokens: the likeliest tokens ``int64 [N, K]`` and their log-probabilities."""
+        of_row: dict[int, tuple[Tensor, Tensor]] = {}
+        for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
+            likeliest, their_logprobs = both[0].cpu(), both[1].cpu().float()
+            for place, row in enumerate(rows):
+                trained = batch.mask[row, : likeliest.shape[1]]
+                of_row[row] = likeliest[place][trained], their_logprobs[place][trained]
+        everywhere = {
+            row: both for rows in self.process_group.gather([of_row], "candidates") for row, both in rows.items()
+        }
+        ids, logprobs = zip(*(everywhere[row] for row in range(batch.num_rows)), strict=True)
+        return list(ids), list(logprobs)
+
+
+@register("batch_field", needs=("sampler_logprobs",))
+def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
+    """``[B, T]``: log-probabilities under the weights that sampled, by the sampler or the trainer
+    (``rollout.old_logprobs``)."""
+    from_trainer = recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer"
+    return policy.logprobs(batch) if from_trainer else batch.field("sampler_logprobs")
+
+
+@register("batch_field", fixed=True)
+def ref_logprobs(batch: Batch, reference: Scorer) -> Tensor:
+    """``[B, T]``: log-probabilities under the reference, the model as it was when training began."""
+    return reference.logprobs(batch)
+
+
+@register("batch_field", needs=("old_logprobs", "sampler_logprobs"))
+def correction(batch: Batch, correct: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``[B, T]``: the recipe's correction for the log-ratio of trainer and sampler; a factor of the values."""
+    mismatch = log_ratio(batch.field("old_logprobs"), batch.field("sampler_logprobs"), batch.mask)
+    weights: Tensor = registry.call("correction", correct, mismatch, batch.mask)
+    if getattr(weights, "shape", None) != mismatch.shape:
+        raise UsageError(
+            f"correction: the function returned {registry.describe_result(weights)} for log-ratios of shape "
+            f"{tuple(mismatch.shape)}; it must give one weight per token"
+        )
+    return weights
+
+
+@register("batch_field")
+def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
+    """``[B, T]``: log-probabilities of the trained tokens under the teacher."""
+    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, teacher.logprobs(seen)[seen.mask])
+
+
+@register("batch_field", fills=("teacher_ids", "teacher_candidate_logprobs"))
+def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> dict[str, Tensor]:
+    """``int64 [B, T, K]``: the teacher's likeliest tokens (``teacher.top_k``), likeliest first, with their
+    log-probabilities ``teacher_candidate_logprobs``."""
+    assert recipe.teacher is not None
+    ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
+    shape = (*batch.mask.shape, ids[0].shape[-1])
+    all_ids, all_logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.float32)
+    for row in range(batch.num_rows):
+        all_ids[row, batch.mask[row]] = ids[row]
+        all_logprobs[row, batch.mask[row]] = logprobs[row]
+    return {"teacher_ids": all_ids, "teacher_candidate_logprobs": all_logprobs}
+
+
+@register("batch_field", rollouts=True, fills=("old_values", "final_values"))
+def old_values(batch: Batch, critic: Scorer) -> dict[str, Tensor]:
+    """``[B, T]``: the critic's values of the states before each trained token, when the batch was sampled; and
+    ``final_values`` ``[B]``, of the state after the last one."""
+    values, final = critic.values(batch)
+    return {"old_values": values, "final_values": final}
+
+
+@register("batch_field", each_step=True)
+def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens: int) -> Tensor:
+    """``[B]``: KL(π‖π_ref) on answers to other prompts, over the optimizer batch; never negative.
+
+    KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
+    where y' answers another prompt of the batch. 0 where all prompts are the same.
+    """
+    mismatched, baseline = mismatch_answers(batch, context_tokens), 0.0
+    if mismatched is not None:
+        ratio = policy.logprobs(mismatched) - reference.logprobs(mismatched)
+        baseline = max(0.0, float(with_float64(ratio).to(torch.float64).sum(dim=1).mean()))
+    return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
+
+
+def has_other_prompts(batch: Batch) -> bool:
+    """Whether the rows of a batch answer more than one prompt."""
+    prompts = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
+    return len({tuple(row[:n]) for row, n in prompts}) > 1
+
+
+def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
+    """Every row's prompt with the answer of the next row that has another prompt and fits into ``limit`` tokens.
+
+    Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result.
+    """
+    tokens, lengths, prefixes = batch.tokens.tolist(), batch.lengths.tolist(), batch.prefix.tolist()
+    prompts = [tuple(row[:n]) for row, n in zip(tokens, prefixes, strict=True)]
+    answers = [row[p:n] for row, p, n in zip(tokens, prefixes, lengths, strict=True)]
+    masks = [row[p:n] for row, p, n in zip(batch.mask.tolist(), prefixes, lengths, strict=True)]
+    samples = []
+    for b, prompt in enumerate(prompts):
+        others = (c % len(prompts) for c in range(b + 1, b + len(prompts)))
+        fitting = (c for c in others if prompts[c] != prompt and len(prompt) + len(answers[c]) <= limit)
+        other = next(fitting, None)
+        if other is not None:
+            mask = [False] * len(prompt) + masks[other]
+            samples.append(Sample([*prompt, *answers[other]], mask, group=b, prefix=len(prompt)))
+    return collate(samples) if samples else None
+
+
+def _needs(entry: Entry) -> tuple[str, ...]:
+    return tuple(entry.traits.get("needs", ()))
+
+
+def _fills(entry: Entry) -> tuple[str, ...]:
+    return tuple(entry.traits.get("fills", (entry.name,)))
+
+
+def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
+    """The functions that fill these streams, and those that they need, each after what it needs.
+
+    The package's own come in the order of ``registry.COMPONENT_MODULES``, then users' by name. ``reader`` names who
+    reads them.
+
+    Raises:
+        RecipeError: a stream that nothing fills, two functions that fill one, or one that needs itself or takes an
+            unknown part.
+    """
+    entries = registry.entries("batch_field")
+    own = " ".join(registry.COMPONENT_MODULES["batch_field"].values()).split()
+    known: dict[str, Entry] = {}
+    for entry in (entries[name] for name in (*own, *sorted(entries.keys() - own))):
+        for name in _fills(entry):
+            if name in known or name in GIVEN:
+                raise RecipeError(
+                    f"batch field {entry.name!r} fills {name!r}, as something else does; give it another name"
+                )
+            known[name] = entry
+    ordered: dict[str, Entry] = {}
+
+    def add(requested: Iterable[str], trail: tuple[str, ...]) -> None:
+        unknown = sorted(set(requested) - known.keys() - set(GIVEN))
+        if unknown:
+            names = (*GIVEN, *known)
+            raise RecipeError(
+                f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
+                f"{registry.suggest(unknown[0], names)} Or register a stream of that name"
+            )
+        for entry in {known[name].name: known[name] for name in known if name in requested}.values():
+            label = f"batch field {entry.name!r}"
+            if label in trail:
+                raise RecipeError(f"{' needs '.join((*trail, label))}; a stream cannot wait for itself")
+            for part in (name for name in entry.provided if name not in PARTS):
+                near = registry.suggest(part, PARTS)
+                raise RecipeError(f"{label} asks for {part!r}.{near} It may ask for {', '.join(PARTS)}")
+            add(_needs(entry), (*trail, label))
+            ordered.setdefault(entry.name, entry)
+
+    add(names, (reader,))
+    return tuple(ordered.values())
+
+
+def needed_fields(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
+    """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
+
+    A function that was not registered gets those that cost no extra forward pass.
+
+    Raises:
+        RecipeError: a supervised recipe with an objective that needs rollouts, or an unknown need.
+    """
+    default = ("advantages", "old_logprobs") if has_rollouts else ()
+    needs = set(entry.traits.get("needs", default))
+    needs |= {
+        field_name for option, field_name in entry.traits.get("optional_needs", {}).items() if options.get(option)
+    }
+    if kl > 0:
+        needs.add("ref_logprobs")
+    objective = f"objective {entry.name!r}"
+    fillers(needs, objective)
+    from_rollouts = sorted(name for name in needs if comes_from_rollouts(name))
+    if from_rollouts and not has_rollouts:
+        raise RecipeError(f"{objective} needs {from_rollouts}, which come from rollouts; give 'rollout', not 'data'")
+    return frozenset(needs)
+
+
+def with_their_needs(names: Collection[str]) -> frozenset[str]:
+    """These streams, and those that they need."""
+    return frozenset(names).union(*(_needs(entry) for entry in fillers(names, "the recipe")))
+
+
+def required_parts(names: Collection[str]) -> frozenset[str]:
+    """The components (``PARTS``) that these streams take."""
+    return frozenset(part for entry in fillers(names, "the recipe") for part in entry.provided)
+
+
+def comes_from_rollouts(name: str) -> bool:
+    """Whether this stream, or one that it needs, is of rollouts alone."""
+    filling = fillers([name], name)
+    read = {name}.union(*(_needs(entry) for entry in filling))
+    return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
+
+
+def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
+    """The temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
+
+    There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
+    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
+    the model as it will be used, at temperature 1; at the sampling temperature it would fit p^(1/T).
+    """
+    from_sampler = recipe.rollout is not None and any(comes_from_rollouts(name) for name in needs)
+    return recipe.rollout.temperature if recipe.rollout is not None and from_sampler else 1.0
+
+
+@dataclass(slots=True)
+class BatchFields:
+    """Fills the streams of batches: exactly ``needs``, and what these need.
+
+    forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
+    teaches, maybe the trained one itself. world: the processes that share the passes.
+    """
+
+    needs: frozenset[str]
+    recipe: Recipe
+    forward: Forward | ActorCritic
+    context_tokens: int
+    reference: Reference | None = None
+    teacher: Forward | None = None
+    correct: Callable[[Tensor, Tensor], Tensor] | None = None
+    process_group: ProcessGroup = SINGLE_PROCESS
+    _once: list[Entry] = field(init=False, default_factory=list)
+    _each_step: list[Entry] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        late: set[str] = set()
+        for entry in fillers(self.needs, "the recipe"):
+            waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
+            if waits and "seen" in entry.provided:
+                raise RecipeError(
+                    f"batch field {entry.name!r} is filled before each step, and what a teacher sees is known once per "
+                    "rollout batch; ask for 'batch' instead of 'seen'"
+                )
+            (self._each_step if waits else self._once).append(entry)
+            late.update(_fills(entry) if waits else ())
+
+    @property
+    def fixed(self) -> list[str]:
+        """The streams that a data set computes once."""
+        return [entry.name for entry in self._once if entry.traits.get("fixed")]
+
+    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
+        """Fill the streams of ``batch`` in place; one that needs what is not there yet is left to a later call.
+
+        ``seen``: the same answers after the prompts that the teacher sees; by default the batch itself.
+        """
+        seen = batch if seen is None else seen
+        assert bool((seen.mask.sum(dim=1) == batch.mask.sum(dim=1)).all()), "the teacher reads the same answers"
+        for entry in self._once:
+            if batch.fields.keys().isdisjoint(_fills(entry)) and batch.fields.keys() >= set(_needs(entry)):
+                self._fill(entry, batch, seen)
+        return batch
+
+    def before_step(self, batch: Batch) -> Batch:
+        """A copy of the batch with the streams that depend on the weights of this step."""
+        if not self._each_step:
+            return batch
+        batch = replace(batch, fields=dict(batch.fields))
+        for entry in self._each_step:
+            self._fill(entry, batch, batch)
+        return batch
+
+    def fill(self, name: str, batch: Batch) -> Tensor:
+        """Fill the stream ``name`` of ``batch`` and return it."""
+        self._fill(registry.find("batch_field", name), batch, batch)
+        return batch.field(name)
+
+    @torch.no_grad()
+    def _fill(self, entry: Entry, batch: Batch, seen: Batch) -> None:
+        label, teacher = f"batch field {entry.name!r}", self.teacher
+        sizes = (self.recipe.train.micro_batch_tokens, self.recipe.train.micro_batch_rows, self.process_group)
+        policy = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
+        parts = {
+            "batch": batch,
+            "seen": seen,
+            "policy": Scorer(lambda: nullcontext(policy), *sizes),
+            "critic": Scorer(lambda: nullcontext(self.forward), *sizes),
+            "reference": None if self.reference is None else Scorer(self.reference.open, *sizes),
+            "teacher": None if teacher is None else Scorer(lambda: nullcontext(teacher), *sizes),
+            "recipe": self.recipe,
+            "context_tokens": self.context_tokens,
+            "correct": self.correct,
+        }
+        filled = registry.call(label, entry.function, *(parts[name] for name in entry.provided))
+        tensors = filled if isinstance(filled, dict) else {entry.name: filled}
+        shapes = (tuple(batch.mask.shape), (batch.num_rows,))
+        fits = all(isinstance(x, Tensor) and x.shape[:2] in shapes for x in tensors.values())
+        if not fits or set(tensors) != set(_fills(entry)):
+            got = ", ".join(f"{name}: {registry.describe_result(x)}" for name, x in tensors.items())
+            raise UsageError(
+                f"{label}: the function returned {got or 'nothing'} for a batch of shape {shapes[0]}; it must give "
+                f"{', '.join(_fills(entry))}, with one number per row or per token"
+            )
+        batch.fields |= tensors

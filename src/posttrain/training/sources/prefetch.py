@@ -1,0 +1,147 @@
+"""Rollout batches that are sampled before they are trained on, on a schedule (``rollout.staleness``).
+
+Version v of the weights is trained by v rollout batches. With staleness S batch b (from 0) is sampled with version
+max(0, b − S): before the updates of batch c, batch c + S is sampled and waits here.
+
+An engine over the trainer's own weights samples at once; a checkpoint stores the batches that wait, so that a resumed
+run equals the undisturbed one bit for bit. A server samples in a thread while the trainer works; a checkpoint stores
+what is done, and the rest is sampled again from the same seeds, with the weights of then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import CheckpointError, RunFailure
+from posttrain.models.forward.attention import in_own_thread
+from posttrain.process_group import SINGLE_PROCESS
+from posttrain.training.sources.rollouts import RolloutSource
+from posttrain.training.sources.stored import START_AGAIN, Drawn, check_written, read_drawn, write_drawn
+
+HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
+UNTIMED = {"generate_seconds": 0.0, "score_seconds": 0.0}
+NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
+
+
+class PrefetchSource(RolloutSource):
+    """A rollout source whose batches wait to be trained on.
+
+    ``in_thread``: the engine computes elsewhere; the main process samples for all of the ``streams.world``, and sends
+    the others what it got.
+    """
+
+    def __init__(self, *arguments: Any, in_thread: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.everyone = self.process_group
+        self._thread = ThreadPoolExecutor(1, "sampling", in_own_thread) if in_thread else None
+        if in_thread:
+            self.process_group = SINGLE_PROCESS
+        train = self.recipe.train
+        steps = train.steps if train.steps is not None else self.length_of(train.num_epochs or 0.0)[0]
+        self._last = -(-steps // self.updates) - 1  # the last batch of the run
+        self._waiting: dict[int, Future[Drawn]] = {}
+        self._next = 0  # the first batch that was not begun
+
+    def wait(self) -> None:
+        wait(list(self._waiting.values()))
+
+    def take(self, step: int, cycle: int) -> Drawn:
+        """Return rollout batch ``cycle``, whose first update is ``step``, and begin those that are due.
+
+        Raises:
+            PosttrainError: it could not be sampled or graded.
+            CheckpointError: the run was resumed from a checkpoint that has not got it.
+        """
+        self.wait()
+        receives = self._thread is not None and not self.everyone.is_main
+        begun = [] if receives else self._due(cycle)
+        syncing = time.perf_counter()
+        if self.everyone.tell(bool(begun), "whether a batch begins") if self._thread else begun:
+            self.engine.sync(step - 1)
+        syncing = time.perf_counter() - syncing
+        if receives:
+            received: Any = self.everyone.tell(None, "the batch that was sampled ahead")
+            return read_drawn(received, self)
+        for batch in begun:
+            self._begin(batch, cycle)
+        if cycle not in self._waiting:
+            raise CheckpointError(f"{NOT_OURS} (there is no batch {cycle}); {START_AGAIN}")
+        started = time.perf_counter()
+        drawn = self._waiting[cycle].result()
+        drawn.timing |= {"sync_seconds": syncing, "waited_seconds": time.perf_counter() - started}
+        if self._thread is None:
+            self.engine.rest()
+        elif self.everyone.size > 1:
+            self.everyone.tell(write_drawn(drawn), "the batch that was sampled ahead")
+        return drawn
+
+    def _due(self, cycle: int) -> list[int]:
+        """Return the batches to begin with the current weights."""
+        for batch in [b for b in self._waiting if b < cycle]:
+            del self._waiting[batch]
+        last = min(cycle + self.options.staleness, max(cycle, self._last))
+        # a server that failed on the way has the weights of now, and is asked once more
+        lost = [b for b, waiting in self._waiting.items() if waiting.done() and type(waiting.exception()) is RunFailure]
+        due = range(max(self._next, cycle), last + 1)
+        self._next = max(self._next, due.stop)
+        return [*lost, *due]
+
+    def _begin(self, batch: int, version: int) -> None:
+        """Sample a batch with the current weights, which are ``version``."""
+
+        def sample() -> Drawn:
+            self.engine.in_background = self._thread is not None
+            try:
+                drawn = self.draw(batch * self.updates + 1, batch)
+            finally:
+                self.engine.in_background = False
+            drawn.version = version
+            return drawn
+
+        self._waiting[batch] = _done(sample()) if self._thread is None else self._thread.submit(sample)
+
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
+        """See ``Source.rollout_buffer``: the sampled batches that the first ``step`` updates did not train on, too."""
+        buffer = super().rollout_buffer(step)
+        if not self.everyone.is_main:
+            return buffer
+        waiting = ((b, ready) for b, ready in sorted(self._waiting.items()) if b * self.updates >= step)
+        done = takewhile(lambda item: item[1].done() and item[1].exception() is None, waiting)
+        rows = [{"batch": batch, **write_drawn(ready.result()), "timing": UNTIMED} for batch, ready in done]
+        if not rows:
+            return buffer
+        content = bytearray(json.dumps(rows).encode())
+        return {HELD: torch.frombuffer(content, dtype=torch.uint8)} | (buffer or {})
+
+    def restore(
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+    ) -> None:
+        super().restore(rollout_buffer, state, vocabulary)
+        if HELD not in (rollout_buffer or {}):
+            return
+        assert rollout_buffer is not None
+        try:
+            for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
+                check_written(row, self, vocabulary)
+                self._waiting[row["batch"]] = _done(read_drawn({**row, "timing": UNTIMED}, self))
+            self._next = max(self._waiting) + 1
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{NOT_OURS} ({type(error).__name__}); {START_AGAIN}") from None
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _done(drawn: Drawn) -> Future[Drawn]:
+    ready = Future[Drawn]()
+    ready.set_result(drawn)
+    return ready

@@ -1,0 +1,110 @@
+"""Words that do not belong together are refused by name, through the command line, before anything is written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from test_refusals import GOOD_ROWS, REWARDS, RL, SFT, Command, contents, write_rows
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a recipe of either kind, and what they name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "bad_input_rewards", raising=False)
+    for name, recipe in (("rl", RL), ("sft", SFT)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "bad_input_rewards.py").write_text(REWARDS)
+    write_rows(GOOD_ROWS)
+    return tmp_path
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--advantage gae", "advantage: 'gae' needs values, which objective 'grpo' does not learn"),
+        ("--objective ppo --advantage centered", "objective 'ppo' learns returns, and 'centered' gives none"),
+        ("--objective dpo --advantage centered", "advantage: objective 'dpo' reads no advantages; leave"),
+        ("--advantage leave_one_out --rollout.group_size 1", "rollout.group_size=1: advantage 'leave_one_out'"),
+        ("--aggregate unit_mean", "'unit_mean' weighs units, but objective 'grpo' gives one value per token"),
+        ("--objective dpo --aggregate token_mean", "'token_mean' weighs tokens, but objective 'dpo' gives one value"),
+        ("--rollout.select right_and_wrong", "gives pairs, but objective 'grpo' wants single answers"),
+        ("--objective dpo --rollout.select every", "'every' gives rows, but objective 'dpo' wants pairs of answers"),
+        ("--objective dpo --rollout.group_size 1", "rollout.select: a pair needs two answers; give rollout.group_size"),
+        ("--advantage return_to_go --rollout.select best_of", "rollout.select: advantages per token and kl_in_reward"),
+        ("--objective dpo --kl_in_reward.weight 0.1", "kl_in_reward: objective 'dpo' reads no advantages"),
+        (
+            "--kl_in_reward.weight 0.1 --kl_in_reward.target 6 --kl_in_reward.horizon 1",
+            "kl_in_reward.horizon=1 is too short for batches of 8 completions: it must be more than 1.6",
+        ),
+        ("--correction token_tis", "set rollout.old_logprobs to trainer"),
+        (
+            "--objective dpo --correction token_tis --rollout.old_logprobs trainer",
+            "correction: it weighs tokens, but objective 'dpo' gives one value per pair",
+        ),
+        ("--head.trunk shared", "head: objective 'grpo' reads no scores or values; leave 'head' out"),
+        ("--objective bradley_terry --head.trunk shared", "head.trunk: a reward head always stands on the model"),
+        ("--objective bradley_terry --eval.num_kl_prompts 4", "objective 'bradley_terry' trains no policy that"),
+        ("--objective bradley_terry --eval.samples 2 --eval.temperature 1", "eval.samples: a reward model writes no"),
+        ("--eval.samples 2", "the same answer every time; give a 'temperature' above 0 with 'samples'"),
+        ("--eval.items first --eval.items_seed 1", "'items_seed' draws a sample, and 'items: first' takes none"),
+        ("--objective process", "objective: labels of steps come with data, not from rollouts; give 'data'"),
+        ("--objective distillation", "teacher: objective 'distillation' learns from a teacher; give teacher.name"),
+        ("--teacher.name self", "teacher: objective 'grpo' reads no teacher; leave 'teacher' out"),
+        ("--objective sdpo --teacher.name tiny", "teacher.name: objective 'sdpo' learns from feedback"),
+        ("--advantage raw --rollout.group_size 1 --rollout.drop_uniform_groups true", "a group of one completion is"),
+        ("--objective dpo --objective.beta 0", "objective.beta: Input should be greater than 0; got 0"),
+        ("--rollout.select above", "rollout.select.threshold: selection 'above' needs this key"),
+        ("--rollout.select {}", "rollout.select.name: "),
+        ("--rollout.engine native --rollout.engine.slots 0", "rollout.engine.slots: Input should be greater"),
+        ("--eval.engine native --eval.engine.wait_steps 1", "eval.engine.wait_steps: this key was removed. Use"),
+        ("--rollout.engine native --rollout.engine.cache_tokens 100", "engine 'native' has no key 'cache_tokens'"),
+        (
+            "--rollout.engine vllm --rollout.engine.colocate true",
+            "rollout.engine.colocate: this key was removed. Use a server on the trainer's own GPU",
+        ),
+        (
+            "--rollout.engine vllm --rollout.engine.servers 2",
+            "rollout.engine.servers: this key was removed. Use gpus (tensor parallel), or a server of yours",
+        ),
+        ("--rollout.engine vllm --rollout.engine.url ftp://there", "rollout.engine.url: 'ftp://there' is no"),
+        ("--data.batch_size 2", "give exactly one of 'rollout'"),
+        ("--extends tiny/grpo", "command line: extends: only a file extends a recipe"),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_belong_together(arguments: str, message: str, command: Command) -> None:
+    text = command.fails(2, "train", "rl.yaml", *arguments.split())
+    assert message in text
+    assert command.fails(2, "train", "rl.yaml", *arguments.split(), "--dry-run") == text
+    assert contents("runs") == {}
+
+
+def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command: Command) -> None:
+    options = ("--eval.every", "1", "--eval.num_examples", "2", "--eval.best", "ftness")
+    assert "eval.best: no evaluation measures 'ftness'" in command.fails(2, "train", "rl.yaml", *options)
+    assert contents("runs") == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"),
+        ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: {'no given responses': 30}"),
+        ("--objective distillation --teacher.name self", "teacher.name: 'self' learns from its own samples"),
+        ("--kl_in_reward.weight 0.1", "'kl_in_reward' belongs to 'rollout'; a supervised recipe has none"),
+    ],
+)  # fmt: skip
+def test_what_given_data_cannot_do(arguments: str, message: str, command: Command) -> None:
+    task = ["--task", "{name: jsonl, path: rows.jsonl, split: all}"]
+    assert message in command.fails(2, "train", "sft.yaml", *task, *arguments.split())
+    assert contents("runs") == {}

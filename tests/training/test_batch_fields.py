@@ -1,0 +1,427 @@
+"""Streams: who fills which, with which weights, and one of a user's own; all against plain modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from posttrain import registry
+from posttrain.errors import RecipeError, RunFailure, UsageError
+from posttrain.models.sources import TINY
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import register
+from posttrain.training.batch_fields import Scorer, needed_fields
+from posttrain.training.build import TrainerState, prepare
+from posttrain.training.step import accumulate, apply_update
+from posttrain.types import Batch, Completion, Loss, Outputs
+from posttrain.untrusted import declare_code
+from small_runs import BASE, make_recipe, run, save_perturbed
+
+LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
+TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
+# Two fp32 forwards of a trained model: transformers' own lies up to 2e-5 from a float64 one.
+CLOSE = 3e-5
+
+
+def reference_recipe(**changes: Any) -> Recipe:
+    return make_recipe("grpo", objective="grpo", regularize={"kl_coef": 0.1}, **changes)
+
+
+def update(parts: TrainerState, recipe: Recipe, step: int, lr: float = 1e-2) -> Batch:
+    """One optimizer step; returns its batch."""
+    batch = parts.source(step).batch
+    torch.manual_seed(step)  # an adapter's dropout draws from it
+    loss, _ = accumulate(parts.method, batch, recipe.train)
+    apply_update(parts.optimizer, [p for _, p in parts.parameters], lr, 1.0, loss, step)
+    return batch
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, batch: Batch, temperature: float = TEMPERATURE) -> Tensor:
+    """Each row alone through a model; 0 where nothing is trained."""
+    found = torch.zeros(batch.tokens.shape)
+    for b in range(batch.num_rows):
+        ids = batch.tokens[b : b + 1, : int(batch.lengths[b])]
+        table = (model(ids).logits[0].float() / temperature).log_softmax(-1)
+        found[b, 1 : ids.shape[1]] = table[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    return torch.where(batch.mask, found, torch.zeros_like(found))
+
+
+def initial_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY).eval()
+
+
+def difference(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_sampler_and_trainer_agree_about_the_old_logprobs(model: dict[str, Any], temperature: float) -> None:
+    rollout = {"temperature": temperature, "old_logprobs": "trainer", "max_tokens": 24}
+    recipe = make_recipe("grpo", model=model, rollout=rollout)
+    parts = prepare(recipe)
+    update(parts, recipe, 1, lr=1e-4)
+    batch = parts.source(2).batch
+    sampler, trainer = batch.fields["sampler_logprobs"], batch.fields["old_logprobs"]
+    assert not torch.equal(sampler, trainer)  # computed anew
+    assert not trainer.requires_grad
+    assert difference(sampler, trainer) < CLOSE
+    assert float((sampler - trainer).abs()[batch.mask].mean()) < 2e-6
+    expected = plain_logprobs(parts.model, batch, temperature)
+    assert difference(trainer, expected) < CLOSE
+    assert float(expected.min()) < -1  # the model is sure of some tokens and not of others
+
+
+def test_the_reference_is_the_initial_model_also_after_updates() -> None:
+    recipe = reference_recipe()
+    parts = prepare(recipe)
+    for step in (1, 2, 3):
+        batch = update(parts, recipe, step)
+        assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE, step
+    moved = difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch))
+    assert moved > 0.1
+    assert not any(p is q for p in parts.model.parameters() for _, q in parts.parameters if not q.requires_grad)
+
+
+def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_path: Path) -> None:
+    first = make_recipe("sft", model=LORA, train={"steps": 3, "lr": 1e-2})
+    run(tmp_path / "first", first)
+    saved = str(tmp_path / "first" / "checkpoints" / "step-000003")
+    recipe = reference_recipe(model={"name": saved})
+    parts = prepare(recipe)
+    assert sum(p.numel() for _, p in parts.parameters) < sum(p.numel() for p in parts.model.parameters()) / 2
+    start = prepare(recipe).model
+    for step in (1, 2, 3):
+        batch = update(parts, recipe, step)
+        assert difference(batch.fields["ref_logprobs"], plain_logprobs(start, batch)) < CLOSE, step
+    assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch)) > 0.05
+    assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch)) > 0.05
+    assert all(p.grad is None and p.requires_grad for _, p in parts.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "needs"),
+    [
+        ("reinforce", {}, {"advantages"}),
+        ("grpo", {}, {"advantages", "old_logprobs"}),
+        ("grpo", {"kl": 0.0}, {"advantages", "old_logprobs"}),
+        ("grpo", {"kl": 1e-6}, {"advantages", "old_logprobs", "ref_logprobs"}),
+    ],
+)
+def test_streams_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:
+    entry = registry.find("objective", name)
+    assert needed_fields(entry, {}, True, **options) == needs
+    regularize = {"kl_coef": options["kl"]} if options else {}
+    parts = prepare(make_recipe("grpo", objective=name, regularize=regularize))
+    assert set(parts.source(1).batch.fields) == needs | {"sampler_logprobs"}
+
+
+def test_streams_that_nothing_fills_are_refused() -> None:
+    entry = registry.Entry("objective", "mine", lambda outputs, batch: None, {"needs": ("weather",)})
+    with pytest.raises(RecipeError, match=r"'mine' needs \['weather'\], which nothing fills; known: "):
+        needed_fields(entry, {}, True)
+    supervised = registry.find("objective", "cross_entropy")
+    assert needed_fields(supervised, {}, False) == frozenset()
+    with pytest.raises(RecipeError, match="give 'rollout', not 'data'"):
+        needed_fields(registry.find("objective", "reinforce"), {}, False)
+
+
+# --- a stream of a user's own, which this file alone knows ---
+
+
+@register("batch_field", needs=("ref_logprobs",), each_step=True)
+def distance(batch: Batch, policy: Scorer) -> Tensor:
+    """``[B]``: how far the answer's log-probability has moved from the reference, at the weights of this step."""
+    return (policy.logprobs(batch) - batch.field("ref_logprobs")).sum(dim=1)
+
+
+@register("batch_field", needs=("advantages",))
+def praise(batch: Batch) -> Tensor:
+    """``[B, T]``: advantages without blame; they may come late, from rewards per token."""
+    return batch.field("advantages").clamp(min=0)
+
+
+@register("objective", level="token", needs=("advantages", "distance", "praise"))
+def held_back(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective for this test: it believes in praise, and less where an answer has moved."""
+    moved = batch.field("distance")[:, None].expand_as(outputs.logprobs)
+    return Loss(-(batch.field("praise") - 0.1 * moved) * outputs.logprobs, {"moved": moved})
+
+
+@register("objective", level="token", needs=("distance",))
+def stays_near(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective for this test: supervised, with the same stream."""
+    return Loss(batch.field("distance")[:, None] * outputs.logprobs)
+
+
+@pytest.mark.parametrize("advantage", ["normalized", "return_to_go"])
+def test_a_stream_of_a_users_own_is_filled_and_read(advantage: str) -> None:
+    """Bit for bit what its formula gives, at both updates on one rollout batch; the reference is built for it."""
+    declare_code("test_streams:held_back")
+    settings = {"ppo_epochs": 2, "micro_batch_rows": 1}
+    recipe = make_recipe("grpo", objective="test_streams:held_back", advantage=advantage, train=settings)
+    parts = prepare(recipe)
+    assert parts.reference is not None
+    for step in (1, 2):
+        batch = parts.source(step).batch
+        assert batch is not None
+        assert set(batch.fields) == {"sampler_logprobs", "advantages", "praise", "ref_logprobs", "distance"}
+        assert torch.equal(batch.fields["praise"], batch.fields["advantages"].clamp(min=0))
+        with torch.no_grad():
+            now = [parts.policy(batch.select([b]), "none").logprobs[0] for b in range(batch.num_rows)]
+        table = torch.zeros(batch.mask.shape)
+        for b, logprobs in enumerate(now):
+            table[b, : len(logprobs)] = logprobs
+        expected = (table - batch.fields["ref_logprobs"]).sum(dim=1)
+        assert torch.equal(batch.fields["distance"], expected)
+        assert bool(expected.any()) == (step == 2)  # the weights have moved
+        _, metrics = accumulate(parts.method, batch, recipe.train)
+        mean = float((expected.double()[:, None] * batch.mask).sum()) / int(batch.mask.sum())
+        assert metrics["moved"] == pytest.approx(mean, rel=1e-12)
+        apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-2, 1.0, 0.0, step)
+        rollout_buffer = parts.source.rollout_buffer(step)
+        assert rollout_buffer is None if step == 2 else "stream.distance" not in rollout_buffer
+
+
+def test_a_stream_of_a_users_own_serves_supervised_training_and_needs_its_rollouts() -> None:
+    declare_code(["test_streams:held_back", "test_streams:stays_near"])
+    parts = prepare(make_recipe("sft", objective="test_streams:stays_near"))
+    assert set(parts.source(1).batch.fields) == {"ref_logprobs", "distance"}
+    message = r"'held_back' needs \['advantages', 'praise'\], which come from rollouts; give 'rollout', not 'data'"
+    with pytest.raises(RecipeError, match=message):
+        prepare(make_recipe("sft", objective="test_streams:held_back"))
+
+
+def no_components(batch: Batch) -> Tensor:
+    """A stream that a test registers as it likes."""
+    return torch.zeros(batch.num_rows, batch.tokens.shape[1] + 1)
+
+
+def raises(batch: Batch) -> Tensor:
+    """A stream that fails."""
+    raise ValueError("no weather today")
+
+
+def sees(seen: Batch) -> Tensor:
+    """A stream of what the teacher sees, which is not known before each step."""
+    raise AssertionError("never called")
+
+
+def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
+    """A stream with a slip in what it asks for."""
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("function", "traits", "error", "message"),
+    [
+        (
+            no_components,
+            {},
+            UsageError,
+            r"stream 'mine': .*mine: shape \(4, \d+\).*mine, with one number per row or per token",
+        ),
+        (raises, {}, RunFailure, r"stream 'mine': the function raised ValueError: no weather today"),
+        (
+            asks_for_too_much,
+            {},
+            RecipeError,
+            r"asks for 'refernce'\. Did you mean 'reference'\? It may ask for batch, ",
+        ),
+        (
+            no_components,
+            {"needs": ("label",)},
+            RecipeError,
+            r"stream 'mine' needs \['label'\].*Did you mean 'labels'\?",
+        ),
+        (no_components, {"fills": ("mine", "labels")}, RecipeError, r"fills 'labels', as something else does"),
+    ],
+)
+def test_a_stream_that_cannot_work_is_reported(
+    function: Any, traits: dict[str, Any], error: type, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._ENTRIES["stream"], "mine", registry.Entry("stream", "mine", function, traits))
+    declare_code("test_streams:reads_mine")
+    recipe = make_recipe("sft", objective="test_streams:reads_mine")
+    with pytest.raises(error, match=message):
+        prepare(recipe).source(1)
+
+
+def test_what_a_teacher_saw_is_not_known_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        registry._ENTRIES["stream"], "mine", registry.Entry("stream", "mine", sees, {"each_step": True})
+    )
+    declare_code("test_streams:reads_mine")
+    recipe = make_recipe("sft", objective="test_streams:reads_mine", teacher={"name": "tiny"})
+    with pytest.raises(RecipeError, match=r"'mine' is filled before each step, .*ask for 'batch' instead of 'seen'"):
+        prepare(recipe)
+
+
+@register("objective", level="token", needs=("mine",))
+def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective for the tests above, whose stream cannot work."""
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("rows_per_micro", [1, 3])
+def test_streams_do_not_depend_on_micro_batches(rows_per_micro: int) -> None:
+    whole = prepare(reference_recipe(rollout={"old_logprobs": "trainer"})).source(1).batch
+    pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"micro_batch_rows": rows_per_micro}))
+    batch = pieces.source(1).batch
+    assert torch.equal(batch.tokens, whole.tokens)
+    for name in ("old_logprobs", "ref_logprobs"):
+        assert difference(batch.fields[name], whole.fields[name]) < CLOSE
+        assert bool((batch.fields[name][batch.mask] < 0).all())
+        assert not bool(batch.fields[name][~batch.mask].any())
+
+
+# --- corrections ---
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [("token_tis", {"cap": 1.05}), ("sequence_tis", {"cap": 1.2}), ("icepop", {"low": 0.9, "high": 1.1})],
+)
+def test_a_correction_is_its_word_applied_to_trainer_minus_sampler(word: str, options: dict[str, float]) -> None:
+    """Answers truncated by top-k have the log-probabilities of the full distribution; here the sampler lies."""
+    recipe = make_recipe("grpo", correction={"name": word} | options, rollout={"old_logprobs": "trainer"})
+    parts = prepare(recipe)
+    lie_a_little(parts)
+    batch = parts.source(1).batch
+    assert batch is not None
+    trainer = plain_logprobs(parts.model, batch)
+    assert difference(batch.fields["old_logprobs"], trainer) < CLOSE
+    mismatch = trainer - batch.fields["sampler_logprobs"]
+    assert 0.05 < float(mismatch.abs().max()) < 0.5
+    expected = registry.find("correction", word).bind(options)(mismatch, batch.mask)
+    assert difference(batch.fields["correction"], expected) < 1e-3
+    weights = batch.fields["correction"]
+    assert weights[~batch.mask].tolist() == [1.0] * int((~batch.mask).sum())
+    assert len({round(w, 2) for w in weights[batch.mask].tolist()}) > 3
+
+
+def lie_a_little(parts: TrainerState) -> None:
+    """Let the engine report log-probabilities that are off, by an amount that differs from token to token."""
+    generate = parts.engine.generate
+
+    def off(completion: Completion) -> Completion:
+        shifted = (x + 0.3 * ((i % 3) - 1) * min(1.0, -x) for i, x in enumerate(completion.logprobs))
+        return replace(completion, logprobs=tuple(shifted))
+
+    def lying(*given: Any) -> list[list[Completion]]:
+        return [[off(completion) for completion in group] for group in generate(*given)]
+
+    fake_methods = {"generate": staticmethod(lying), "sync": lambda self, version: None, "rest": lambda self: None}
+    parts.source.engine = type("Lying", (), fake_methods)()  # type: ignore[union-attr,assignment]
+
+
+# --- teachers ---
+
+
+def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path) -> None:
+    name = save_perturbed(tmp_path / "teacher")
+    recipe = make_recipe("grpo", objective={"name": "distillation"}, teacher={"name": name, "top_k": 7})
+    parts = prepare(recipe)
+    teacher = AutoModelForCausalLM.from_pretrained(name).eval()
+    batch = parts.source(1).batch
+    assert batch is not None
+    ids, logprobs = batch.fields["teacher_ids"], batch.fields["teacher_candidate_logprobs"]
+    assert ids.shape == logprobs.shape == (*batch.mask.shape, 7)
+    for b in range(batch.num_rows):
+        with torch.no_grad():
+            table = (teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0]).log_softmax(
+                -1
+            )  # at temperature 1
+        for t in batch.mask[b].nonzero()[:, 0].tolist():
+            best = table[t - 1].topk(7)
+            assert difference(logprobs[b, t], best.values) < CLOSE
+            assert difference(table[t - 1][ids[b, t]], best.values) < CLOSE  # ties may come in another order
+    assert not bool(ids[~batch.mask].any())
+    assert not bool(logprobs[~batch.mask].any())
+    assert not any(p is q for p in teacher.parameters() for _, q in parts.parameters)
+
+
+def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    name = save_perturbed(tmp_path / "teacher")
+    objective = {"name": "on_policy_distillation"}
+    recipe = make_recipe("grpo", objective=objective, teacher={"name": name}, train={"micro_batch_rows": 3})
+    parts = prepare(recipe)
+    update(parts, recipe, 1, lr=1e-3)
+    batch = parts.source(2).batch
+    assert batch is not None
+    teacher = AutoModelForCausalLM.from_pretrained(name).eval()
+    assert difference(batch.fields["teacher_logprobs"], plain_logprobs(teacher, batch)) < CLOSE
+    assert difference(batch.fields["teacher_logprobs"], batch.fields["old_logprobs"]) > 0.05
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny_random, small_tokenizer) -> None:
+    folder = tmp_path / "stranger"
+    tiny_random("qwen3", vocab_size=len(small_tokenizer)).save_pretrained(folder)
+    small_tokenizer.save_pretrained(folder)
+    recipe = make_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
+    with pytest.raises(UsageError, match=r"teacher\.name: '.*stranger' has another vocabulary than the student"):
+        prepare(recipe)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(("trunk", "bootstrap"), [("separate", True), ("shared", False)])
+def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[str, Any]) -> None:
+    """GAE by its definition, from values and log-probabilities of plain modules."""
+    recipe = make_recipe(
+        "grpo",
+        model=adapter,
+        objective={"name": "ppo"},
+        advantage={"name": "gae", "gamma": 0.9, "gae_lambda": 0.8, "whiten": False, "bootstrap": bootstrap},
+        kl_in_reward={"weight": 0.2},
+        head={"trunk": trunk, "init_std": 0.05, "lr_ratio": 2.0},
+        rollout={"old_logprobs": "trainer"},
+        train={"ppo_epochs": 2, "micro_batch_rows": 5},
+    )
+    parts = prepare(recipe)
+    update(parts, recipe, 1, lr=1e-3)
+    update(parts, recipe, 2, lr=1e-3)
+    draw = parts.source(3)
+    batch = draw.batch
+    assert batch is not None
+    head = parts.heads["head"]
+    scorer = parts.heads["critic"] if trunk == "separate" else parts.model
+    kl = 0.2 * (batch.fields["sampler_logprobs"] - plain_logprobs(initial_model(), batch)).double()
+    assert {r.completion.finish for r in draw.rollouts} == {"stop", "length"}
+    for b, rollout in enumerate(draw.rollouts):
+        values, after = plain_values(scorer, head, batch, b)
+        trained = batch.mask[b].nonzero()[:, 0].tolist()
+        assert difference(batch.fields["old_values"][b, trained], values) < CLOSE
+        rewards = [-float(kl[b, t]) for t in trained]
+        unpaid = bootstrap and rollout.completion.finish == "length"
+        rewards[-1] += 0.0 if unpaid else rollout.reward
+        following = [*values[1:].tolist(), float(after) if unpaid else 0.0]
+        errors = [r + 0.9 * nxt - float(v) for r, nxt, v in zip(rewards, following, values, strict=True)]
+        for i, t in enumerate(trained):
+            advantage = sum(e * (0.9 * 0.8) ** k for k, e in enumerate(errors[i:]))
+            assert float(batch.fields["advantages"][b, t]) == pytest.approx(advantage, abs=2e-4)
+            assert float(batch.fields["returns"][b, t]) == pytest.approx(advantage + float(values[i]), abs=2e-4)
+    assert float(batch.fields["old_values"].abs().max()) > 0.05
+    if trunk == "separate":
+        policy, critic = (dict(m.named_parameters()) for m in (parts.model, scorer))
+        moved = [name for name, p in policy.items() if p.requires_grad and not torch.equal(p, critic[name])]
+        assert moved  # two models by now
+
+
+@torch.no_grad()
+def plain_values(scorer: Any, head: Any, batch: Batch, b: int) -> tuple[Tensor, Tensor]:
+    """Values of the states before row b's trained tokens, and of the one after its last."""
+    base = scorer.get_base_model() if hasattr(scorer, "get_base_model") else scorer
+    hidden = base.model(batch.tokens[b : b + 1, : int(batch.lengths[b])]).last_hidden_state[0]
+    values = hidden @ head.weight[0]
+    trained = batch.mask[b].nonzero()[:, 0]
+    return values[trained - 1], values[-1]

@@ -1,0 +1,138 @@
+"""Training and evaluation on GPUs, by a stand-in (``fake_gpu``): nothing lies on another device than what it meets.
+
+On Apple's no float64 and no missing kernel; on NVIDIA's nothing in a graph that waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fake_gpu import CUDA, MPS, apple_gpu, nvidia_gpu
+from posttrain.errors import RecipeError, UsageError
+from posttrain.models.load import choose_device, load_model
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.sampler import draw
+from posttrain.store.metrics import MetricsLog
+from posttrain.training.distributed import check_devices
+from posttrain.types import with_float64
+from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, saved_tensors
+
+EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 6}
+DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
+TRAIN = {"steps": 2, "lr": 1e-4, "micro_batch_tokens": 300}
+SHORT = {"num_prompts": 3, "group_size": 2, "max_tokens": 8, "temperature": 1.5}
+COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
+NVIDIA: dict[str, dict[str, Any]] = {
+    "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}, "eval": {**EVALUATION, "loss": True}},
+    "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl_coef": 0.1}, "eval": {**DRAWN, "num_kl_prompts": 3}},
+    "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
+    "lora and muon": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
+    "dpo": {"kind": "judged", "objective": "dpo"},
+    "reward model": {"kind": "judged", "eval": {"every": 2, "num_examples": 4, "tasks": ["small_runs:judged_sums"]}},
+}
+
+GPUS = {"mps": apple_gpu, "cuda": nvidia_gpu}
+
+
+def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]], list[tuple[int, ...]]]:
+    """Every row of metrics of two steps, and what was sampled."""
+    about = {**CASES, **NVIDIA}[case]
+    model = {**about.get("model", {}), "device": device}
+    make = make_recipe if case in NVIDIA else one_layer_recipe  # flash attention of several layers
+    run(folder, make(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
+    rows = [dict(row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
+    return rows, [tuple(r.completion) for r in recorded(folder)[0]]
+
+
+@pytest.fixture(scope="module")
+def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What a case gives on a CPU, which each GPU is compared with."""
+    return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
+
+
+# Of a sum over the tokens of an answer of what is 0 but for the rounding of log-probabilities near -6 in fp32.
+ROUNDING = SHORT["max_tokens"] * 2**-21
+
+
+def check_row(row: dict[str, float], other: dict[str, float]) -> None:
+    own, others = dict(row), dict(other)
+    assert own.pop("kl_in_reward", 0.0) == pytest.approx(others.pop("kl_in_reward", 0.0), rel=2e-4, abs=ROUNDING)
+    assert own == pytest.approx(others, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("device", GPUS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_steps_and_an_evaluation_ask_for_nothing_that_a_gpu_lacks(
+    case: str, device: str, of_cpu: Callable[[str], Any], tmp_path: Path
+) -> None:
+    with GPUS[device]():
+        rows, sampled = trained(case, device, tmp_path)
+    expected, drawn = of_cpu(case)
+    assert sampled == drawn
+    assert bool(drawn) == (CASES[case]["kind"] == "grpo")
+    assert len(rows) == len(expected) >= 2
+    for row, other in zip(rows, expected, strict=True):
+        check_row(row, other)
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_it_goes_on_from_a_checkpoint_there(device: str, tmp_path: Path) -> None:
+    recipe = one_layer_recipe("sft", model={"device": device}, train={"steps": 2, "lr": 1e-4})
+    with GPUS[device]():
+        run(tmp_path, recipe, stop_after=1)
+        assert run(tmp_path, recipe, resume=True).step == 2
+        run(tmp_path / "whole", recipe)
+    assert same_bits(saved_tensors(tmp_path, 2), saved_tensors(tmp_path / "whole", 2))
+
+
+@pytest.mark.parametrize("device", [MPS, CUDA])
+@pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.7}])
+def test_it_draws_the_tokens_that_a_cpu_draws(options: dict[str, Any], device: torch.device) -> None:
+    noise = torch.Generator().manual_seed(0)
+    logits, uniforms = (
+        torch.randn(64, 500, generator=noise) * 3,
+        torch.rand(64, 1, generator=noise, dtype=torch.float64),
+    )
+    sampling = Sampling(max_tokens=1, temperature=0.8, **options)
+    ids, probabilities = draw(logits, uniforms, sampling)
+    assert len(set(ids.tolist())) > 20
+    with GPUS[device.type]():
+        there = logits.to(device)
+        zeros = with_float64(torch.zeros(64, 1, device=device)).double()
+        drawn, likely = draw(there, zeros + uniforms.to(zeros.device), sampling)
+        assert (there.device, drawn.device) == (device, device)
+        assert (drawn.cpu().equal(ids), likely.cpu().equal(probabilities)) == (True, True)
+
+
+def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
+    """And what scores a token that is sampled, and the same token in training, differ by rounding."""
+    with nvidia_gpu() as counts:
+        rows, _ = trained("16 bits", "cuda", tmp_path / "cuda")
+    assert counts["flash backward"] > 2 * 3, "layers, in two updates"
+    assert counts["flash"] >= counts["flash backward"]
+    assert 0 < rows[-1]["kl_sampler"] < 1e-3
+
+
+def test_an_apple_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match=r"mps was asked for, but this torch .*; use model.device auto or cpu"):
+        choose_device("mps")
+
+
+def test_what_it_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(RecipeError, match="mps has no fp64"):
+        one_layer_recipe("sft", model={"device": "mps", "dtype": "float64"})
+    with apple_gpu():
+        check_devices("mps", 1)
+        with pytest.raises(UsageError, match=r"scale\.processes: 2, and a Mac's GPU"):
+            check_devices("mps", 2)
+        section = one_layer_recipe("sft", model={"device": "mps", "load_bits": 4, "adapter": {"rank": 4}}).model
+        with pytest.raises(UsageError, match="mps cannot multiply quantized weights"):
+            load_model(section, seed=0)

@@ -1,0 +1,109 @@
+"""Where the memory of a recipe is said: by ``train --dry-run --memory`` on stderr, and in a table of the documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from posttrain.cli import main
+from posttrain.recipes.recipe import load_recipe
+from posttrain.training.memory import estimate_memory, memory_of
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "how-to" / "fit-in-memory.md"
+# What the published configurations state.
+QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-14B": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17408}
+        | {"tie_word_embeddings": False},
+    ),
+    "Qwen/Qwen3-4B": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728}
+        | {"tie_word_embeddings": True},
+    ),
+    "Qwen/Qwen3-0.6B": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}
+        | {"tie_word_embeddings": True},
+    ),
+    "openai-community/gpt2": ("gpt2", {}),
+}
+ROWS = {
+    "grpo-gsm8k": {},
+    "grpo-gsm8k with train.gradient_checkpointing false": {"train.gradient_checkpointing": "false"},
+    "rm-hh-qwen3-0.6b": {},
+    "ppo-hh-gpt2": {},
+}
+
+
+def row_of(name: str, overrides: dict[str, str]) -> str:
+    recipe = load_recipe(name.partition(" ")[0], list(overrides.items())).resolve()
+    architecture, sizes = PUBLISHED[recipe.model.name]
+    memory = memory_of(recipe, AutoConfig.for_model(architecture, **sizes), 80 * 2**30)
+    held = memory.update - memory.activations - memory.logits
+    shown = (held, memory.activations + memory.logits, memory.kv_cache, memory.update)
+    numbers = " | ".join(f"{num_bytes / 2**30:.1f}" if num_bytes else "" for num_bytes in shown)
+    return f"| `{name.partition(' ')[0]}`{name[len(name.partition(' ')[0]) :]}, {recipe.model.name} | {numbers} |"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_documents_table_is_what_the_function_states(name: str) -> None:
+    assert row_of(name, ROWS[name]) in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_dry_run_states_the_parts_next_to_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny/grpo", "--dry-run", "--memory", "--train.micro_batch_tokens", "2048"]) == 0
+    out, err = capsys.readouterr()
+    assert "memory" not in out.splitlines()[0]
+    assert out.startswith("# tiny/grpo, resolved")
+    lines = err.splitlines()
+    assert lines[0].startswith("memory of one process")
+    parts = {line[:22].strip(): line[22:].strip() for line in lines[1:]}
+    assert list(parts) == [
+        *("weights", "gradients", "optimizer state", "activations", "logits", "key/value cache", "rollouts"),
+        *("most in an update", "most while sampling"),
+    ]
+    assert (parts["weights"], parts["gradients"]) == ("3.4 MiB", "3.4 MiB")
+
+
+def test_other_architectures_and_strange_folders_are_reported_in_words(tmp_path: Path) -> None:
+    def of(config: dict[str, Any]) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return estimate_memory(load_recipe("tiny/sft", [("model.name", str(tmp_path))]).resolve())
+
+    assert "was not worked out for the architecture gpt_neox" in of({"model_type": "gpt_neox"})
+    assert "hidden_size: a whole number from 1" in of({"model_type": "qwen3", "hidden_size": -1})
+    own = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert "comes with Python of its own" in of(own)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_loaded_adapter_and_few_bits(tmp_path: Path) -> None:
+    """The adapter that a folder holds is what is trained; 4 bits take about an eighth of 32."""
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "posttrain/models/tiny", "r": 8}
+    settings["target_modules"] = ["q_proj", "v_proj"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    loaded = estimate_memory(load_recipe("tiny/sft", [("model.name", str(tmp_path))]).resolve())
+    options = [("model.adapter.rank", "8"), ("model.adapter.targets", "[q_proj, v_proj]")]
+    fresh = estimate_memory(load_recipe("tiny/sft", options).resolve())
+    assert not isinstance(fresh, str)
+    assert loaded == fresh
+    plain = estimate_memory(load_recipe("tiny/sft").resolve())
+    few = estimate_memory(load_recipe("tiny/sft", [*options, ("model.load_bits", "4")]).resolve())
+    assert not isinstance(plain, str)
+    assert not isinstance(few, str)
+    adapter = fresh.weights - plain.weights
+    assert fresh.gradients == adapter
+    embedding = 4 * 768 * 128
+    linear = plain.weights - embedding
+    assert few.weights - adapter - embedding == pytest.approx(linear * 0.516 / 4, rel=0.03)
