@@ -7,13 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from sampling.respondents import Scripted, wordy
 
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
+from sampling.respondents import Scripted, wordy
 
 pytestmark = [
     pytest.mark.gpu,

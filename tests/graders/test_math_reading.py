@@ -13,7 +13,6 @@ from posttrain.graders.math.reading import (
     MAX_ITEMS,
     BasedNumber,
     Collection,
-    Words,
     Expression,
     Form,
     Matrix,
@@ -21,6 +20,7 @@ from posttrain.graders.math.reading import (
     Number,
     Relation,
     Union,
+    Words,
     read_answer,
     split,
 )

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling.respondents import Scripted, wordy
 
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Engine, Sampling, turn_key
+from sampling.respondents import Scripted, wordy
 
 LIMIT = 12
 

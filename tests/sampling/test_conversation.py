@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sampling.reference import LENGTHS, make_keys, make_prompts, worst_difference
-from sampling.respondents import Scripted, wordy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +16,8 @@ from posttrain.sampling.native.cache import aligned
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.types import Completion
+from sampling.reference import LENGTHS, make_keys, make_prompts, worst_difference
+from sampling.respondents import Scripted, wordy
 from tiny_random import build_tiny_random
 
 VOCAB = 300

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sampling.reference import ids_of, make_keys, make_prompts, worst_difference
-from sampling.respondents import Scripted, wordy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.errors import EngineMismatch
@@ -15,6 +13,8 @@ from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import PROMPT_TOKENS, probe_lengths
 from posttrain.sampling.native.reference_path import ModulesDecoder
+from sampling.reference import ids_of, make_keys, make_prompts, worst_difference
+from sampling.respondents import Scripted, wordy
 
 STOPS = frozenset(range(8))
 

@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from sampling.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
 
 from posttrain import registry
 from posttrain.errors import EngineMismatch, UsageError
@@ -19,6 +18,7 @@ from posttrain.sampling.native import schedule
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.reference_path import ModulesDecoder, PlainRows
+from sampling.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
 
 LEAN = ("qwen3", "qwen2", "llama")
 ARCHITECTURES = (*LEAN, "olmo2", "gpt2")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from sampling.respondents import Scripted
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,6 +25,7 @@ from posttrain.training.build import TrainerState, prepare
 from posttrain.training.memory import Memory, Micro, _logits, estimate_memory
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
+from sampling.respondents import Scripted
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {

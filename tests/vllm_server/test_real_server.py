@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
-from sampling.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
 
 from posttrain.cli import main
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm.client import VllmEngine
+from sampling.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
 
 pytestmark = pytest.mark.vllm
 
