@@ -243,7 +243,7 @@ def _draw_series(axes: Axes, series: Series, color: str, dashes: Any, is_flat: b
         axes.scatter(*place, s=5 if color == COLORS["soft"] else 16, zorder=3, clip_on=False, **look)
         if low:
             reach = [[max(0.0, b - a) for a, b in zip(*ends, strict=True)] for ends in ((low, ys), (ys, high))]
-            whiskers = {"xerr" if is_flat else "yerr": reach}
+            whiskers: dict[str, Any] = {"xerr" if is_flat else "yerr": reach}
             axes.errorbar(*place, **whiskers, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
     else:
         dots = "o" if len(drawn) <= MAX_DOTS and not series.is_thin else None
