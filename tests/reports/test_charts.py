@@ -132,7 +132,15 @@ def test_learning_panels_over_a_number_draw_the_result_over_it() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(-1500.0, "−1,500"), (1e6, "1,000,000"), (0.1 + 0.2, "0.3"), (0.0, "0"), (-2e-13, "−2e−13"), (1e9, "1e9"), (1e-5, "1e−5")],
+    [
+        (-1500.0, "−1,500"),
+        (1e6, "1,000,000"),
+        (0.1 + 0.2, "0.3"),
+        (0.0, "0"),
+        (-2e-13, "−2e−13"),
+        (1e9, "1e9"),
+        (1e-5, "1e−5"),
+    ],
 )
 def test_show_tick_has_a_minus_sign_and_no_exponent_for_what_people_read(value: float, shown: str) -> None:
     assert show_tick(value) == shown
