@@ -76,10 +76,12 @@ def describe_settings(recipe: Recipe) -> str:
     name = f"{place.parts[-3]}, {place.name}" if place.match("*/checkpoints/step-*") else model.name
     parts = [
         f"a new model ({model.init.architecture})" if model.init is not None else name,
-        model.adapter and f"LoRA of rank {model.adapter.rank}",
-        model.load_bits and f"loaded in {model.load_bits} bits",
-        rollout and f"{rollout.num_prompts} prompts × {rollout.group_size} answers of {rollout.max_tokens} tokens",
-        data and f"{data.batch_size} examples a step, {data.max_length:,} tokens each at most",
+        "" if model.adapter is None else f"LoRA of rank {model.adapter.rank}",
+        "" if model.load_bits is None else f"loaded in {model.load_bits} bits",
+        ""
+        if rollout is None
+        else f"{rollout.num_prompts} prompts × {rollout.group_size} answers of {rollout.max_tokens} tokens",
+        "" if data is None else f"{data.batch_size} examples a step, {data.max_length:,} tokens each at most",
         f"{train.steps:,} steps" if train.steps is not None else f"{train.num_epochs:g} epochs",
         f"learning rate {train.lr:g}",
         train.precision,
