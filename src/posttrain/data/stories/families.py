@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import resources
 from random import Random
 from typing import Any
@@ -95,7 +95,7 @@ class Story:
         return ";".join(equation.key for equation in self.equations)
 
 
-@dataclass(slots=True)
+@dataclass
 class Cast:
     """The people and things of one story."""
 
@@ -106,7 +106,7 @@ class Cast:
     place: str
 
     def fill(self, template: str, **numbers: object) -> str:
-        words = asdict(self) | {"They": self.they.capitalize(), "them": "her" if self.they == "she" else "him"}
+        words = vars(self) | {"They": self.they.capitalize(), "them": "her" if self.they == "she" else "him"}
         return template.format(**(words | numbers))
 
 
