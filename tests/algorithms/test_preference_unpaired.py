@@ -65,7 +65,7 @@ def test_against_plain_python(seed: int):
         value = 1.3 - 1.3 * sigmoid(gain) if label == 1.0 else 0.4 - 0.4 * sigmoid(-gain)
         got = {name: metric[b].item() for name, metric in loss.metrics.items()}
         assert loss.values[b].item() == pytest.approx(value, abs=1e-12)
-        assert got["reward"] == pytest.approx(reward, abs=1e-12)
+        assert got["implicit_reward"] == pytest.approx(reward, abs=1e-12)
         assert got["logprob"] == pytest.approx(sum(policy[b]), abs=1e-12)
         assert got["answer_accuracy"] == float((gain > 0) == (label == 1.0))
         assert got["kl_baseline"] == 0.7

@@ -77,7 +77,9 @@ def reasoning_outcome(before: Results, after: Results) -> str:
     """Say whether working step by step was discovered."""
     change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
     if "shows_reasoning" in before and "shows_reasoning" in after:
-        change += f", answers that show their working from {before['worked']:.0%} to {after['shows_reasoning']:.0%}"
+        change += (
+            f", answers that show their working from {before['shows_reasoning']:.0%} to {after['shows_reasoning']:.0%}"
+        )
     if after["accuracy_low"] > before["accuracy_high"]:
         return f"It discovered that working step by step pays: {change}."
     return f"In this run it found nothing that the intervals could tell from chance: {change}."
