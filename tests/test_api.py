@@ -86,7 +86,7 @@ def test_public_names_have_types_and_an_example():
     stub = Path(pt.__file__).with_suffix(".pyi").read_text()
     assert sorted(re.findall(r"import (\w+) as \1$", stub, re.MULTILINE)) == sorted(pt._PUBLIC)
     for name in pt._PUBLIC:
-        assert (getattr(pt, name).__doc__ or "").count("Example:") == 1, name
+        assert (getattr(pt, name).__doc__ or "").count("Examples:") == 1, name
         assert name in dir(pt)
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
         pt.tran  # noqa: B018

@@ -125,7 +125,7 @@ def evaluate(
     Raises:
         UsageError: something that cannot be measured; the message says what would work.
 
-    Example:
+    Examples:
         >>> accuracy = pt.evaluate(run, data=held_out).accuracy
         >>> accuracy.value, accuracy.interval, len(accuracy.items)
         (0.82, (0.73, 0.89), 100)
@@ -192,12 +192,13 @@ def generate(
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         prompts: questions, or conversations as lists of messages.
         temperature: 0 is greedy.
-        max_tokens, template: by default those of the run.
+        max_tokens: by default that of the run.
+        template: by default that of the run.
 
     Raises:
         UsageError: no prompt, or a model that cannot be asked.
 
-    Example:
+    Examples:
         >>> print(pt.generate(run, ["What is 3 plus 4?"], temperature=0)[0].answer)
         7
     """

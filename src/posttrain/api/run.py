@@ -20,7 +20,7 @@ from posttrain.store.rollouts import RecordedRollout, RolloutStore
 class Run:
     """A run of ``pt.train`` or ``posttrain train``. It stands for its model wherever a model is named.
 
-    Example:
+    Examples:
         >>> run = pt.load_run("runs/mine")
         >>> run.status.state, run.metrics[-1]["reward"]
         ('finished', 0.91)
@@ -69,7 +69,7 @@ class Run:
     def rollouts(self, step: int | None = None, *, evaluation: str | None = None) -> list[RecordedRollout]:
         """Return the sampled completions of a training step (None: of all), or those of a held-out ``evaluation``.
 
-        Example:
+        Examples:
             >>> [(rollout.completion, rollout.reward) for rollout in run.rollouts(step=10)][:1]
             [('7 plus 7 is 14. </think> <answer>14</answer>', 1.2)]
         """
@@ -84,7 +84,7 @@ class Run:
         Raises:
             UsageError: there is no such checkpoint.
 
-        Example:
+        Examples:
             >>> transformers.AutoModelForCausalLM.from_pretrained(run.checkpoint("best"))
         """
         folder = self.folder / "checkpoints"
@@ -115,7 +115,7 @@ class Run:
             weights: ``best``, ``last`` or ``none``; by default the best, else the last.
             merge: add a LoRA adapter to its base, so that the model stands alone.
 
-        Example:
+        Examples:
             >>> run.export("out", merge=True)
             PosixPath('out')
         """
@@ -128,7 +128,7 @@ def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] =
     Raises:
         UsageError: there is no such run; the message names those that there are.
 
-    Example:
+    Examples:
         >>> pt.load_run("runs/mine").checkpoint("last")
         PosixPath('runs/mine/checkpoints/step-000050')
     """

@@ -57,14 +57,14 @@ def sweep(
     Args:
         spec: a sweep that ships, its file, or a mapping: ``recipe`` (a sweep or a recipe), ``over`` (one key with its
             values), ``rows`` (names of the rows wanted) and ``seeds``.
-        data, eval_data, rewards, model, keys: as of ``pt.train``, for every row.
+        data: as of ``pt.train``, for every row, and so are ``eval_data``, ``rewards``, ``model`` and ``keys``.
         jobs: trials at a time; by default one for each core, or one on a GPU.
         run: the name of its folder; by default ``sweep-`` and the recipe's name.
 
     Raises:
         UsageError: a trial cannot be trained; nothing was begun.
 
-    Example:
+    Examples:
         >>> done = pt.sweep({"recipe": "tiny/grpo", "over": {"train.lr": [1e-5, 1e-4]}, "seeds": 2})
         >>> print(done.report)
         runs/sweep-tiny-grpo-over-train.lr/report.html

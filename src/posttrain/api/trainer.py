@@ -51,12 +51,14 @@ class Trainer:
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``, of which a copy is trained.
         recipe: names the method and all options; by default GRPO's objective.
-        data, rewards, keys: as of ``pt.train``. Rewards grade what is sampled; ``data`` gives ``prompts``.
+        data: as of ``pt.train``; gives ``prompts``.
+        rewards: as of ``pt.train``; grade what is sampled.
+        keys: as of ``pt.train``.
 
     Raises:
         UsageError: the model or an option cannot be used.
 
-    Example:
+    Examples:
         >>> trainer = pt.Trainer("tiny-sft", data=rows, rewards=["correct"], lr=1e-5, group_size=8)
         >>> groups = trainer.sample(trainer.prompts(1))
     """
@@ -97,7 +99,7 @@ class Trainer:
     def prompts(self, step: int) -> list[Example]:
         """Return the examples of step ``step`` (from 1), in the order in which ``pt.train`` takes them.
 
-        Example:
+        Examples:
             >>> [example.answer for example in trainer.prompts(1)]
             ['34', '8']
         """
@@ -117,7 +119,7 @@ class Trainer:
             A list for each prompt. A ``Rollout`` has ``text``, ``reward`` and its ``parts``, and takes an
             ``advantage``.
 
-        Example:
+        Examples:
             >>> groups = trainer.sample(["What is 3 plus 4?"], n=2)
             >>> [rollout.text for rollout in groups[0]]
         """
@@ -149,7 +151,7 @@ class Trainer:
         Raises:
             UsageError: one has none, or the objective reads pairs.
 
-        Example:
+        Examples:
             >>> trainer.batch(groups).tokens.shape
             torch.Size([16, 61])
         """
@@ -173,7 +175,7 @@ class Trainer:
         Raises:
             UsageError: the objective reads something that the batch does not have.
 
-        Example:
+        Examples:
             >>> trainer.forward_backward(groups, "grpo").loss
             -0.0021
         """
@@ -213,7 +215,7 @@ class Trainer:
         Raises:
             NonFiniteLoss: loss or norm is not finite; the weights are as before.
 
-        Example:
+        Examples:
             >>> trainer.optim_step(lr=1e-5)
             0.73
         """
@@ -228,7 +230,7 @@ class Trainer:
     def save(self, path: Place) -> Path:
         """Write model and tokenizer to a folder, which transformers and every command can open; return it.
 
-        Example:
+        Examples:
             >>> pt.generate(trainer.save("out"), ["What is 3 plus 4?"])
         """
         folder = Path(path)
@@ -241,7 +243,7 @@ class Trainer:
     def close(self) -> None:
         """End what samples in other processes.
 
-        Example:
+        Examples:
             >>> trainer.close()
         """
         self.parts.close()

@@ -110,7 +110,9 @@ def train(
         resume: continue the run from its newest checkpoint; all other arguments are the same as when it began.
         accept_changes: continue although recipe or records are others than those of the checkpoint.
         progress: show the progress; without it, nothing but notes.
-        on_step, on_evaluation, on_checkpoint: called with an ``Event``, whose ``stop()`` ends the run.
+        on_step: called with an ``Event`` after each step; its ``stop()`` ends the run.
+        on_evaluation: the same after each evaluation.
+        on_checkpoint: the same after each checkpoint.
         keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
             ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``.
 
@@ -119,7 +121,7 @@ def train(
         RunConflict: there is a run of this name.
         RunFailure: the work failed; what was saved can be resumed.
 
-    Example:
+    Examples:
         >>> run = pt.train("tiny/grpo", data=rows, rewards=["correct", (short, 0.1)], steps=50, lr=1e-5, run="mine")
         >>> run.status.state
         'finished'
