@@ -174,7 +174,8 @@ class Packing:
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
         parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Packing(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in parts.items()})
+        parts |= {name: x.to(device) for name, x in parts.items() if isinstance(x, Tensor)}
+        return Packing(**parts)
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
