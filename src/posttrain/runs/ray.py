@@ -80,11 +80,12 @@ def train_on_cluster(
 
         thread = threading.Thread(target=fit, name="ray", daemon=True)
         thread.start()
-        while thread.is_alive():
+        while thread.is_alive() and "error" not in ends:
             thread.join(0.2)
             read()
             if should_stop():
                 (folder / STOP).touch()
+        thread.join(10.0)  # the other ranks save; Ray would wait for them, and start them again
         (folder / STOP).unlink(missing_ok=True)
         read()
     if "error" in ends:

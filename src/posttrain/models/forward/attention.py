@@ -112,13 +112,14 @@ def attend(
         dtype = _computed_in(q)
         return kernel(packing, q.to(dtype), k.to(dtype), v.to(dtype), scaling)[None]
     parts = [q[:0]]  # for a stream that holds nothing
-    for bucket in packing.buckets:
+    buckets, order = packing.rectangles
+    for bucket in buckets:
         own_q = _rows(q, bucket.queries, bucket.num_runs)
         own_k, own_v = (_rows(x, bucket.keys, bucket.num_runs) for x in (k, v))
         own = _sdpa(own_q, own_k, own_v, bucket.allowed, scaling, dropout)  # [S, H, W, D]
         parts.append(own.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
     joined = torch.cat(parts)
-    outputs = joined if packing.order is None else joined.index_select(0, packing.order)
+    outputs = joined if order is None else joined.index_select(0, order)
     missing = q.shape[0] - outputs.shape[0]
     return torch.cat([outputs, q.new_zeros((missing, *outputs.shape[1:]))], dim=0)[None]
 

@@ -173,25 +173,14 @@ class Packing:
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
-
-        def moved(part: Any) -> Any:
-            return part.to(device) if isinstance(part, Tensor) else part
-
-        return Packing(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts |= {name: x.to(device) for name, x in parts.items() if isinstance(x, Tensor)}
+        return Packing(**parts)
 
     @cached_property
-    def _rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
+    def rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
+        """The runs in buckets (see ``plan_buckets``)."""
         return plan_buckets(self.runs, self.tokens.device)
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The runs in rectangles."""
-        return self._rectangles[0]
-
-    @property
-    def order(self) -> Tensor | None:
-        """See ``plan_buckets``."""
-        return self._rectangles[1]
 
     @property
     def filled_runs(self) -> list[Run]:
@@ -211,9 +200,9 @@ class Packing:
     @property
     def num_slots(self) -> int:
         """Slots that attention computed over, padding of rectangles included."""
-        if "_rectangles" not in vars(self):
+        if "rectangles" not in vars(self):
             return self.num_tokens
-        return sum(bucket.queries.numel() for bucket in self.buckets)
+        return sum(bucket.queries.numel() for bucket in self.rectangles[0])
 
 
 def pack(batch: Batch, reads: Reads = "before") -> Packing:
