@@ -229,7 +229,7 @@ def test_reward_in_the_form_of_trl_gets_the_columns_of_the_rows(tmp_path: Path):
         return [None if one is None else float(one) for one in level]
 
     rows = [ROWS[0] | {"level": 3}, ROWS[1]]
-    settings = SMALL | {"data": {"name": "jsonl", "path": data_word(rows, tmp_path)["path"], "validation_share": 0}}
+    settings = SMALL | {"data": {"name": "jsonl", "path": data_word(rows, tmp_path)["path"], "split": "all"}}
     run = pt.train(RECIPE, rewards=[graded], runs_dir=tmp_path, **settings | {"steps": 1}, **WITHOUT_EVALUATION)
     pairs = {(a, b) for one in seen for a, b in zip(one["answer"], one["level"], strict=True)}
     assert pairs == {("0", 3), ("2", None)}
@@ -299,8 +299,8 @@ def test_data_of_a_hugging_face_dataset_is_its_rows(tmp_path: Path):
 
 def test_eval_data_is_evaluated_and_all_of_data_is_trained(tmp_path: Path):
     run = pt.train(RECIPE, run="mine", runs_dir=tmp_path, eval_data=ROWS[:3], eval__every=1, **SMALL | {"steps": 1})
-    assert [(one["task"], one["n"]) for one in run.evaluations] == [("jsonl/test", 3.0)] * 2
-    assert run.recipe["task"]["validation_share"] == 0
+    assert [(one["task"], one["n"]) for one in run.evaluations] == [("jsonl/all", 3.0)] * 2
+    assert run.recipe["task"]["split"] == "all"
 
 
 def test_rewards_are_names_functions_and_mappings_with_weights():

@@ -154,9 +154,9 @@ def given(
         keys["task"] = data_word(data, runs_dir)
     if eval_data is not None:
         word = data_word(eval_data, runs_dir)
-        keys["eval.tasks"] = [{"split": "test"} | word if "path" in word else word]
+        keys["eval.tasks"] = [{"split": "all"} | word if "path" in word else word]
         if "path" in keys.get("task", {}):  # nothing of it need be held out
-            keys["task"] = {"validation_share": 0} | keys["task"]
+            keys["task"] = {"split": "all"} | keys["task"]
     if rewards is not None:
         keys["rewards"] = reward_words(rewards)
     return overrides_of(keys)

@@ -145,12 +145,8 @@ def draw_svg(panel: Panel) -> str:
     width, height = panel.size
     target = io.StringIO()
     with _settings():
-        is_plain = not (panel.x_label or panel.x_ticks or panel.size) and len(panel.series) <= NUM_BELOW
-        figure = Figure(figsize=(width, height), layout=None if is_plain else "constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         _draw(figure, panel)
-        if is_plain:  # margins in inches, since the search for the least ones takes longer than the picture
-            below = 0.42 + (0.06 + 0.16 * -(-len(panel.series) // 3) if figure.legends else 0.0)
-            figure.subplots_adjust(0.62 / width, below / height, 1 - 0.08 / width, 1 - 0.1 / height)
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     svg = _NOISE.sub("", target.getvalue())
     for name, color in COLORS.items():
