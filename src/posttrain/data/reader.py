@@ -170,8 +170,7 @@ def _choose_size(task: Task, size: int | None, seed: int) -> Task:
 def _places() -> Mapping[str, Mapping[str, Any]]:
     """The table of where rows are to be had, by task."""
     text = (resources.files("posttrain") / "data" / "places.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = read_yaml(text, "places.yaml")[0]
-    return table
+    return read_yaml(text, "places.yaml")[0]
 
 
 def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:

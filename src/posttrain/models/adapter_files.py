@@ -61,7 +61,7 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
         raise UsageError(_refusal(source, f"has tensors without a place in the model: {first_names(unused)}"))
     loaded = {name: t for name, t in model.state_dict().items() if name not in report.missing_keys}
     places = {tensor.data_ptr() for tensor in loaded.values()}
-    own = {name: t for name, t in model.state_dict().items() if _is_of_adapter(name) and name not in loaded}
+    own = {n: t for n, t in model.state_dict().items() if f".{_ADAPTER}." in f"{n}." and n not in loaded}
     missing = [name for name, tensor in own.items() if tensor.data_ptr() not in places]  # tied ones are there once
     if missing:
         raise UsageError(_refusal(source, f"has no tensors for {first_names(missing)}, which {ADAPTER_CONFIG} names"))
@@ -154,10 +154,6 @@ def _resize_vocabulary(base: Any, rows: Mapping[str, int]) -> None:
 
 def _name_in_base(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def _is_of_adapter(name: str) -> bool:
-    return f".{_ADAPTER}." in name or name.endswith(f".{_ADAPTER}")
 
 
 def _refusal(source: str, reason: str) -> str:

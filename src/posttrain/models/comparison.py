@@ -33,8 +33,7 @@ def read_probe(model: Any, chosen: Sequence[int] = ()) -> Tensor:
     tokens = torch.from_numpy(ids).to(table.device)
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs: Tensor = logits.log_softmax(-1).cpu()
-    return logprobs
+    return logits.log_softmax(-1).cpu()
 
 
 def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = True) -> float:

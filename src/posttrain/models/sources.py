@@ -206,10 +206,10 @@ def base_of(adapter: str) -> str:
     return resolve_model_name(base if above is None else str(above))
 
 
-def first_names(names: Iterable[str], count: int = 3) -> str:
-    """Return the first names, sorted, and how many more there are."""
+def first_names(names: Iterable[str]) -> str:
+    """Return the first three names, sorted, and the number of others."""
     ordered = sorted(names)
-    return ", ".join(ordered[:count]) + (f" and {len(ordered) - count} more" if len(ordered) > count else "")
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
 def explain_loading(name: str, source: str, error: Exception) -> str:

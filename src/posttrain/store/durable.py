@@ -125,10 +125,15 @@ def remove_asides(path: Path) -> None:
     for item in path.parent.glob(f"{ASIDE}{glob.escape(path.name)}-*"):
         if _is_left(item.name):
             with suppress(FileNotFoundError):  # its process was there, and gave it its name
-                if item.is_dir() and not item.is_symlink():
-                    shutil.rmtree(item)
-                else:
-                    item.unlink()
+                remove_tree(item)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, or a file or link if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> list[str]:

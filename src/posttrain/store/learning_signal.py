@@ -20,7 +20,9 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
     """
     steps = [row.metrics for row in rows if not is_evaluation(row)]
     batches = [metrics for metrics in steps if "uniform_groups" in metrics][:NUM_BATCHES]
-    if len(batches) == NUM_BATCHES and all(_has_no_difference(metrics) for metrics in batches):
+    # all rewards of a group are equal, and no other answer gives them an advantage
+    is_uniform = [one["uniform_groups"] == 1.0 and one.get("advantage_std", 1.0) == 0.0 for one in batches]
+    if len(batches) == NUM_BATCHES and all(is_uniform):
         what = f"in the first {NUM_BATCHES} batches no group of answers differed in reward, so nothing can be learned"
         return {"uniform_groups": f"{what}. {_cause_of_equal_rewards(batches)}"}
     if len(steps) >= NUM_BATCHES and all(metrics.get("grad_norm") == 0.0 for metrics in steps[:NUM_BATCHES]):
@@ -31,11 +33,6 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
         cause = "is too small for the dtype of the weights: raise train.lr, or set model.dtype fp32"
         return {MOVED: f"no weight has moved in {NUM_STEPS} steps. The learning rate of {rate:g} {cause}"}
     return {}
-
-
-def _has_no_difference(metrics: dict[str, float]) -> bool:
-    """Return True if all rewards of a group are equal, and no other answer gives them an advantage."""
-    return metrics["uniform_groups"] == 1.0 and metrics.get("advantage_std", 1.0) == 0.0
 
 
 def _cause_of_equal_rewards(batches: Sequence[dict[str, float]]) -> str:

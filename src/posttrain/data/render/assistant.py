@@ -10,13 +10,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.render.calls import CallForm, write_calls
 from posttrain.data.render.encoding import END_THINK, THINK, Piece, drop_text, encode_pieces, mark_tags, markers_of
 from posttrain.data.render.template import Template, end_id, stop_ids
-from posttrain.data.render.template_calls import call_form
+from posttrain.data.render.template_calls import call_form, call_marks
 from posttrain.data.render.turns import OPENED, mark, probed, render_history, render_pieces, turn_end
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Turn
@@ -84,10 +85,6 @@ def behind_prompt(
 
 def _mark_calls(tokenizer: Any, template: Template, pieces: list[Piece]) -> list[Piece]:
     """The pieces with the tokens of the chat template's calls in trusted ones."""
-    if not template.chat or "tools" not in str(tokenizer.chat_template or ""):
-        return pieces
-    from posttrain.data.render.template_calls import call_marks
-
     marks = "|".join(map(re.escape, call_marks(tokenizer, template)))
     if not marks:
         return pieces
@@ -129,7 +126,7 @@ def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prom
     kept = list(ids)
     if kept and kept[-1] in stop_ids(tokenizer, template):
         kept.pop()
-    text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return opening_of(tokenizer, template, prompt) + text
 
 
@@ -307,12 +304,10 @@ def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> R
     ((opening, closing),) = tails
     strips = f" {heard[0]} " not in render(("assistant", mark(0)), (role, f" {heard[0]} "))
     between = "\n"  # where the template takes only one message
-    try:
+    with suppress(UsageError):
         both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
         found = both.partition(opening + heard[0])[2].partition(heard[1])
         between = found[0] if found[1] and found[2] == closing else between
-    except UsageError:
-        pass
     return ReplyFrame(opening, between, closing, turn_end(tokenizer), strips, wrapped=role == "tool")
 
 

@@ -134,7 +134,7 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
         elif piece.text:
             merged.append(piece)
     text = "".join(piece.text for piece in merged)
-    encoded = _backend(tokenizer, split_special=False).encode(text, add_special_tokens=False)
+    encoded = _encode(tokenizer, text, split_special=False)
     ids: list[int] = encoded.ids
     if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
         return ids
@@ -142,10 +142,10 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
     for piece in merged:
         start = 0
         for begin, end, index in markers.find(piece.text) if piece.trusted else ():
-            ids += [*_encode_plain(tokenizer, run + piece.text[start:begin], markers), index]
+            ids += [*encode_plain(tokenizer, run + piece.text[start:begin]), index]
             run, start = "", end
         run += piece.text[start:]
-    return ids + _encode_plain(tokenizer, run, markers)
+    return ids + encode_plain(tokenizer, run)
 
 
 def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
@@ -165,11 +165,8 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     Raises:
         UsageError: a marker of a single character cannot be spelled with other tokens.
     """
-    return _encode_plain(tokenizer, text, markers_of(tokenizer))
-
-
-def _encode_plain(tokenizer: Any, text: str, markers: Markers) -> list[int]:
-    ids: list[int] = _backend(tokenizer, split_special=True).encode(text, add_special_tokens=False).ids if text else []
+    markers = markers_of(tokenizer)
+    ids: list[int] = _encode(tokenizer, text, split_special=True).ids if text else []
     if markers.id_set.isdisjoint(ids):
         return ids
     # Added tokens that are not flagged as special are still matched: cut every marker in two.
@@ -178,17 +175,15 @@ def _encode_plain(tokenizer: Any, text: str, markers: Markers) -> list[int]:
     cuts = sorted({0, *(start + 1 for start in markers.starts(text)), len(text)})
     if len(cuts) == 2:  # no marker stands there as written (a normaliser made it one): cut everywhere
         cuts = list(range(len(text) + 1))
-    return [token for start, end in pairwise(cuts) for token in _encode_plain(tokenizer, text[start:end], markers)]
+    return [token for start, end in pairwise(cuts) for token in encode_plain(tokenizer, text[start:end])]
 
 
-def _backend(tokenizer: Any, *, split_special: bool) -> Any:
+def _encode(tokenizer: Any, text: str, *, split_special: bool) -> Any:
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = split_special
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    return backend
+    backend.no_truncation()
+    backend.no_padding()
+    return backend.encode(text, add_special_tokens=False)
 
 
 _BROKEN = "\ufffd"  # decoded where bytes are no character, or not yet

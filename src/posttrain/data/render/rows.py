@@ -116,16 +116,15 @@ def _conversation(
     tokenizer: Any, template: Template, example: Example, train_on: TrainOn
 ) -> Iterator[tuple[Row, ...] | str]:
     """One row of a conversation, or one for each turn of the assistant."""
-    units: list[tuple[Row, ...] | str] = []
+    units: list[tuple[Row, ...] | str]
     if template.turns == "apart":
         chosen = list(_turns_apart(example, train_on))
-        for one in chosen:
-            for unit in rows_of(tokenizer, template, one, "demonstration"):
-                is_apart = len(chosen) > 1 and not isinstance(unit, str)
-                units.append((replace(unit[0], is_apart=True),) if is_apart and not isinstance(unit, str) else unit)
+        units = [unit for one in chosen for unit in rows_of(tokenizer, template, one, "demonstration")]
+        if len(chosen) > 1:
+            units = [unit if isinstance(unit, str) else (replace(unit[0], is_apart=True),) for unit in units]
     else:
         try:
-            units += [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
+            units = [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
         except UsageError as error:
             raise UsageError(f"example {example.id!r}: {error}") from error
     yield from units or [UNTRAINED]

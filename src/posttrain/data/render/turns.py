@@ -331,8 +331,7 @@ def probed(
     known = _PROBED.setdefault(tokenizer, {})
     if key not in known:
         known[key] = find(settings)
-    found: Found = known[key]
-    return found
+    return known[key]
 
 
 def mark(number: int) -> str:

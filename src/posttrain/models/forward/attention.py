@@ -30,8 +30,7 @@ class _Active:
         self.own = threading.local()
 
     def get(self) -> Packing | None:
-        packing: Packing | None = getattr(self.own, "packing", self.shared)
-        return packing
+        return getattr(self.own, "packing", self.shared)
 
     def put(self, packing: Packing | None) -> None:
         if hasattr(self.own, "packing"):

@@ -153,8 +153,7 @@ class Forward:
     @property
     def device(self) -> torch.device:
         """Device of the LM head, and of the outputs."""
-        device: torch.device = causal_lm(self.model).get_output_embeddings().weight.device
-        return device
+        return causal_lm(self.model).get_output_embeddings().weight.device
 
     def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
         """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
@@ -221,7 +220,7 @@ class Forward:
             def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits = states.project(part)
                 ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-                values = self._score(logits, ids[:, 0], "none", ids)[2]  # as another model's are scored
+                values = score_logits(logits, ids[:, 0], self.temperature, "none", ids)[2]  # as another model's are
                 assert values is not None
                 return ids, values
 
@@ -277,8 +276,7 @@ class Forward:
 
         def project(part: Tensor) -> Tensor:
             with fast_linear():
-                logits: Tensor = lm_head(part)
-            return logits
+                return lm_head(part)
 
         return States(
             predicting=predicting if predicts else None,
@@ -328,8 +326,7 @@ class Forward:
     def _scores(self, states: States) -> Tensor:
         assert self.head is not None, "scores need a head"
         assert states.reading is not None
-        scores: Tensor = self.head(states.reading)
-        return states.spread(scores)
+        return states.spread(self.head(states.reading))
 
     def _predictions(
         self, states: States, entropy: Entropy, candidates: Tensor | None = None
@@ -341,7 +338,7 @@ class Forward:
             extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            per_token = score_logits(states.project(part), ids[0], self.temperature, entropy, *ids[1:])
             return tuple(x for x in per_token if x is not None)
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
@@ -350,9 +347,6 @@ class Forward:
         per_token = list(self._in_chunks(run, states, (states.targets, *extra), slopes, kept))
         of_candidates = None if candidates is None else per_token.pop()
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates
-
-    def _score(self, logits: Tensor, targets: Tensor, entropy: Entropy, *candidates: Tensor) -> Any:
-        return score_logits(logits, targets, self.temperature, entropy, *candidates)
 
     def _in_chunks(
         self,

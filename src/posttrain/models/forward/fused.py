@@ -144,9 +144,7 @@ class FusedLayers:
                 self.replaced.append((module, partial(forward, module)))
 
     def __enter__(self) -> None:
-        if not ENABLED:
-            return
-        for module, forward in self.replaced:
+        for module, forward in self.replaced if ENABLED else ():
             module.__dict__["forward"] = forward
 
     def __exit__(self, *_: Any) -> None:
@@ -188,8 +186,7 @@ def _is_autocast_fused(x: Tensor, weight: Tensor) -> bool:
 
 
 def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
-    out: Tensor = Rotate.apply(x if norm is None else norm(x), cos[:, None], sin[:, None])
-    return out
+    return Rotate.apply(x if norm is None else norm(x), cos[:, None], sin[:, None])
 
 
 def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
@@ -197,18 +194,14 @@ def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
         size = (hidden_states.shape[-1],)
         return F.rms_norm(hidden_states.float(), size, module.weight, module.variance_epsilon)
     if not _is_fp32(hidden_states, module.weight):
-        plain: Tensor = type(module).forward(module, hidden_states)
-        return plain
-    out: Tensor = RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
-    return out
+        return type(module).forward(module, hidden_states)
+    return RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
     is_fused = _is_fp32(gate, up) or _is_autocast_fused(x, module.gate_proj.weight)
-    inner = SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up
-    out: Tensor = module.down_proj(inner)
-    return out
+    return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
 
 
 def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -218,8 +211,7 @@ def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """
     packing = active_packing()
     if packing is None or packing.read is None or module.gradient_checkpointing:
-        whole: Tensor = type(module).forward(module, hidden_states, **kwargs)
-        return whole
+        return type(module).forward(module, hidden_states, **kwargs)
     mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
     rows = (hidden_states + mixed).index_select(1, packing.read)
     rows = rows + module.mlp(module.post_attention_layernorm(rows))
@@ -238,10 +230,9 @@ def _attention(
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
     is_fused = _is_fp32(hidden_states, cos) or _is_autocast_fused(hidden_states, module.q_proj.weight)
     if not knows or not is_fused:
-        plain: tuple[Tensor, Tensor | None] = type(module).forward(
+        return type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
-        return plain
     assert packing is not None
     shape = (hidden_states.shape[1], -1, module.head_dim)
     q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))

@@ -64,10 +64,10 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
     return out
 
 
-def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for each of q's, along the dimension ``heads``."""
-    times = q.shape[heads] // k.shape[heads]
-    return (k, v) if times == 1 else (k.repeat_interleave(times, heads), v.repeat_interleave(times, heads))
+def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for each of q's, along dimension 1."""
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
 
 
 @cache
