@@ -1,4 +1,4 @@
-"""What is said about data, counted by hand."""
+"""Descriptions of data, counted by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several tasks as one: turns by weight, what is held out, one kind, and what is told of each part."""
+"""Several tasks as one: turns by weight, what is held out, one kind, and the report of each part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every task that reads rows has: how many examples, where its file may lie, where it is to be had."""
+"""Tasks that read rows: how many examples, where its file may lie, where it is to be had."""
 
 from __future__ import annotations
 
@@ -290,6 +290,3 @@ def test_the_opening_is_all_up_to_the_first_user_message() -> None:
     openings = [{example.messages[0] for example in side} for side in sides]
     assert not openings[0] & openings[1]
     assert [len(side) for side in sides] == [3 * len(side) for side in openings]
-
-
-# --- thinking is removed whole, or the answer is left out ---

@@ -158,7 +158,7 @@ def test_attach_adapter_without_its_weights_is_refused(make_adapter: Any) -> Non
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
 def test_attach_adapter_of_a_resized_vocabulary_resizes_the_base(tied: bool, make_adapter: Any, tmp_path: Path) -> None:
-    """What TRL writes after it added tokens: the whole embeddings with the adapter."""
+    """TRL writes the whole embeddings with the adapter after it added tokens."""
     model, folder = make_adapter(rows=308, tied=tied, target_modules=["q_proj"])
     trained = read_probe(model)
     again = load(folder)
@@ -184,7 +184,7 @@ HANDED_OVER = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", HANDED_OVER)
 def test_checkpoint_weights_of_any_kind_of_adapter_are_the_trained_model(kind: str, make_adapter: Any) -> None:
-    """What an engine elsewhere is given, in a plain model."""
+    """An engine elsewhere gets these weights, in a plain model."""
     untied = {"untied head": {"target_modules": ["lm_head", "embed_tokens"]}}
     untied["untied head saved whole"] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
     untied["experts"] = {"architecture": "qwen3_moe", "target_parameters": ["experts.gate_up_proj"]}

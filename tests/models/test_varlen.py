@@ -237,7 +237,7 @@ def test_the_cpu_attends_under_masks_and_imports_no_kernel(monkeypatch: pytest.M
 
 
 def test_a_mask_on_a_gpu_meets_no_shared_heads(monkeypatch: pytest.MonkeyPatch):
-    """A mask beside ``enable_gqa`` would leave what writes the scores out, or cuDNN."""
+    """A mask together with ``enable_gqa`` would leave what writes the scores out, or cuDNN."""
     request = []
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

@@ -31,8 +31,8 @@ class Task:
     Attributes:
         examples: maybe made on demand; the same index always gives the same example.
         dropped: number of rows that were left out, by reason.
-        worked: says of a text whether it shows written working, where the task can tell.
-        origin: the file, where the environment said where it is.
+        worked: returns True for a text that shows its working, where the task can tell.
+        origin: the file, where the environment names its folder.
         shares: measures over answered items (``evals/items.py``): by name one share in 0..1 per item.
         parts: of a mixture.
         keys: number of rows with a key, by the key and its use.
@@ -77,7 +77,7 @@ class ExamplesOnDemand(Sequence[Example]):
 
 
 def num_repeated(examples: Sequence[Example]) -> int:
-    """Number of examples that equal an earlier one but for id and meta; 0 for examples that are made on demand."""
+    """Return the number of examples that repeat an earlier one but for id and meta; 0 for examples on demand."""
     if isinstance(examples, ExamplesOnDemand):
         return 0
     return len(examples) - len(
@@ -232,7 +232,7 @@ def describe_task(task: Task, measure: Callable[[str], int], *, n: int) -> Descr
 
 
 def is_pair(responses: Sequence[Response]) -> bool:
-    """Say whether these are two whole answers, one better; answers judged 1 and 0 count as such, too."""
+    """Return True if these are two whole answers, one better; answers judged 1 and 0 count as such, too."""
     return len(responses) == 2 and responses[0].score != responses[1].score and not responses[0].steps
 
 

@@ -256,5 +256,5 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
 
 
 def is_blank(value: Any) -> bool:
-    """Say whether a value is a text of nothing but white space."""
+    """Return True if a value is a text of nothing but white space."""
     return isinstance(value, str) and not value.strip()

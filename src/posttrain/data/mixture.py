@@ -110,7 +110,7 @@ class Mixed(ExamplesOnDemand):
 
 
 def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:
-    """By part the share of right answers of each item that can be graded, and the measures of the part's own task."""
+    """Return by part the share of right answers of each graded item, and the measures of the part's own task."""
     shares: dict[str, Sequence[float]] = {}
     for name, task in tasks.items():
         own = [item for item in items if item.meta.get(PART) == name]

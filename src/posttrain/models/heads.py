@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from posttrain.models.config import Model
 from posttrain.models.forward.fused import TokenScores
 from posttrain.randomness import derive_key
 
 
-def hidden_size(model: Any) -> int:
+def hidden_size(model: Model) -> int:
     """The width of the hidden states that the language-model head of ``model`` (plain or peft) reads."""
     return int(model.get_output_embeddings().weight.shape[1])
 

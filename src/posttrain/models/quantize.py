@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import MissingExtra
+from posttrain.models.config import Model
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 
 Bits = Literal[4, 8]
@@ -106,7 +107,7 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
 
 
 @torch.no_grad()
-def dequantize(model: Any) -> Any:
+def dequantize(model: Model) -> Any:
     """The model with plain layers again, in place: the weights are what the quantized ones stood for."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Int8Linear | NF4Linear):

@@ -142,7 +142,7 @@ def check_files(source: str) -> None:
     seen: list[str] = []
     while is_adapter(source):
         if os.path.realpath(source) in seen:
-            raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
+            raise UsageError(f"model.name: {source}: this adapter is its own base in {ADAPTER_CONFIG}")
         seen.append(os.path.realpath(source))
         settings = read_object(Path(source) / ADAPTER_CONFIG)
         if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
@@ -200,8 +200,8 @@ def base_of(adapter: str) -> str:
         above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)
     if above is None and is_missing(base):
         raise UsageError(
-            f"model.name: {place}: this adapter stands on {shorten(base)}, which is not there, neither from here nor "
-            "from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
+            f"model.name: {place}: this adapter names the base {shorten(base)}, which is not there, neither from here "
+            "nor from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
         )
     return resolve_model_name(base if above is None else str(above))
 

@@ -111,7 +111,7 @@ def refuse_damaged(folder: str | Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """True for a step of a run, and for a copy of one elsewhere, known by its manifest."""
+    """Return True for a step of a run, and for a copy of one elsewhere, known by its manifest."""
     if _step_of(path) is not None and path.parent.name == "checkpoints":
         return (path / MANIFEST).is_file() or (path.parent.parent / "recipe.yaml").is_file()
     if not (path / MANIFEST).is_file():

@@ -190,7 +190,7 @@ class TrackedMetrics(MetricsLog):
         self._started = False
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """As ``MetricsLog.append``; trackers are given the line once it is written."""
+        """Add the line of one step as ``MetricsLog.append`` does, and give it to the trackers once it is written."""
         if not self._started and self.trackers:
             kept = self.read()
             for tracker in self.trackers:
@@ -201,7 +201,7 @@ class TrackedMetrics(MetricsLog):
             tracker.log(MetricsRow(step, dict(metrics), dict(timing or {})))
 
     def close(self) -> None:
-        """As ``MetricsLog.close``; closes the trackers, too."""
+        """Close the file and the trackers."""
         try:
             super().close()
         finally:

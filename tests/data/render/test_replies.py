@@ -1,4 +1,4 @@
-"""What is said between turns stands behind the model's own ids, as the template would have rendered it."""
+"""Replies between turns follow the model's own ids, as the template would have rendered them."""
 
 from __future__ import annotations
 

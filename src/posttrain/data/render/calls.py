@@ -84,7 +84,7 @@ class CallForm:
 
     @property
     def is_readable(self) -> bool:
-        """Say whether calls can be found in a text, and the end of a name."""
+        """Return True if calls can be found in a text, and the end of a name."""
         if self.arguments == "python":
             return bool(self.begin.strip() and self.finish.strip())
         tag = self.tags[0]

@@ -12,10 +12,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from posttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+else:
+    Tokenizer = Any
 
 # Added tokens that are not flagged as special and yet mark structure: <think>, [INST], <|user|>.
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
@@ -79,10 +84,10 @@ class Markers:
             last = end
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[int, Markers]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Tokenizer, tuple[int, Markers]] = WeakKeyDictionary()
 
 
-def markers_of(tokenizer: Any) -> Markers:
+def markers_of(tokenizer: Tokenizer) -> Markers:
     """The markers of a tokenizer; computed once, and again when tokens were added.
 
     Special tokens count, and added tokens that look like tags. The unknown token does not: any
@@ -116,7 +121,7 @@ def markers_of(tokenizer: Any) -> Markers:
     return markers
 
 
-def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[int]:
     """Token ids of the pieces, without any BOS or EOS that they do not spell out.
 
     Where no untrusted text touches a marker, the ids are those of the whole text encoded at once,
@@ -149,7 +154,7 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
 
 
 def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
-    """Say whether every marker among the ids lies wholly in trusted text."""
+    """Return True if every marker among the ids lies wholly in trusted text."""
     spans, position = list[tuple[int, int]](), 0  # of untrusted text
     for piece in pieces:
         if not piece.trusted:
@@ -159,7 +164,7 @@ def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]
     return not any(start < high and low < end for start, end in found for low, high in spans)
 
 
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
+def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of untrusted text; no marker is among them.
 
     Raises:
@@ -178,7 +183,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     return [token for start, end in pairwise(cuts) for token in encode_plain(tokenizer, text[start:end])]
 
 
-def _encode(tokenizer: Any, text: str, *, split_special: bool) -> Any:
+def _encode(tokenizer: Tokenizer, text: str, *, split_special: bool) -> Any:
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = split_special
     backend.no_truncation()
@@ -196,7 +201,7 @@ class TextStream:
     A token that holds only the beginning of a character adds nothing; the one that completes it adds the whole.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before

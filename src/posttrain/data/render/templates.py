@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from posttrain.data.render.encoding import Piece
+from posttrain.data.render.encoding import Piece, Tokenizer
 from posttrain.data.render.template import Template
 from posttrain.data.render.turns import chat_pieces, check_messages, spell
 from posttrain.errors import UsageError
@@ -166,7 +166,7 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
 
     def response(example: Example) -> list[Piece]:
@@ -299,7 +299,7 @@ def dialogue() -> Template:
     Source: the transcripts of HH-RLHF (Bai et al. 2022).
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         return [*TRANSCRIPT.pieces(messages), _ours("\n\nAssistant:")]
 
     def response(example: Example) -> list[Piece]:
@@ -319,7 +319,7 @@ def document() -> Template:
     answer is the last number.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         start = tokenizer.bos_token or tokenizer.eos_token
         if start is None:
             raise UsageError("template document: the tokenizer has neither bos_token nor eos_token to begin with")
@@ -343,7 +343,7 @@ def as_is() -> Template:
     what follows the thinking.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         check_messages(messages)
         if len(messages) > 1:
             raise UsageError(
@@ -389,7 +389,7 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
 def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callable[..., list[Piece]]:
     """The prompt with an instruction: as the system message of a chat, or after the last message."""
 
-    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer, variables: Variables = own) -> list[Piece]:
         if chat:
             return chat_pieces(messages, tokenizer, instruction, variables)
         check_messages(messages)

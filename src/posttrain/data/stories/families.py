@@ -60,7 +60,7 @@ class Equation:
 
 
 def is_worked(written: str) -> bool:
-    """Say whether a text shows working: at least one true equation such as ``19 + 12 = 31``."""
+    """Return True if a text shows working: at least one true equation such as ``19 + 12 = 31``."""
     for left, sign, right, result in _EQUATION.findall(written):
         if max(len(left), len(right), len(result)) <= 9:
             equation = Equation(int(left), sign, int(right))

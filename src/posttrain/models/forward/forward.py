@@ -1,4 +1,4 @@
-"""From a batch to per-token log-probabilities and scores: packed, prompts shared, head in chunks.
+"""Per-token log-probabilities and scores of a batch: packed, prompts shared, head in chunks.
 
 Log-probabilities and entropies are fp32 whatever the weights are, at the forward pass's temperature, and only at
 trained positions; ``[tokens, V]`` never exists whole when it would be large.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
-from posttrain.models.config import shortest_window
+from posttrain.models.config import Model, shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
@@ -41,14 +41,16 @@ Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
 
 def max_logit_elements(gpu_memory: int | None) -> int:
-    """Number of logits that exist at a time, on a CPU (None) or on a GPU of so many bytes, of which they and what is
-    made of them (16 bytes each) take a sixteenth at most."""
+    """Return the number of logits that exist at a time on a CPU (None) or on a GPU of so many bytes.
+
+    They and what is made of them (16 bytes each) take at most a sixteenth of a GPU.
+    """
     on_gpu = min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16))
     return max(MAX_LOGIT_ELEMENTS, on_gpu)
 
 
 def kept_elements(gpu_memory: int | None) -> int:
-    """Number of probabilities of a trained head that are kept for the backward pass, on a CPU (None) or such a GPU."""
+    """Return the number of probabilities of a trained head that are kept for the backward pass."""
     return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
@@ -57,12 +59,12 @@ def gpu_memory_of(device: torch.device) -> int | None:
     return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def causal_lm(model: Any) -> Any:
+def causal_lm(model: Model) -> Any:
     """The transformers causal LM inside ``model`` (itself, or the base of a peft model)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def decoder_of(base: Any) -> Any:
+def decoder_of(base: Model) -> Any:
     """The module with a causal LM's last hidden states; ``get_decoder`` of some is the LM itself, or its head."""
     decoder, embedding = base.get_decoder(), base.get_input_embeddings()
     if decoder is not base and any(module is embedding for module in decoder.modules()):
@@ -119,7 +121,7 @@ class Forward:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         temperature: float = 1.0,
         head: ScalarHead | None = None,
         reads: Reads = "before",
@@ -145,7 +147,7 @@ class Forward:
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
 
     def alike(
-        self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
+        self, model: Model, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
         """The same pass over another model, or with a head."""
         return Forward(model, self.temperature, head, reads, scores_only, self.precision)
@@ -178,7 +180,7 @@ class Forward:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each process has only a part of the weights."""
+        """Return True if each process has only a part of the weights."""
         return self.root is not None
 
     def _gathered(self, compute: Callable[[], T]) -> T:
@@ -239,7 +241,7 @@ class Forward:
                 yield
 
     def _columns(self, batch: Batch) -> int:
-        """Number of columns that are computed: the last one predicts nothing, so only ``at`` needs it."""
+        """Return the number of columns that are computed: the last one predicts nothing, so only ``at`` needs it."""
         return max(1, batch.tokens.shape[1] - (1 if self.reads == "before" else 0))
 
     def _as_read(self, batch: Batch) -> Batch:
@@ -382,8 +384,10 @@ class Forward:
 
     @property
     def _takes_sdpa(self) -> bool:
-        """True if the model may take SDPA; with capped scores (which transformers 5.17 leaves out) or sinks it keeps
-        its own attention, padded."""
+        """Return True if the model may take SDPA.
+
+        With capped scores (which transformers 5.17 leaves out) or sinks it keeps its own attention, padded.
+        """
         model = causal_lm(self.model)
         is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         return bool(getattr(model, "_supports_sdpa", False)) and not is_capped
@@ -454,7 +458,7 @@ class ActorCritic:
     def __init__(self, policy: Forward, critic: Forward) -> None:
         assert critic.scores_only, "a critic gives values, not log-probabilities"
         assert critic.reads == "before", "a critic values the state before a token"
-        assert policy.head is None, "the policy has no scores of its own beside a critic's"
+        assert policy.head is None, "a policy with a critic has no scores of its own"
         self.policy, self.critic = policy, critic
         self.model, self.temperature = policy.model, policy.temperature
 
@@ -465,7 +469,7 @@ class ActorCritic:
 
     @property
     def is_sharded(self) -> bool:
-        """Both are, or neither."""
+        """Return whether both are; it is both or neither."""
         return self.policy.is_sharded
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from posttrain.models.config import Model
 from posttrain.models.forward.attention import active_packing, attend
 
 ENABLED = True
@@ -136,7 +137,7 @@ class FusedLayers:
     computed, which takes a tenth off a step of a reward model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         for module in model.modules():
             forward = _fused_forward(module)

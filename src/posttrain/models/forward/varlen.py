@@ -46,7 +46,7 @@ class SharedKeys(torch.autograd.Function):
 
 
 def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """By ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
+    """Attend by ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
 
     Its causal window (-1, 0) is aligned at the end of queries and keys, as flash attention's is since version 2.1.
     """
