@@ -10,22 +10,8 @@ from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metrics import MetricsRow
 
 STEP = {"lr": 1e-4, "trained_tokens": 90.0}
-EQUAL = STEP | {
-    "reward": 0.0,
-    "uniform_groups": 1.0,
-    "advantage_std": 0.0,
-    "grad_norm": 0.0,
-    "lr": 1e-4,
-    "trained_tokens": 90.0,
-}
-LEARNS = STEP | {
-    "reward": 0.2,
-    "uniform_groups": 0.5,
-    "advantage_std": 0.3,
-    "grad_norm": 1.0,
-    "lr": 1e-4,
-    "trained_tokens": 90.0,
-}
+EQUAL = STEP | {"reward": 0.0, "uniform_groups": 1.0, "advantage_std": 0.0, "grad_norm": 0.0}
+LEARNS = STEP | {"reward": 0.2, "uniform_groups": 0.5, "advantage_std": 0.3, "grad_norm": 1.0}
 SUPERVISED = STEP | {"grad_norm": 2.0, "weights_moved": 1.0}
 
 
