@@ -73,10 +73,10 @@ def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
     """``varlen`` where it is right on this device, else None."""
-    return varlen if is_right(varlen, device, dtype, heads, key_heads, head_dim) else None
+    return varlen if is_correct(varlen, device, dtype, heads, key_heads, head_dim) else None
 
 
-def is_right(
+def is_correct(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> bool:
     """Return True if ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
