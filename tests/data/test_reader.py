@@ -14,14 +14,7 @@ from sample_rows import write_rows
 from posttrain import registry
 from posttrain.data.base import build_task, held_out_task
 from posttrain.data.jsonl import jsonl
-from posttrain.data.reader import (
-    Collected,
-    Dropped,
-    _places,
-    choose_split,
-    collect,
-    prompt_hash,
-)
+from posttrain.data.reader import Collected, Dropped, _places, choose_split, collect, prompt_hash
 from posttrain.data.reading import Row
 from posttrain.data.verifiable.suites import gsm8k
 from posttrain.errors import DataError, DataNotThere, RecipeError

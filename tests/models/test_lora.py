@@ -172,10 +172,7 @@ def test_describe_reach_names_what_an_adapter_leaves_out(tiny_random):
     ("settings", "message"),
     [
         ({"target_parameters": ["experts.gate_up_porj"]}, r"no matrix called 'experts.gate_up_porj'. Did you mean"),
-        (
-            {"target_parameters": BOTH, "use_dora": True},
-            r"adapter: lora.ParamWrapper does not work with use_dora",
-        ),
+        ({"target_parameters": BOTH, "use_dora": True}, r"adapter: lora.ParamWrapper does not work with use_dora"),
     ],
 )
 def test_apply_adapter_with_parameters_that_it_cannot_reach_is_refused(tiny_random, settings, message):

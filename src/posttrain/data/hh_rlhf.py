@@ -9,16 +9,7 @@ from functools import partial
 from typing import Literal
 
 from posttrain.data.base import Task
-from posttrain.data.reader import (
-    Collected,
-    Dropped,
-    Share,
-    Split,
-    choose_split,
-    collect,
-    prompt_hash,
-    reads_rows,
-)
+from posttrain.data.reader import Collected, Dropped, Share, Split, choose_split, collect, prompt_hash, reads_rows
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import DataError, UsageError
 from posttrain.registry import register

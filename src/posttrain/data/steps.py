@@ -12,15 +12,7 @@ from typing import Any, Literal
 from posttrain.data.base import Task
 from posttrain.data.messages import is_blank
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
-from posttrain.data.reader import (
-    Collected,
-    Dropped,
-    Share,
-    Split,
-    reads_rows,
-    row_task,
-    strip_calculations,
-)
+from posttrain.data.reader import Collected, Dropped, Share, Split, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import UsageError
 from posttrain.registry import register

@@ -44,11 +44,7 @@ class ScalarHead(nn.Module):
 
 
 def score_logits(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy: str,
-    candidates: Tensor | None = None,
+    logits: Tensor, targets: Tensor, temperature: float, entropy: str, candidates: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and log-probabilities
     ``[M, K]`` of ``candidates [M, K]``, or None; in fp32 or float64."""
