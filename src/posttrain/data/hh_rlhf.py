@@ -128,8 +128,7 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     merged: list[Message] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:
-            texts = [text for text in (merged.pop().content, turn.content) if text]
-            turn = Message(turn.role, "\n\n".join(texts))
+            turn = Message(turn.role, "\n\n".join(filter(None, (merged.pop().content, turn.content))))
         merged.append(turn)
     if any(not turn.content for turn in merged):
         raise Dropped("a blank turn")

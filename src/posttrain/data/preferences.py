@@ -57,9 +57,7 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
             yield row
             continue
         judged = _judged(row, dropped)
-        num_blank = sum(is_blank(text) for text, _, _ in judged)
-        if num_blank:
-            dropped["a blank answer"] += num_blank
+        dropped.update("a blank answer" for text, _, _ in judged if is_blank(text))
         correct, wrong = (
             [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
         )
@@ -161,8 +159,7 @@ def preferences(
 
     def read(row: Row) -> Example:
         if not first:
-            reader = _reader_of(row, CLASSES[num_classes], step_separator)
-            first.append((reader, row.has("margin")))
+            first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
         margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
@@ -305,8 +302,7 @@ def _read_judged(row: Row, key: str) -> TrainerState:
         messages, text = add_system(row, conversation[:-1]), _answer_of(row, "messages", conversation[-1])
     if not row.has(key) and row.has(_label_key(row)):
         raise row.fail(f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same")
-    score = read_verdict(row, key) if key == "label" else read_score(row, key)
-    return messages, (Response(text, score),)
+    return messages, (Response(text, (read_verdict if key == "label" else read_score)(row, key)),)
 
 
 def _answer_of(row: Row, key: str, message: Message) -> str:

@@ -347,8 +347,7 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     messages = example.messages[: first if by_opening else None]
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
-    return int.from_bytes(digest, "big") / 2.0**56
+    return int(hashlib.blake2b(text.encode("utf-8"), digest_size=7).hexdigest(), 16) / 2.0**56
 
 
 def choose_split(

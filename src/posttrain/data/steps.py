@@ -195,10 +195,8 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
 
     for row in rows:
         if "next_response" not in row.data:
-            if first is not None:
-                yield joined(first)
-                first = None
-            yield row
+            yield from [row] if first is None else [joined(first), row]
+            first = None
             continue
         before, text = row.data.get("responses"), row.data["next_response"]
         if not isinstance(before, list):
@@ -232,9 +230,11 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
 
 
 def _rating(row: Row, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or value not in CLASSES[3]):
+    if value is None:
+        return None
+    if isinstance(value, bool) or value not in CLASSES[3]:
         raise row.fail(f"'rating' must be −1, 0, 1 or null; got {value!r}")
-    return None if value is None else int(value)
+    return int(value)
 
 
 def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]) -> Example:

@@ -146,8 +146,7 @@ def _bits_in(config: Config) -> Literal[4, 8] | None:
 
 def num_parameters(model: Model) -> int:
     """Return the number of a model's weights, tied ones once."""
-    shapes = (getattr(p, "quant_state", p).shape for p in model.parameters())
-    return sum(math.prod(shape) for shape in shapes)
+    return sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.parameters())
 
 
 def note_base_bits(model: Model, folder: Path) -> None:

@@ -191,8 +191,7 @@ def check_tokenizer(folder: Path) -> None:
         )
     parts = [content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
     patterns = [pattern for pattern in _regexes(parts) if _REPEATED_GROUP.search(pattern)]
-    texts = list(_trial_texts(patterns))
-    if patterns and not _is_quick("tokenizer", {"file": str(place), "texts": texts}):
+    if patterns and not _is_quick("tokenizer", {"file": str(place), "texts": list(_trial_texts(patterns))}):
         raise UsageError(f"{where}{shorten(patterns[0])} does not come to an end on short texts; replace this pattern")
 
 

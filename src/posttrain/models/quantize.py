@@ -99,8 +99,7 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
         blocks = state.absmax.numel()
         packed = F.pad(packed, (0, blocks * state.blocksize // 2 - packed.numel()))
         state.shape, state.dtype = torch.Size((blocks, state.blocksize)), dtype
-        values = bitsandbytes.functional.dequantize_4bit(packed, state)
-        return values.flatten()[: shape.numel()].view(shape)
+        return bitsandbytes.functional.dequantize_4bit(packed, state).flatten()[: shape.numel()].view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         return _apply(x, self)

@@ -125,8 +125,7 @@ class MetricsLog:
         rows: list[MetricsRow] = []
         try:
             with open_record(self.path, MAX_BYTES) as file:
-                lines = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
-                for number, line in enumerate(lines, start=1):
+                for number, line in enumerate(iter(partial(file.readline, _MAX_LINE_BYTES), b""), start=1):
                     if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:  # cut off while it was written
                         return rows, True
                     rows.append(_parse_line(line, self.path, number))

@@ -138,8 +138,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[int]:
             merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
         elif piece.text:
             merged.append(piece)
-    text = "".join(piece.text for piece in merged)
-    encoded = _encode(tokenizer, text, split_special=False)
+    encoded = _encode(tokenizer, "".join(piece.text for piece in merged), split_special=False)
     ids: list[int] = encoded.ids
     if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
         return ids
@@ -263,8 +262,7 @@ def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Ite
     if is_first and not is_open and text.startswith(THINK, start):  # cut off within its thinking
         yield start, start + len(THINK)
     if names:
-        known = "|".join(map(re.escape, names))
-        yield from (match.span() for match in re.finditer(rf"</?(?:{known})>", text))
+        yield from (match.span() for match in re.finditer(rf"</?(?:{'|'.join(map(re.escape, names))})>", text))
 
 
 def drop_text(pieces: Sequence[Piece], length: int) -> list[Piece]:

@@ -174,8 +174,7 @@ class Draft:
 
 def draw_operation(rng: Random, value: int, limit: int) -> Operation:
     """An operation that suits the value: sums and differences mostly, the others where they fit."""
-    sums: list[Operation] = [("+", None), ("-", None)]
-    choices = sums * 3
+    choices: list[Operation] = [("+", None), ("-", None)] * 3
     if value > 0:
         choices += [("*", k) for k in (2, 3) if value * k <= limit]
         choices += [("/", k) for k in (2, 3) if value % k == 0]

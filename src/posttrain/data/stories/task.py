@@ -222,10 +222,9 @@ def carry_on(story: Story, step: int | None, claimed: int) -> Working | None:
     """The working in which ``step`` gives ``claimed`` and every later step follows; None if one cannot be worked."""
     equations: list[Equation] = []
     results: list[int] = []
-    for index, (equation, (of_left, of_correct)) in enumerate(zip(story.equations, story.origins, strict=True)):
+    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
         left = equation.left if of_left is None else results[of_left]
-        right = equation.right if of_correct is None else results[of_correct]
-        followed = Equation(left, equation.sign, right)
+        followed = Equation(left, equation.sign, equation.right if of_right is None else results[of_right])
         if not followed.holds:
             return None
         equations.append(followed)

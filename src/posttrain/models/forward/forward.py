@@ -45,8 +45,7 @@ def max_logit_elements(gpu_memory: int | None) -> int:
 
     They and what is made of them (16 bytes each) take at most a sixteenth of a GPU.
     """
-    on_gpu = min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16))
-    return max(MAX_LOGIT_ELEMENTS, on_gpu)
+    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16)))
 
 
 def kept_elements(gpu_memory: int | None) -> int:

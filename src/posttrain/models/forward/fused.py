@@ -116,8 +116,8 @@ class TokenScores(torch.autograd.Function):
                 entropy = log_sum - torch.linalg.vecdot(probabilities, below)
             if entropy is None or not bool(entropy.isfinite().all()):  # a GPU would have to be waited for
                 # 0 · (−inf) is a token that cannot occur: it adds nothing.
-                finite = below.clamp_(min=torch.finfo(below.dtype).min)
-                entropy = log_sum - torch.linalg.vecdot(probabilities, finite)
+                below.clamp_(min=torch.finfo(below.dtype).min)
+                entropy = log_sum - torch.linalg.vecdot(probabilities, below)
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(probabilities, ids)
         return logprobs, entropy
@@ -192,8 +192,7 @@ def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
 
 def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
     if _is_autocast_fused(hidden_states, module.weight):
-        size = (hidden_states.shape[-1],)
-        return F.rms_norm(hidden_states.float(), size, module.weight, module.variance_epsilon)
+        return F.rms_norm(hidden_states.float(), module.weight.shape, module.weight, module.variance_epsilon)
     if not _is_fp32(hidden_states, module.weight):
         return type(module).forward(module, hidden_states)
     return RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
