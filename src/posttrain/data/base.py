@@ -263,13 +263,7 @@ def _add_answers(stats: Description, example: Example, measure: Callable[[str], 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed (inverse of the empirical distribution).
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("no percentile of nothing")
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 

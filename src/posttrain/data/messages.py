@@ -137,7 +137,6 @@ def _read_call(row: Row, place: str, fields: Any) -> Call:
 
 
 def _decoded(text: Any) -> Any:
-    """Decode a JSON text; None where it is none."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):

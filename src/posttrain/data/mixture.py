@@ -76,7 +76,6 @@ def _build(part: Part, number: int) -> Task:
 
 
 def _kind(example: Example) -> str:
-    """The kind of training that an example is for."""
     if any(response.steps for response in example.responses):
         return "answers with labelled steps"
     if is_pair(example.responses):

@@ -208,7 +208,6 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callab
 
 
 def _detect_layout(row: Row) -> Layout:
-    """The layout whose keys the row has."""
     layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
     if not layouts and any(key in row.data for key in RATING_KEYS):
         layouts = ["judged"] if "completion" in row.data or "messages" in row.data else []
@@ -306,7 +305,6 @@ def _read_judged(row: Row, key: str) -> TrainerState:
 
 
 def _answer_of(row: Row, key: str, message: Message) -> str:
-    """The text of a message that is a given answer."""
     if message.calls or not message.is_trained:
         what = "calls tools" if message.calls else "has weight 0"
         raise row.fail(f"{key!r}: the answer {what}, and given answers are texts that are trained; leave the row out")

@@ -168,7 +168,6 @@ def _choose_size(task: Task, size: int | None, seed: int) -> Task:
 
 @cache
 def _places() -> Mapping[str, Mapping[str, Any]]:
-    """The table of where rows are to be had, by task."""
     text = (resources.files("posttrain") / "data" / "places.yaml").read_text(encoding="utf-8")
     return read_yaml(text, "places.yaml")[0]
 
@@ -228,11 +227,7 @@ class Collected:
         return carried
 
     def require_examples(self, place: str) -> None:
-        """Refuse data of which nothing can be used.
-
-        Raises:
-            DataError: there were rows, and all of them were dropped; the message has the reasons.
-        """
+        """Raise a DataError with the reasons where there were rows and all of them were dropped."""
         if not self.examples and self.dropped:
             reasons = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items())
             raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")

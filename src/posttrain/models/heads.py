@@ -46,8 +46,10 @@ class ScalarHead(nn.Module):
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, entropy: str, candidates: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and log-probabilities
-    ``[M, K]`` of ``candidates [M, K]``, or None; in fp32 or float64."""
+    """Return log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and candidates'.
+
+    The last are ``[M, K]`` for ``candidates [M, K]``, or None; all are in fp32 or float64.
+    """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     scaled = scaled if temperature == 1.0 else scaled / temperature
     if entropy != "differentiable":

@@ -36,7 +36,6 @@ class Reference:
             self._keep()
 
     def _keep(self) -> None:
-        """The adapter as it is now."""
         trained = [p for p in self._live.model.parameters() if p.requires_grad]
         self._initial = [(p, own_part(p.detach()).clone()) for p in trained]
 

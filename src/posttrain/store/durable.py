@@ -188,7 +188,6 @@ def refuse_links(folder: str | Path) -> None:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Everything below a folder; links are not followed."""
     for place, folders, files in os.walk(root):
         yield from (Path(place, name) for name in [*folders, *files])
         if os.path.basename(place) == _WANDB:

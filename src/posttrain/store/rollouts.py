@@ -291,7 +291,6 @@ class RolloutStore:
 
 
 def _to_row(rollout: Rollout) -> dict[str, Any]:
-    """The columns of a rollout: numbers, texts and bytes."""
     example, completion = rollout.example, rollout.completion
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return {

@@ -59,7 +59,6 @@ class Markers:
         }
 
     def _at(self, text: str, place: int) -> str | None:
-        """The longest marker that begins there."""
         parts = (text[place : place + length] for length in self._lengths.get(text[place], ()))
         return next((part for part in parts if part in self.ids), None)
 
@@ -250,7 +249,6 @@ def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bo
 
 
 def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Iterator[tuple[int, int]]:
-    """The spans of the tags."""
     at = 0
     if is_open and END_THINK in text:
         at = text.index(END_THINK) + len(END_THINK)

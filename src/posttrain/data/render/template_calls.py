@@ -65,7 +65,6 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
 
 
 def _learn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> CallForm:
-    """The form that the chat template shows."""
     default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
     end = turn_end(tokenizer)
     end_text = tokenizer.convert_ids_to_tokens(end) if end is not None else ""

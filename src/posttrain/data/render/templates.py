@@ -138,8 +138,8 @@ class Dialogue:
         names = {"system": "System", "user": self.user, "assistant": self.assistant}
         pieces: list[Piece] = []
         for number, message in enumerate(spell(messages)):
-            pieces.append(_ours(f"{self.separator if number else ''}{names[message.role]}: "))
-            pieces.append(_theirs(self.quote(message.content)))
+            before = f"{self.separator if number else ''}{names[message.role]}: "
+            pieces += [_ours(before), _theirs(self.quote(message.content))]
         return pieces
 
     def quote(self, content: str) -> str:

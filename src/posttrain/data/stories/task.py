@@ -12,7 +12,7 @@ step has in other stories. So only arithmetic tells the two apart.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from random import Random
@@ -174,15 +174,11 @@ class Working:
 
 @lru_cache(maxsize=8)
 def usual_results(options: StoryOptions) -> UsualResults:
-    """The results of the steps of such stories, from ``_NUM_COUNTED`` stories that are no items."""
+    """Return the results of each kind of step, as often as they occur in ``_NUM_COUNTED`` stories that are no items."""
     rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
-    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
-
-
-def count_results(stories: Iterable[Story]) -> UsualResults:
-    """The results of every kind of step in ``stories``, as often as they occur."""
     by_kind: dict[Kind, list[int]] = {}
-    for story in stories:
+    for _ in range(_NUM_COUNTED):
+        story = draw_story(rng, options)
         for index, equation in enumerate(story.equations):
             by_kind.setdefault(_kind_of(story, index), []).append(equation.result)
     return {kind: tuple(results) for kind, results in by_kind.items()}

@@ -165,7 +165,6 @@ def _known_as(module: Any) -> str:
 
 
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
-    """The function in place of a known module's forward, or None."""
     known = _known_as(module)
     if known == "MLP":
         return _mlp if isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation" else None
@@ -181,7 +180,6 @@ def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
 
 
 def _is_autocast_fused(x: Tensor, weight: Tensor) -> bool:
-    """Return whether fp32 weights under autocast are fused here."""
     kind = x.device.type
     return kind in AUTOCAST_FUSED_ON and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)
 
