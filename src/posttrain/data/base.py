@@ -160,9 +160,7 @@ def _own_task(component: Component, options: Mapping[str, Any]) -> Component:
     traits = registry.find("task", component.name).traits
     learns_from_test = own.get(traits.get("learns_from_test", ""))
     is_of_training = own.get("path") is not None and "path" not in options and not traits.get("splits_file")
-    split = "test"
-    if is_of_training or learns_from_test:
-        split = _held_out(component).options["split"]
+    split = _held_out(component).options["split"] if is_of_training or learns_from_test else "test"
     return _with_split(Component(name=component.name, **{**own, **options}), split)
 
 

@@ -200,9 +200,7 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callab
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
             return _read_pair(row, scores)
-        if layout == "judged":
-            return _read_judged(row, label)
-        return _read_steps(row, classes, separator)
+        return _read_judged(row, label) if layout == "judged" else _read_steps(row, classes, separator)
 
     return read
 

@@ -104,10 +104,8 @@ def refuse_out_of_reach(name: str) -> None:
 def _answers(endpoint: str) -> bool:
     try:
         urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()  # through a proxy where there is one
-    except HTTPError:
-        return True  # it refuses, and answers
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, HTTPError)  # it refuses, and answers
     return True
 
 

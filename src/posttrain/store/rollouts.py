@@ -194,11 +194,10 @@ class RolloutStore:
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk."""
-        if self._writer is not None:
-            with sqlite_errors(self.path):
-                for path in (self.path.with_name(f"{self.path.name}-wal"), self.path):
-                    if path.exists():
-                        sync_file(path)
+        paths = (self.path.with_name(f"{self.path.name}-wal"), self.path) if self._writer is not None else ()
+        with sqlite_errors(self.path):
+            for path in filter(Path.exists, paths):
+                sync_file(path)
 
     def close(self) -> None:
         """Flush and close. The store can be read afterwards, and recorded to again."""

@@ -76,9 +76,8 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> CallForm:
     def tail(*arguments: Arguments, content: str = "") -> str:
         rendered = _render(tokenizer, list(arguments), content, variables) or ""
         behind = rendered[len(_CUT_TAG.sub("", _common_prefix(prompt, rendered))) :]
-        if _QUESTION in behind:  # the template writes the prompt otherwise once an answer follows
-            return ""
-        return _ID.sub("", _EMPTY_THINKING.sub("", behind))
+        # a template may write the prompt otherwise once an answer follows
+        return "" if _QUESTION in behind else _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
     one = tail({_KEYS[0]: _VALUES[0]})
     before, named, rest = one.partition(_NAMES[0])

@@ -225,9 +225,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
         else:
             has_box = answer is None or boxed_answer(text) is not None
         rest = [_theirs(text)] if text else []
-        if has_box:
-            return rest
-        return [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
+        return rest if has_box else [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
 
     extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _question_of(instruction, chat), response, extract, chat=chat)

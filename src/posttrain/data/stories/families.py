@@ -61,12 +61,9 @@ class Equation:
 
 def is_worked(written: str) -> bool:
     """Return True if a text shows working: at least one true equation such as ``19 + 12 = 31``."""
-    for left, sign, right, result in _EQUATION.findall(written):
-        if max(len(left), len(right), len(result)) <= 9:
-            equation = Equation(int(left), sign, int(right))
-            if equation.holds and equation.result == int(result):
-                return True
-    return False
+    found = [one for one in _EQUATION.findall(written) if max(map(len, one)) <= 9]
+    equations = [(Equation(int(left), sign, int(right)), int(result)) for left, sign, right, result in found]
+    return any(equation.holds and equation.result == result for equation, result in equations)
 
 
 @dataclass(frozen=True, slots=True)

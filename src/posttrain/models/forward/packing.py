@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -174,8 +174,8 @@ class Packing:
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
 
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in parts.items() if isinstance(x, Tensor)})
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Packing(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in parts.items()})
 
     @cached_property
     def _rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
