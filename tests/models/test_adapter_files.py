@@ -118,24 +118,16 @@ def test_attach_adapter_with_a_file_that_does_not_match_is_refused(damage: str, 
 
 
 @pytest.mark.parametrize(
-    "names", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1]}, {"use_dora": True}]
-)
-def test_attach_adapter_without_what_its_configuration_names_is_refused(names: Any, make_adapter: Any) -> None:
-    _, folder = make_adapter(target_modules=["q_proj"])
-    place = folder / "adapter_config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | names))
-    with pytest.raises(UsageError, match=r"adapter_model.safetensors has no tensor"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"modules_to_save": ["lm_head"]}, "adapter_model.safetensors has no tensor"),
+        ({"trainable_token_indices": [1]}, "adapter_model.safetensors has no tensor"),
+        ({"use_dora": True}, "adapter_model.safetensors has no tensor"),
         ({"use_new_scaling": True}, "this peft has no setting 'use_new_scaling'"),
         ({"use_rslora": "no"}, "use_rslora: true or false is needed; got 'no'"),
     ],
 )
-def test_attach_adapter_with_a_setting_that_is_not_read_is_refused(
+def test_attach_adapter_with_a_configuration_that_does_not_fit_is_refused(
     settings: dict[str, Any], message: str, make_adapter: Any
 ) -> None:
     _, folder = make_adapter(target_modules=["q_proj"])
