@@ -140,8 +140,8 @@ def test_same_size_and_time_but_another_content_is_hashed_again(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ({"a": "../outside.safetensors"}, "'../outside.safetensors' does not lie beside it"),
-        ({"a": "/tmp/outside.safetensors"}, "'/tmp/outside.safetensors' does not lie beside it"),
+        ({"a": "../outside.safetensors"}, "'../outside.safetensors' is not in the same folder"),
+        ({"a": "/tmp/outside.safetensors"}, "'/tmp/outside.safetensors' is not in the same folder"),
         ([], "an object is needed; got []"),
     ],
 )

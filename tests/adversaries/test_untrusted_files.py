@@ -200,7 +200,7 @@ def test_a_tokenizer_whose_limit_is_no_number_is_refused(
 def test_an_adapter_that_stands_on_itself_ends(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", base_model_name_or_path=str(tmp_path / "b"))
     adapter(tmp_path / "b", base_model_name_or_path=str(folder))
-    with pytest.raises(UsageError, match="this adapter stands on itself"):
+    with pytest.raises(UsageError, match="this adapter is its own base"):
         load_tokenizer(str(folder))
 
 

@@ -50,7 +50,7 @@ def test_refusal_and_over_refusal_are_shares_of_each_kind() -> None:
     assert (results["refusal"], results["over_refusal"], results["over_refusal_n"]) == (0.75, 0.05, 20.0)
     assert (results["refusal_low"], results["refusal_high"]) == wilson_interval(15, 20)
     table = results_table([Row("m", None, "refusals", results)])
-    assert [table.lines[0][table.header.index(label)] for label in ("refuses", "over-refuses")] == ["75.0%", "5.0%"]
+    assert [table.lines[0][table.header.index(label)] for label in ("refusal", "over refusal")] == ["75.0%", "5.0%"]
     assert task.shares([answered(harmful[0], " ")])["refusal"] == [0.0], "a blank answer refuses nothing"
 
 

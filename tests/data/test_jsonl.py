@@ -223,10 +223,7 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
             ],
             "messages 3 tool_calls 1': a call is",
         ),
-        (
-            [*QUESTION, {**calling(), "tool_calls": [{"function": {}}]}, output("1"), ANSWER],
-            "1 name' must be text",
-        ),
+        ([*QUESTION, {**calling(), "tool_calls": [{"function": {}}]}, output("1"), ANSWER], "1 name' must be text"),
         ([*QUESTION, {**calling(), "tool_calls": [None]}, output("1"), ANSWER], "1 name' must be text"),
         ([*QUESTION, calling("1", content=3), output("1"), ANSWER], "messages 3 content' must be text"),  # type: ignore[arg-type]
         ([*QUESTION, None, calling("1"), output("1"), ANSWER], "message 3: needs the keys"),

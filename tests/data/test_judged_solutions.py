@@ -33,13 +33,7 @@ def test_solutions_are_grouped_by_problem(tmp_path: Path) -> None:
 
 def test_other_keys_and_what_is_dropped(tmp_path: Path) -> None:
     row = {"prompt": "q", "text": "a", "ok": 1}
-    rows = [
-        row,
-        row | {"text": ""},
-        row | {"ok": None},
-        row | {"prompt": None},
-        row | {"text": "b"},
-    ]
+    rows = [row, row | {"text": ""}, row | {"ok": None}, row | {"prompt": None}, row | {"text": "b"}]
     keys = {"problem_key": "prompt", "solution_key": "text", "verdict_key": "ok"}
     path = write_rows(tmp_path / "x.jsonl", rows)
     task = judged_solutions(path=path, split="test", **keys)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Several tasks as one: turns by weight, what is held out, one kind, and what is told of each part."""
+"""Several tasks as one: turns by weight, what is held out, one kind, and the report of each part."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
     recipe = load_recipe("tiny/grpo", [("task", json.dumps({"name": "mixture", "parts": parts}))]).resolve()
     request = choose_task(None, "runs/x", recipe)
     splits = [part["task"]["split"] for part in request.options["parts"]]
-    assert splits == ["validation", "test"], "of a file that was trained on, the part that was held out"
+    assert splits == ["test", "test"], "a file of rows has a test part"
     assert build_task(choose_task(Component(name="", split="train"), "runs/x", recipe)).split == "train"
     named = build_task(choose_task(Component(name="mixture", parts=[{"task": EASY}]), "tiny", None))
     assert (named.split, len(named.examples)) == ("test", 30)

@@ -160,12 +160,18 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
         (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
         (PAIR | {"score_chosen": 1, "score_rejected": float("nan")}, "'score_rejected' must be a finite number"),
+        (STEPS | {"labels": [1]}, "2 'completions' and 1 'labels'"),
+        (STEPS | {"labels": [1, -1]}, "'labels' 2 must be .* got -1. For −1, 0 and 1 set task.num_classes to 3"),
+        (STEPS | {"labels": [1, "bad"]}, "'labels' 2 must be"),
+        (STEPS | {"labels": [[1], 0]}, "'labels' 1 must be"),
+        (STEPS | {"completions": "one two"}, "'completions' must be a list"),
+        (STEPS | {"completions": ["a", 3]}, "'completions 2' must be text"),
     ],
 )
-def test_malformed_pairs_are_refused_with_their_line(read: Read, row: dict[str, Any], message: str) -> None:
+def test_malformed_rows_are_refused_with_their_line(read: Read, row: dict[str, Any], message: str) -> None:
     good = PAIR | ({"score_chosen": 1.0, "score_rejected": 0.0} if "score_chosen" in row else {})
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{message}"):
-        read([good, row])
+        read([STEPS if "labels" in row else good, row])
 
 
 def sharegpt(*contents: str, system: str = "") -> list[dict[str, str]]:
@@ -297,22 +303,6 @@ def test_steps_that_cannot_be_used_are_counted(read: Read) -> None:
         "'completions' is empty": 1,
         "'labels' is missing": 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (STEPS | {"labels": [1]}, "2 'completions' and 1 'labels'"),
-        (STEPS | {"labels": [1, -1]}, "'labels' 2 must be .* got -1. For −1, 0 and 1 set task.num_classes to 3"),
-        (STEPS | {"labels": [1, "bad"]}, "'labels' 2 must be"),
-        (STEPS | {"labels": [[1], 0]}, "'labels' 1 must be"),
-        (STEPS | {"completions": "one two"}, "'completions' must be a list"),
-        (STEPS | {"completions": ["a", 3]}, "'completions 2' must be text"),
-    ],
-)
-def test_malformed_steps_are_refused_with_their_line(read: Read, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {message}"):
-        read([STEPS, row])
 
 
 # --- files and splits ---

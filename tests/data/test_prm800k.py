@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +195,23 @@ def test_solutions_that_are_left_out(tmp_path: Path) -> None:
     }
 
 
+def check_every_step_is_learnt_once(examples: Sequence[Example]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for example in examples:
+        for response in example.responses:
+            for index, label in enumerate(response.step_labels):
+                key = example.messages[0].content, "".join(response.steps[: index + 1])
+                assert label is None or key not in seen, "a rated step is learnt once"
+                seen |= {key} if label is not None else set()
+
+
 @needs_data
 def test_real_rows() -> None:
     task = prm800k(path=real_file("prm_format_samples/prm800k"), split="test")
     assert task.dropped["a screening solution, given to every labeller"] == 1
     assert len(task.examples) == 5
     assert {"first_error": 6, "finish": "found_error"} in [example.meta for example in task.examples]
-    seen: set[tuple[str, str]] = set()
-    for example in task.examples:
-        for response in example.responses:
-            for index, label in enumerate(response.step_labels):
-                key = example.messages[0].content, "".join(response.steps[: index + 1])
-                assert label is None or key not in seen, "a rated step is learnt once"
-                seen |= {key} if label is not None else set()
+    check_every_step_is_learnt_once(task.examples)
 
 
 @needs_data
@@ -225,14 +230,7 @@ def test_real_rows_of_single_steps() -> None:
     counts = Counter(label for e in three.examples for r in e.responses for label in r.step_labels)
     assert counts[0] == labels[0]
     assert counts[1] + counts[2] == labels[1]
-    seen: set[tuple[str, str]] = set()
-    for example in task.examples:
-        for response in example.responses:
-            for index, label in enumerate(response.step_labels):
-                key = example.messages[0].content, "".join(response.steps[: index + 1])
-                assert label is None or key not in seen, "a rated step is learnt once"
-                if label is not None:
-                    seen.add(key)
+    check_every_step_is_learnt_once(task.examples)
 
 
 @needs_data

@@ -1,4 +1,4 @@
-"""What every task that reads rows has: how many examples, where its file may lie, where it is to be had."""
+"""Tasks that read rows: how many examples, where its file may lie, where it is to be had."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from sample_rows import write_rows
 from posttrain import registry
 from posttrain.data.base import build_task, held_out_task
 from posttrain.data.jsonl import jsonl
-from posttrain.data.reader import (
-    Collected,
-    Dropped,
-    _places,
-    choose_split,
-    collect,
-    prompt_hash,
-)
+from posttrain.data.reader import Collected, Dropped, FileSplit, _places, choose_split, collect, prompt_hash
 from posttrain.data.reading import Row
 from posttrain.data.verifiable.suites import gsm8k
 from posttrain.errors import DataError, DataNotThere, RecipeError
@@ -195,24 +188,27 @@ def test_choose_split_of_one_file_parts_it_in_three() -> None:
     assert all(0.05 <= prompt_hash(e) < 0.15 for e in parts["test"])
     assert 150 <= len(parts["test"]) <= 250
     assert choose_split(examples, "all", 0.05, "f", test_share=0.1) == examples
-    fewer = choose_split(examples[::2], "test", 0.05, "f", test_share=0.1)
-    assert fewer == [e for e in parts["test"] if int(e.id[2:]) % 2 == 0]
+    for split in ("validation", "test"):  # a prompt keeps its side when rows come or go
+        fewer = choose_split(examples[::2], split, 0.05, "f", test_share=0.1)
+        assert fewer == [e for e in parts[split] if int(e.id[2:]) % 2 == 0]
 
 
-@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), st.sampled_from([(0.001, 0.001), (0.5, 0.6)]))
-def test_choose_split_small_file_fills_three_parts(prompts: list[str], shares: tuple[float, float]) -> None:
+SHARES = [(0.001, None), (0.05, None), (0.5, None), (0.999, None), (0.001, 0.001), (0.5, 0.6)]
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), st.sampled_from(SHARES))
+def test_choose_split_small_file_fills_every_part(prompts: list[str], shares: tuple[float, float | None]) -> None:
     examples = [ask(text, i) for i, text in enumerate(prompts)]
-    if len(set(prompts)) < 3:
+    splits: tuple[FileSplit, ...] = ("train", "validation", "test") if shares[1] else ("train", "validation")
+    if len(set(prompts)) < len(splits):
         with pytest.raises(DataError, match="distinct prompt"):
-            choose_split(examples, "test", shares[0], "f", test_share=shares[1])
+            choose_split(examples, splits[-1], shares[0], "f", test_share=shares[1])
         return
-    parts = [
-        choose_split(examples, split, shares[0], "f", test_share=shares[1]) for split in ("train", "validation", "test")
-    ]
+    parts = [choose_split(examples, split, shares[0], "f", test_share=shares[1]) for split in splits]
     assert all(parts)
     assert sorted(e.id for part in parts for e in part) == sorted(e.id for e in examples)
-    request = [{e.messages for e in part} for part in parts]
-    assert sum(map(len, request)) == len(set.union(*request))
+    prompts_of = [{e.messages for e in part} for part in parts]
+    assert sum(map(len, prompts_of)) == len(set.union(*prompts_of))
 
 
 def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -> None:
@@ -232,27 +228,6 @@ def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -
     assert 50 * (high - low) == pytest.approx(98 / (n + 3.84) ** 0.5, rel=1e-3)
 
 
-def test_a_prompt_keeps_its_side_when_rows_come_or_go() -> None:
-    examples = [ask(f"question {i}", i) for i in range(1000)]
-    before = {e.id for e in choose_split(examples, "validation", 0.1, "f")}
-    after = {e.id for e in choose_split(examples[::2], "validation", 0.1, "f")}
-    assert after == {i for i in before if int(i[2:]) % 2 == 0}
-
-
-@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), st.sampled_from([0.001, 0.05, 0.5, 0.999]))
-def test_small_files_fill_both_sides_and_share_no_prompt(prompts: list[str], share: float) -> None:
-    examples = [ask(text, i) for i, text in enumerate(prompts)]
-    if len(set(prompts)) == 1:
-        with pytest.raises(DataError, match="only one distinct prompt"):
-            choose_split(examples, "train", share, "f")
-        return
-    train, validation = (choose_split(examples, split, share, "f") for split in ("train", "validation"))
-    assert train
-    assert validation
-    assert len(train) + len(validation) == len(examples)
-    assert {e.messages for e in train}.isdisjoint(e.messages for e in validation)
-
-
 def test_nothing_held_out() -> None:
     examples = [ask("a"), ask("b")]
     assert choose_split(examples, "train", 0.0, "f") == examples
@@ -263,33 +238,18 @@ def test_nothing_held_out() -> None:
 
 
 def test_the_opening_is_all_up_to_the_first_user_message() -> None:
-    def request(*turns: tuple[str, str]) -> Example:
+    def talk(*turns: tuple[str, str]) -> Example:
         return Example("x", tuple(Message(role, content) for role, content in turns))
 
+    def opening(*turns: tuple[str, str]) -> float:
+        return prompt_hash(talk(*turns), by_opening=True)
+
     system, first, answer, second = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")
-    alone = request(first)
-    assert (
-        prompt_hash(alone, by_opening=True)
-        == prompt_hash(request(first, answer, second), by_opening=True)
-        == prompt_hash(alone)
-    )
-    assert prompt_hash(request(system, first), by_opening=True) == prompt_hash(
-        request(system, first, answer, second), by_opening=True
-    )
-    assert (
-        len(
-            {
-                prompt_hash(request(*turns), by_opening=True)
-                for turns in ((first,), (system, first), (second,), (system,))
-            }
-        )
-        == 4
-    )
-    examples = [request(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
+    assert opening(first) == opening(first, answer, second) == prompt_hash(talk(first))
+    assert opening(system, first) == opening(system, first, answer, second)
+    assert len({opening(first), opening(system, first), opening(second), opening(system)}) == 4
+    examples = [talk(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
     sides = [choose_split(examples, split, 0.2, "f", by_opening=True) for split in ("train", "validation")]
     openings = [{example.messages[0] for example in side} for side in sides]
     assert not openings[0] & openings[1]
     assert [len(side) for side in sides] == [3 * len(side) for side in openings]
-
-
-# --- thinking is removed whole, or the answer is left out ---

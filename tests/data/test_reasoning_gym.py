@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.data.verifiable.reasoning_gym import (
-    REFUSED,
-    GymExamples,
-    make_scorer,
-    reasoning_gym,
-    split_of,
-)
+from posttrain.data.verifiable.reasoning_gym import REFUSED, GymExamples, make_scorer, reasoning_gym, split_of
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score

@@ -12,10 +12,7 @@ from posttrain import registry
 from posttrain.data.render import encode_prompt, encode_response
 from posttrain.data.render.rows import rows_of
 from posttrain.data.stories.families import Equation, Story
-from posttrain.data.stories.task import (
-    carry_on,
-    stories,
-)
+from posttrain.data.stories.task import carry_on, stories
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.sources import TINY
 
@@ -35,10 +32,7 @@ def first_wrong(steps: list[tuple[int, str, int, int]]) -> list[int]:
 
 
 PURSE = Story(  # three pens at 4, a purse of 20, 5 coins found: 4*3=12, 20-12=8, 8+5=13
-    "shop",
-    "",
-    (Equation(4, "*", 3), Equation(20, "-", 12), Equation(8, "+", 5)),
-    ((None, None), (None, 0), (1, None)),
+    "shop", "", (Equation(4, "*", 3), Equation(20, "-", 12), Equation(8, "+", 5)), ((None, None), (None, 0), (1, None))
 )
 TOGETHER = Story(  # 12; 5 more: 17; half of nothing; both together
     "compare",

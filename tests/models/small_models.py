@@ -95,7 +95,7 @@ def add_adapter(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def weighted_backward(forward: Forward, batch: Batch, recomputed: Sequence[torch.nn.Module] = ()) -> Outputs:
-    """What a forward pass gives, behind the backward pass of a sum in which every place has another weight.
+    """Return a forward pass's outputs, after the backward pass of a sum with another weight for every place.
 
     ``recomputed``: models whose activations are computed again in the backward pass.
     """

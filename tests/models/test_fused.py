@@ -125,7 +125,7 @@ def long_prompts() -> Batch:
 def test_last_layer_of_long_prompts_is_computed_where_it_is_read(
     family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of 316 tokens 18 are read: 128 with those that fill up. Values and gradients are those of a whole layer."""
+    """18 of 316 tokens are read, 128 with those that fill up. Values and gradients are those of a whole layer."""
     seen, bound = {}, 1e-9 if kind == "float64" else 1e-5
     for share in (0.0, packing.MOST_READ):
         monkeypatch.setattr(packing, "MOST_READ", share)

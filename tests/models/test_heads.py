@@ -248,7 +248,7 @@ def test_actor_and_critic_side_by_side(family: str, path: str):
 
 @pytest.mark.parametrize("paths", [("packed", "packed"), ("packed", "padded"), ("padded", "packed")])
 def test_recomputed_activations_of_both_models(paths: tuple[str, str]):
-    """Where one of the two cannot pack, neither does: backward has one context for both."""
+    """If one of the two cannot pack, neither does: backward has one context for both."""
     actor, both, critic = actor_critic("gpt2")
     batch = ragged_batch()
     both.policy.path, both.critic.path = paths

@@ -76,7 +76,7 @@ def test_a_run_is_its_best_checkpoint_else_its_newest(tmp_path):
 
 
 def make_adapter(name, folder, value, small_tokenizer):
-    """An adapter on the model ``folder``, saved beside it, with all of B set to ``value``."""
+    """An adapter on the model ``folder``, saved next to it, with all of B set to ``value``."""
     base = load_model(ModelSection(name=str(folder), device="cpu", adapter=AdapterSection()), seed=0).model
     wrapped = apply_adapter(base, AdapterSection(rank=2), seed=1).eval()
     with torch.no_grad():

@@ -147,7 +147,7 @@ def test_an_adapter_of_a_relative_base_loads_from_elsewhere(base_and_adapter, tm
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     torch.testing.assert_close(load_logits(runs / "rl"), logits)
-    # one that others wrote, with a relative path: found beside the folders above it
+    # one that others wrote, with a relative path: found from the folders above it
     settings["base_model_name_or_path"] = "runs/sft"
     (runs / "rl" / "adapter_config.json").write_text(json.dumps(settings))
     torch.testing.assert_close(load_logits(runs / "rl"), logits)
@@ -172,10 +172,7 @@ def test_describe_reach_names_what_an_adapter_leaves_out(tiny_random):
     ("settings", "message"),
     [
         ({"target_parameters": ["experts.gate_up_porj"]}, r"no matrix called 'experts.gate_up_porj'. Did you mean"),
-        (
-            {"target_parameters": BOTH, "use_dora": True},
-            r"adapter: lora.ParamWrapper does not work with use_dora",
-        ),
+        ({"target_parameters": BOTH, "use_dora": True}, r"adapter: lora.ParamWrapper does not work with use_dora"),
     ],
 )
 def test_apply_adapter_with_parameters_that_it_cannot_reach_is_refused(tiny_random, settings, message):

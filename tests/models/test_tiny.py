@@ -47,7 +47,7 @@ def test_size_and_layout(model: AutoModelForCausalLM) -> None:
 
 
 def test_shape_and_tokenizer_are_those_of_the_recipe(model: AutoModelForCausalLM, tokenizer: AutoTokenizer) -> None:
-    """What `posttrain train tiny/pretrain` starts from is what ships: stories, merges, shape."""
+    """The package ships what `posttrain train tiny/pretrain` starts from: stories, merges, shape."""
     recipe = load_recipe("tiny/pretrain").resolve()
     assert recipe.model.init is not None
     for key, value in recipe.model.init.config.items():

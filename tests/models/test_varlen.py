@@ -107,11 +107,11 @@ def test_the_forward_pass_is_that_of_the_masks(
     """Prompts shared and not, key heads shared (all but gpt2); in float64, where only gpt2's norms compute throughout:
     in the others' fp32 norms a last bit may become one of fp32."""
     batch = ragged_batch() if long is False or family == "gpt2" else very_ragged_batch()
-    masked, spans = both_ways(family, batch, lambda: request.getfixturevalue("stand_in"))
+    masked, spans = both_ways(family, batch, lambda: request.getfixturevalue("fake_kernel"))
     tolerance = 1e-10 if family == "gpt2" else 1e-6
     assert float((masked[0] - spans[0]).abs().max()) < tolerance
     assert relative_difference(spans[1], masked[1]) < tolerance
-    assert len(request.getfixturevalue("stand_in")) > 0
+    assert len(request.getfixturevalue("fake_kernel")) > 0
 
 
 def test_activations_computed_again_take_the_same_way(fake_kernel: list[Packing]):
@@ -237,7 +237,7 @@ def test_the_cpu_attends_under_masks_and_imports_no_kernel(monkeypatch: pytest.M
 
 
 def test_a_mask_on_a_gpu_meets_no_shared_heads(monkeypatch: pytest.MonkeyPatch):
-    """A mask beside ``enable_gqa`` would leave what writes the scores out, or cuDNN."""
+    """A mask together with ``enable_gqa`` would leave what writes the scores out, or cuDNN."""
     request = []
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

@@ -9,9 +9,10 @@ import pytest
 from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metrics import MetricsRow
 
-EQUAL = {"reward": 0.0, "uniform_groups": 1.0, "advantage_std": 0.0, "grad_norm": 0.0, "lr": 1e-4, "tokens": 90.0}
-LEARNS = {"reward": 0.2, "uniform_groups": 0.5, "advantage_std": 0.3, "grad_norm": 1.0, "lr": 1e-4, "tokens": 90.0}
-SUPERVISED = {"grad_norm": 2.0, "lr": 1e-4, "tokens": 90.0, "weights_moved": 1.0}
+STEP = {"lr": 1e-4, "trained_tokens": 90.0}
+EQUAL = STEP | {"reward": 0.0, "uniform_groups": 1.0, "advantage_std": 0.0, "grad_norm": 0.0}
+LEARNS = STEP | {"reward": 0.2, "uniform_groups": 0.5, "advantage_std": 0.3, "grad_norm": 1.0}
+SUPERVISED = STEP | {"grad_norm": 2.0, "weights_moved": 1.0}
 
 
 def rows_of(steps: Sequence[dict[str, float]]) -> list[MetricsRow]:
@@ -29,7 +30,7 @@ def rows_of(steps: Sequence[dict[str, float]]) -> list[MetricsRow]:
         ([EQUAL | {"truncated": 0.95, "format": 0.0}] * 3, "uniform_groups", "raise rollout.max_tokens"),
         ([EQUAL | {"reward": 0.25}] * 3, "uniform_groups", "mean reward 0.250"),
         ([LEARNS | {"grad_norm": 0.0}] * 3, "grad_norm", "weights of objective and rewards are not 0"),
-        ([SUPERVISED | {"grad_norm": 0.0, "tokens": 0.0}] * 3, "grad_norm", "posttrain data show"),
+        ([SUPERVISED | {"grad_norm": 0.0, "trained_tokens": 0.0}] * 3, "grad_norm", "posttrain data show"),
         ([SUPERVISED | {"weights_moved": 0.0}] * 10, "weights_moved", "The learning rate of 0.0001 is too small"),
     ],
 )

@@ -30,7 +30,7 @@ fcntl.flock = flock
 
 @pytest.fixture(params=[None, *REFUSALS])
 def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """What ``flock`` raises; None: it works."""
+    """Error number that ``flock`` raises; None: it works."""
     if request.param is not None:
         refuse(monkeypatch, request.param)
     return request.param

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, StorageError
-from posttrain.store.metrics import MetricsLog, MetricsRow, TrimmedMetrics
+from posttrain.store.metrics import MetricsLog, MetricsRow
 
 
 def test_lines_come_back_exactly(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_no_file_reads_as_no_rows_and_reading_makes_none(tmp_path: Path) -> None
     log = MetricsLog(tmp_path / "m.jsonl")
     assert log.read() == []
     assert log.last() is None
-    assert log.trim(5) == TrimmedMetrics(0, 0)
+    assert log.trim(5) == 0
     assert os.listdir(tmp_path) == []
 
 
@@ -59,7 +59,7 @@ def test_trimmed_and_repeated_equals_uninterrupted(tmp_path: Path) -> None:
         cut.append(step, {"reward": step / 7})
     with cut.path.open("ab") as file:
         file.write(b'{"step": 6, "metr')  # a kill in the middle of a line
-    assert cut.trim(after_step=3) == TrimmedMetrics(dropped_lines=2, torn_lines=1)
+    assert cut.trim(after_step=3) == 2
     assert [row.step for row in cut.read()] == [1, 2, 3]
     for step in range(4, 8):
         cut.append(step, {"reward": step / 7})

@@ -76,7 +76,7 @@ def test_a_missing_package_is_reported_at_once(tmp_path: Path, monkeypatch, word
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run's folder, by name: (step, value) in the order of the files."""
+    """Return what TensorBoard shows of a run's folder, by name: (step, value) in the order of the files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
@@ -136,7 +136,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def offline_runs(folder: Path) -> list[tuple[Any, list[dict[str, float]]]]:
-    """Of each offline run in a folder: (its description, the rows of its history)."""
+    """Return description and rows of history of each offline run in a folder."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 

@@ -31,8 +31,8 @@ class Task:
     Attributes:
         examples: maybe made on demand; the same index always gives the same example.
         dropped: number of rows that were left out, by reason.
-        worked: says of a text whether it shows written working, where the task can tell.
-        origin: the file, where the environment said where it is.
+        worked: returns True for a text that shows its working, where the task can tell.
+        origin: the file, where the environment names its folder.
         shares: measures over answered items (``evals/items.py``): by name one share in 0..1 per item.
         parts: of a mixture.
         keys: number of rows with a key, by the key and its use.
@@ -77,7 +77,7 @@ class ExamplesOnDemand(Sequence[Example]):
 
 
 def num_repeated(examples: Sequence[Example]) -> int:
-    """Number of examples that equal an earlier one but for id and meta; 0 for examples that are made on demand."""
+    """Return the number of examples that repeat an earlier one but for id and meta; 0 for examples on demand."""
     if isinstance(examples, ExamplesOnDemand):
         return 0
     return len(examples) - len(
@@ -160,9 +160,7 @@ def _own_task(component: Component, options: Mapping[str, Any]) -> Component:
     traits = registry.find("task", component.name).traits
     learns_from_test = own.get(traits.get("learns_from_test", ""))
     is_of_training = own.get("path") is not None and "path" not in options and not traits.get("splits_file")
-    split = "test"
-    if is_of_training or learns_from_test:
-        split = _held_out(component).options["split"]
+    split = _held_out(component).options["split"] if is_of_training or learns_from_test else "test"
     return _with_split(Component(name=component.name, **{**own, **options}), split)
 
 
@@ -232,7 +230,7 @@ def describe_task(task: Task, measure: Callable[[str], int], *, n: int) -> Descr
 
 
 def is_pair(responses: Sequence[Response]) -> bool:
-    """Say whether these are two whole answers, one better; answers judged 1 and 0 count as such, too."""
+    """Return True if these are two whole answers, one better; answers judged 1 and 0 count as such, too."""
     return len(responses) == 2 and responses[0].score != responses[1].score and not responses[0].steps
 
 
@@ -263,13 +261,7 @@ def _add_answers(stats: Description, example: Example, measure: Callable[[str], 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed (inverse of the empirical distribution).
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("no percentile of nothing")
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 

@@ -9,16 +9,7 @@ from functools import partial
 from typing import Literal
 
 from posttrain.data.base import Task
-from posttrain.data.reader import (
-    Collected,
-    Dropped,
-    Share,
-    Split,
-    choose_split,
-    collect,
-    prompt_hash,
-    reads_rows,
-)
+from posttrain.data.reader import Collected, Dropped, Share, Split, choose_split, collect, prompt_hash, reads_rows
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import DataError, UsageError
 from posttrain.registry import register
@@ -137,8 +128,7 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     merged: list[Message] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:
-            texts = [text for text in (merged.pop().content, turn.content) if text]
-            turn = Message(turn.role, "\n\n".join(texts))
+            turn = Message(turn.role, "\n\n".join(filter(None, (merged.pop().content, turn.content))))
         merged.append(turn)
     if any(not turn.content for turn in merged):
         raise Dropped("a blank turn")

@@ -173,7 +173,6 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
 
 
 def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
-    """The messages of a row, or its prompt as messages."""
     of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
     if row.has(of_messages):
         return read_messages(row, of_messages)

@@ -137,7 +137,6 @@ def _read_call(row: Row, place: str, fields: Any) -> Call:
 
 
 def _decoded(text: Any) -> Any:
-    """Decode a JSON text; None where it is none."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -256,5 +255,5 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
 
 
 def is_blank(value: Any) -> bool:
-    """Say whether a value is a text of nothing but white space."""
+    """Return True if a value is a text of nothing but white space."""
     return isinstance(value, str) and not value.strip()

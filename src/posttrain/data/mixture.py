@@ -76,7 +76,6 @@ def _build(part: Part, number: int) -> Task:
 
 
 def _kind(example: Example) -> str:
-    """The kind of training that an example is for."""
     if any(response.steps for response in example.responses):
         return "answers with labelled steps"
     if is_pair(example.responses):
@@ -110,7 +109,7 @@ class Mixed(ExamplesOnDemand):
 
 
 def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:
-    """By part the share of right answers of each item that can be graded, and the measures of the part's own task."""
+    """Return by part the share of right answers of each graded item, and the measures of the part's own task."""
     shares: dict[str, Sequence[float]] = {}
     for name, task in tasks.items():
         own = [item for item in items if item.meta.get(PART) == name]

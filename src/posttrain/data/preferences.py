@@ -57,9 +57,7 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
             yield row
             continue
         judged = _judged(row, dropped)
-        num_blank = sum(is_blank(text) for text, _, _ in judged)
-        if num_blank:
-            dropped["a blank answer"] += num_blank
+        dropped.update("a blank answer" for text, _, _ in judged if is_blank(text))
         correct, wrong = (
             [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
         )
@@ -161,8 +159,7 @@ def preferences(
 
     def read(row: Row) -> Example:
         if not first:
-            reader = _reader_of(row, CLASSES[num_classes], step_separator)
-            first.append((reader, row.has("margin")))
+            first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
         margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
@@ -203,15 +200,12 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callab
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
             return _read_pair(row, scores)
-        if layout == "judged":
-            return _read_judged(row, label)
-        return _read_steps(row, classes, separator)
+        return _read_judged(row, label) if layout == "judged" else _read_steps(row, classes, separator)
 
     return read
 
 
 def _detect_layout(row: Row) -> Layout:
-    """The layout whose keys the row has."""
     layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
     if not layouts and any(key in row.data for key in RATING_KEYS):
         layouts = ["judged"] if "completion" in row.data or "messages" in row.data else []
@@ -305,12 +299,10 @@ def _read_judged(row: Row, key: str) -> TrainerState:
         messages, text = add_system(row, conversation[:-1]), _answer_of(row, "messages", conversation[-1])
     if not row.has(key) and row.has(_label_key(row)):
         raise row.fail(f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same")
-    score = read_verdict(row, key) if key == "label" else read_score(row, key)
-    return messages, (Response(text, score),)
+    return messages, (Response(text, (read_verdict if key == "label" else read_score)(row, key)),)
 
 
 def _answer_of(row: Row, key: str, message: Message) -> str:
-    """The text of a message that is a given answer."""
     if message.calls or not message.is_trained:
         what = "calls tools" if message.calls else "has weight 0"
         raise row.fail(f"{key!r}: the answer {what}, and given answers are texts that are trained; leave the row out")

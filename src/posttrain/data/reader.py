@@ -168,10 +168,8 @@ def _choose_size(task: Task, size: int | None, seed: int) -> Task:
 
 @cache
 def _places() -> Mapping[str, Mapping[str, Any]]:
-    """The table of where rows are to be had, by task."""
     text = (resources.files("posttrain") / "data" / "places.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = read_yaml(text, "places.yaml")[0]
-    return table
+    return read_yaml(text, "places.yaml")[0]
 
 
 def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:
@@ -229,11 +227,7 @@ class Collected:
         return carried
 
     def require_examples(self, place: str) -> None:
-        """Refuse data of which nothing can be used.
-
-        Raises:
-            DataError: there were rows, and all of them were dropped; the message has the reasons.
-        """
+        """Raise a DataError with the reasons where there were rows and all of them were dropped."""
         if not self.examples and self.dropped:
             reasons = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items())
             raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
@@ -348,8 +342,7 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     messages = example.messages[: first if by_opening else None]
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
-    return int.from_bytes(digest, "big") / 2.0**56
+    return int(hashlib.blake2b(text.encode("utf-8"), digest_size=7).hexdigest(), 16) / 2.0**56
 
 
 def choose_split(

@@ -56,7 +56,7 @@ class RowData(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As in a dict; the key counts as used."""
+        """Return the value as a dict does; the key counts as used."""
         self.used.add(key)
         return super().get(key, default)
 
@@ -96,7 +96,7 @@ class Row:
         return DataError(self.place, what, self.line)
 
     def has(self, key: str) -> bool:
-        """Say whether the key is there and not null; it does not count as used."""
+        """Return True if the key is there and not null; it does not count as used."""
         return any(name == key and value is not None for name, value in self.data.items())
 
     def unused(self) -> list[str]:
@@ -112,7 +112,7 @@ class Row:
         return self.as_written(value)
 
     def is_text(self, key: str) -> bool:
-        """Say whether a text stands under ``key`` that is not the JSON text of messages."""
+        """Return True if a text stands under ``key`` that is not the JSON text of messages."""
         return isinstance(self.data.get(key), str) and not are_messages(self.nested(key))
 
     def as_written(self, value: Any) -> Any:
@@ -177,7 +177,7 @@ class Row:
 
 
 def are_messages(value: Any) -> bool:
-    """Say whether a value is a list of messages, each with a known role."""
+    """Return True if a value is a list of messages, each with a known role."""
     known = {*ROLES, *OTHER_ROLES["role"], *OTHER_ROLES["from"]}
     return (
         isinstance(value, list)

@@ -12,15 +12,7 @@ from typing import Any, Literal
 from posttrain.data.base import Task
 from posttrain.data.messages import is_blank
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
-from posttrain.data.reader import (
-    Collected,
-    Dropped,
-    Share,
-    Split,
-    reads_rows,
-    row_task,
-    strip_calculations,
-)
+from posttrain.data.reader import Collected, Dropped, Share, Split, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import UsageError
 from posttrain.registry import register
@@ -203,10 +195,8 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
 
     for row in rows:
         if "next_response" not in row.data:
-            if first is not None:
-                yield joined(first)
-                first = None
-            yield row
+            yield from [row] if first is None else [joined(first), row]
+            first = None
             continue
         before, text = row.data.get("responses"), row.data["next_response"]
         if not isinstance(before, list):
@@ -240,9 +230,11 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
 
 
 def _rating(row: Row, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or value not in CLASSES[3]):
+    if value is None:
+        return None
+    if isinstance(value, bool) or value not in CLASSES[3]:
         raise row.fail(f"'rating' must be −1, 0, 1 or null; got {value!r}")
-    return None if value is None else int(value)
+    return int(value)
 
 
 def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]) -> Example:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from posttrain.errors import UsageError
-from posttrain.models.config import read_object
+from posttrain.models.config import Model, read_object
 from posttrain.models.lora import tied_adapters
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE, first_names
 from posttrain.option_types import shorten
@@ -26,7 +26,7 @@ _CLASSIFIER_HEADS = ("classifier", "score")  # which peft adds to modules_to_sav
 _ADAPTER = "default"
 
 
-def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
+def attach_adapter(base: Model, source: str, *, is_trainable: bool) -> Any:
     """Return ``base`` with the adapter in the folder ``source`` on it; of a reward model, without its head.
 
     Whole weights in its file (embeddings of a resized vocabulary) replace those of the base.
@@ -61,7 +61,7 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
         raise UsageError(_refusal(source, f"has tensors without a place in the model: {first_names(unused)}"))
     loaded = {name: t for name, t in model.state_dict().items() if name not in report.missing_keys}
     places = {tensor.data_ptr() for tensor in loaded.values()}
-    own = {name: t for name, t in model.state_dict().items() if _is_of_adapter(name) and name not in loaded}
+    own = {n: t for n, t in model.state_dict().items() if f".{_ADAPTER}." in f"{n}." and n not in loaded}
     missing = [name for name, tensor in own.items() if tensor.data_ptr() not in places]  # tied ones are there once
     if missing:
         raise UsageError(_refusal(source, f"has no tensors for {first_names(missing)}, which {ADAPTER_CONFIG} names"))
@@ -69,7 +69,7 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
     return model
 
 
-def merge_adapter(model: Any) -> Any:
+def merge_adapter(model: Model) -> Any:
     """Return the base of a peft model with its active adapter merged by peft's own rules.
 
     A tied matrix with an adapter at one of its places becomes two matrices first.
@@ -117,7 +117,7 @@ def _check_settings(place: Path, config_type: Any) -> None:
             raise UsageError(f"model.name: {place}: {key}: {wanted} is needed; got {shorten(value)}")
 
 
-def _read_whole_weights(base: Any, path: Path) -> set[str]:
+def _read_whole_weights(base: Model, path: Path) -> set[str]:
     """Name the weights of ``base`` that an adapter's file holds whole with other values.
 
     The embeddings of ``base`` get as many rows as those in the file, where all of them are in it.
@@ -143,7 +143,7 @@ def _read_whole_weights(base: Any, path: Path) -> set[str]:
     }
 
 
-def _resize_vocabulary(base: Any, rows: Mapping[str, int]) -> None:
+def _resize_vocabulary(base: Model, rows: Mapping[str, int]) -> None:
     table, head = base.get_input_embeddings().weight, base.get_output_embeddings()
     weights = [table] if head is None or head.weight is table else [table, head.weight]
     names = [name for name, parameter in base.named_parameters() if any(parameter is weight for weight in weights)]
@@ -154,10 +154,6 @@ def _resize_vocabulary(base: Any, rows: Mapping[str, int]) -> None:
 
 def _name_in_base(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def _is_of_adapter(name: str) -> bool:
-    return f".{_ADAPTER}." in name or name.endswith(f".{_ADAPTER}")
 
 
 def _refusal(source: str, reason: str) -> str:

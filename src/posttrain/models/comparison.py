@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import RunFailure
-from posttrain.models.config import context_length
+from posttrain.models.config import Model, context_length
 from posttrain.randomness import generator
 
 MAX_GAP = 1e-4  # nats, of weights in fp32
@@ -18,7 +17,7 @@ _ROWS, _TOKENS, _LAST_IDS = 4, 32, 16
 
 
 @torch.no_grad()
-def read_probe(model: Any, chosen: Sequence[int] = ()) -> Tensor:
+def read_probe(model: Model, chosen: Sequence[int] = ()) -> Tensor:
     """Return log-probabilities ``[rows, tokens, V]`` of a causal language model on fixed ids.
 
     Args:
@@ -33,8 +32,7 @@ def read_probe(model: Any, chosen: Sequence[int] = ()) -> Tensor:
     tokens = torch.from_numpy(ids).to(table.device)
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs: Tensor = logits.log_softmax(-1).cpu()
-    return logprobs
+    return logits.log_softmax(-1).cpu()
 
 
 def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = True) -> float:

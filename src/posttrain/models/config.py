@@ -6,10 +6,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+
+if TYPE_CHECKING:  # a causal language model, plain or in peft's wrapper
+    from transformers import PreTrainedConfig as Config
+    from transformers import PreTrainedModel as Model
+else:
+    Config = Model = Any
 
 # More than any model of today has; the names are those of transformers' configurations.
 LARGEST: dict[str, int] = {
@@ -40,7 +46,7 @@ def check_folder(folder: Path) -> None:
         for name in places.values():
             if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
                 raise UsageError(
-                    f"model.name: {index}: weight_map: {shorten(name)} does not lie beside it; give a complete model"
+                    f"model.name: {index}: weight_map: {shorten(name)} is not in the same folder; give a complete model"
                 )
 
 
@@ -74,7 +80,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
                 raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
 
 
-def context_length(config: Any) -> int:
+def context_length(config: Config) -> int:
     """The longest sequence of a model, in tokens, by its configuration."""
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last of MPT, whose biases end there
@@ -90,12 +96,12 @@ _LENGTHS = re.compile(
 _WINDOWS = re.compile(r"sliding_window|attention_window|window_size|attention_chunk_size|index_topk|local_attention")
 
 
-def shortest_window(config: Any) -> int | None:
+def shortest_window(config: Config) -> int | None:
     """The longest row in which every token attends to all before it; None: there is no limit."""
     return min((n for n in _lengths_in(config.get_text_config().to_dict(), _WINDOWS) if n > 0), default=None)
 
 
-def find_switches(config: Any, reach: int) -> tuple[int, ...]:
+def find_switches(config: Config, reach: int) -> tuple[int, ...]:
     """The positions below ``reach`` at which the model of a configuration begins to compute otherwise."""
     lengths = _lengths_in(config.get_text_config().to_dict(), _LENGTHS)
     return tuple(sorted({length for length in lengths if 1 < length < reach}))

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from posttrain.models.config import Model
 from posttrain.models.forward.fused import TokenScores
 from posttrain.randomness import derive_key
 
 
-def hidden_size(model: Any) -> int:
+def hidden_size(model: Model) -> int:
     """The width of the hidden states that the language-model head of ``model`` (plain or peft) reads."""
     return int(model.get_output_embeddings().weight.shape[1])
 
@@ -43,14 +44,12 @@ class ScalarHead(nn.Module):
 
 
 def score_logits(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy: str,
-    candidates: Tensor | None = None,
+    logits: Tensor, targets: Tensor, temperature: float, entropy: str, candidates: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and log-probabilities
-    ``[M, K]`` of ``candidates [M, K]``, or None; in fp32 or float64."""
+    """Return log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and candidates'.
+
+    The last are ``[M, K]`` for ``candidates [M, K]``, or None; all are in fp32 or float64.
+    """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     scaled = scaled if temperature == 1.0 else scaled / temperature
     if entropy != "differentiable":

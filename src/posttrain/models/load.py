@@ -14,11 +14,18 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import PosttrainError, UsageError, first_line
-from posttrain.models.config import check_folder, check_sizes
+from posttrain.models.config import Config, Model, check_folder, check_sizes
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
 from posttrain.models.sources import (
     EMBEDDED,
@@ -49,8 +56,8 @@ ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
 class LoadedModel:
     """A causal language model in eval mode with its tokenizer; ``source`` says where it came from."""
 
-    model: Any
-    tokenizer: Any
+    model: Model
+    tokenizer: PreTrainedTokenizerFast
     source: str
 
 
@@ -85,7 +92,7 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
     return LoadedModel(model.to(device).eval(), tokenizer, source)
 
 
-def _set_attention(model: Any, name: str) -> None:
+def _set_attention(model: Model, name: str) -> None:
     """Let transformers attend by its implementation of this name.
 
     Raises:
@@ -126,24 +133,23 @@ def read_config(section: ModelSection) -> Any | None:
         return AutoConfig.from_pretrained(Path(place).parent, trust_remote_code=False, local_files_only=True)
 
 
-def quantized_bits(model: Any) -> Literal[4, 8] | None:
+def quantized_bits(model: Model) -> Literal[4, 8] | None:
     """Return the bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
     return _bits_in((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
 
 
-def _bits_in(config: Any) -> Literal[4, 8] | None:
+def _bits_in(config: Config) -> Literal[4, 8] | None:
     declared = getattr(config, "quantization_config", None) or {}
     declared = declared if isinstance(declared, dict) else declared.to_dict()
     return 8 if declared.get("load_in_8bit") else 4 if declared.get("load_in_4bit") else None
 
 
-def num_parameters(model: Any) -> int:
+def num_parameters(model: Model) -> int:
     """Return the number of a model's weights, tied ones once."""
-    shapes = (getattr(p, "quant_state", p).shape for p in model.parameters())
-    return sum(math.prod(shape) for shape in shapes)
+    return sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.parameters())
 
 
-def note_base_bits(model: Any, folder: Path) -> None:
+def note_base_bits(model: Model, folder: Path) -> None:
     """Write the bits of a quantized base next to its adapter, which on another base is another model."""
     bits = quantized_bits(model)
     if bits is not None:
@@ -164,7 +170,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def reading_model(name: str, source: str) -> Iterator[None]:
-    """Around what libraries read of a model: they raise anything where a file is damaged.
+    """Turn whatever libraries raise for a model's files into one error.
 
     Raises:
         UsageError: with the model's name and the reason.
@@ -198,7 +204,7 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
+def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """Return the end tokens of ``generation_config.json``; an ordinary token comes from a default, and is none."""
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
@@ -211,7 +217,7 @@ def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, and its reports of weights that are missing or left over."""
+    """Switch off transformers' progress bars, and its reports of weights that are missing or left over."""
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -321,7 +327,7 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
         )
 
 
-def _switch_off_dropout(model: Any) -> None:
+def _switch_off_dropout(model: Model) -> None:
     """Set every dropout probability of a model's own modules to zero, not an adapter's."""
     for name, module in model.named_modules():
         if ".lora_dropout." in name:
@@ -343,7 +349,7 @@ class ExactRMSNorm(torch.nn.Module):
 
 
 def _check_architecture(init: InitSection) -> None:
-    """Raises ``UsageError``: transformers knows no such architecture or key, or a size that no model has."""
+    """Refuse an architecture or a key that transformers does not know, and a size that no model has."""
     if init.architecture not in CONFIG_MAPPING:
         hint = suggest(init.architecture, CONFIG_MAPPING.keys())
         raise UsageError(f"model.init.architecture: transformers has no {init.architecture!r}.{hint}")
@@ -379,7 +385,7 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
     return model, tokenizer
 
 
-def _check_room(init: InitSection, config: Any) -> None:
+def _check_room(init: InitSection, config: Config) -> None:
     """Refuse a new model whose weights alone are more than this machine's memory."""
     with torch.device("meta"):
         num_bytes = 4 * num_parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import RecipeError, UsageError, first_line
+from posttrain.models.config import Model
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
 from posttrain.registry import suggest
@@ -27,7 +28,7 @@ class LowRank:
     scale: float
 
 
-def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
+def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
     """``model`` with a new LoRA adapter: W + (alpha / rank) B A on every target, B = 0, the base frozen.
 
     A is uniform in ±1/sqrt(in) (peft's Kaiming initialization) and a function of ``seed`` and the projection's name,
@@ -79,7 +80,7 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
     return wrapped
 
 
-def describe_reach(model: Any) -> list[str]:
+def describe_reach(model: Model) -> list[str]:
     """A line about the matrices of its base that an adapter reaches and leaves out."""
     if not has_adapter(model):
         return []
@@ -103,7 +104,7 @@ def describe_reach(model: Any) -> list[str]:
     return [f"model.adapter: {trained:,} parameters reach {', '.join(sorted(reached))}{kept}"]
 
 
-def refuse_whole_weights(model: Any, source: str) -> None:
+def refuse_whole_weights(model: Model, source: str) -> None:
     """Refuse to train on an adapter with whole weights of its base, which a checkpoint would not keep.
 
     Raises:
@@ -117,7 +118,7 @@ def refuse_whole_weights(model: Any, source: str) -> None:
         )
 
 
-def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
+def _check_targets(model: Model, section: AdapterSection, conv: type) -> None:
     if not isinstance(section.targets, str):
         linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | conv)})
         for target in section.targets:
@@ -136,7 +137,7 @@ def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
             )
 
 
-def has_adapter(model: Any) -> bool:
+def has_adapter(model: Model) -> bool:
     """Return True if ``model`` is a peft model around a base."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
@@ -165,7 +166,7 @@ def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
     return base, terms
 
 
-def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its name in the base's own checkpoint, the active adapters merged by peft's rules, one by one.
 
     Raises:
@@ -223,7 +224,7 @@ def _is_plain(wrapper: Any) -> bool:
     return not any(wrapper.lora_bias.values())
 
 
-def tied_adapters(base: Any) -> list[str]:
+def tied_adapters(base: Model) -> list[str]:
     """Name the parameters under an adapter that are also a parameter of another module.
 
     Trained rows of an embedding and its tied head are one adapter, and stay tied.

@@ -191,13 +191,12 @@ def check_tokenizer(folder: Path) -> None:
         )
     parts = [content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
     patterns = [pattern for pattern in _regexes(parts) if _REPEATED_GROUP.search(pattern)]
-    texts = list(_trial_texts(patterns))
-    if patterns and not _is_quick("tokenizer", {"file": str(place), "texts": texts}):
+    if patterns and not _is_quick("tokenizer", {"file": str(place), "texts": list(_trial_texts(patterns))}):
         raise UsageError(f"{where}{shorten(patterns[0])} does not come to an end on short texts; replace this pattern")
 
 
 def _growth(part: Any) -> float:
-    """How many times as long a text may become by the replacements of a normalizer."""
+    """Return the factor by which the replacements of a normalizer may lengthen a text."""
     if not isinstance(part, dict):
         return 1.0
     growth = 1.0
@@ -205,9 +204,8 @@ def _growth(part: Any) -> float:
         growth = min(growth * _growth(step), 1e30)
     pattern, content = part.get("pattern"), part.get("content")
     if isinstance(pattern, dict) and isinstance(content, str):
-        growth *= max(
-            1.0, len(content) / max(1, len(pattern["String"]) if isinstance(pattern.get("String"), str) else 1)
-        )
+        replaced = pattern.get("String")
+        growth *= max(1.0, len(content) / max(1, len(replaced) if isinstance(replaced, str) else 1))
     return growth
 
 
@@ -228,12 +226,12 @@ def _trial_texts(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _is_quick(kind: str, what: Mapping[str, Any]) -> bool:
-    """Whether a process has tried them within the time; one that fails for another reason has."""
+    """Return True if a process has tried them within the time, or failed for another reason."""
     return _ends(_TRIAL, what, kind, isolated=kind != "tokenizer")
 
 
 def _ends(program: str, what: Mapping[str, Any], *arguments: str, isolated: bool = True, most_bytes: int = -1) -> bool:
-    """Whether a process of its own ran the program to an end within the limits, and did not give up."""
+    """Return True if a process of its own ran the program to an end within the limits, and did not give up."""
     numbers = {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS, "MAX_BYTES": most_bytes}
     program = _LIMITS + program
     for name, value in numbers.items():

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import MissingExtra
+from posttrain.models.config import Model
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 
 Bits = Literal[4, 8]
@@ -50,7 +51,11 @@ def load_quantized(source: str, bits: Bits | None, device: torch.device, options
     """
     how = {} if bits is None else {"quantization_config": quantization_config(bits)}  # a None would say: plain weights
     model, loading_info = AutoModelForCausalLM.from_pretrained(source, device_map={"": device}, **options, **how)
-    use_exact_products(model)
+    for module in model.modules():  # every quantized layer multiplies as described above
+        if type(module) is bitsandbytes.nn.Linear8bitLt and module.weight.dtype == torch.int8:
+            module.__class__ = Int8Linear
+        elif type(module) is bitsandbytes.nn.Linear4bit:
+            module.__class__ = NF4Linear
     if bits is not None:
         for parameter in model.parameters():
             if type(parameter) is nn.Parameter:  # what is not quantized would keep the whole file mapped
@@ -74,8 +79,7 @@ class Int8Linear(bitsandbytes.nn.Linear8bitLt):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weights that it stands for, ``[out, in]``."""
-        weight: Tensor = bitsandbytes.functional.int8_vectorwise_dequant(self.weight.data, self.weight.SCB)
-        return weight.to(dtype)
+        return bitsandbytes.functional.int8_vectorwise_dequant(self.weight.data, self.weight.SCB).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return _apply(x, self)
@@ -95,24 +99,14 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
         blocks = state.absmax.numel()
         packed = F.pad(packed, (0, blocks * state.blocksize // 2 - packed.numel()))
         state.shape, state.dtype = torch.Size((blocks, state.blocksize)), dtype
-        values: Tensor = bitsandbytes.functional.dequantize_4bit(packed, state)
-        return values.flatten()[: shape.numel()].view(shape)
+        return bitsandbytes.functional.dequantize_4bit(packed, state).flatten()[: shape.numel()].view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         return _apply(x, self)
 
 
-def use_exact_products(model: nn.Module) -> None:
-    """Let every layer that bitsandbytes quantized multiply as described above, in place."""
-    for module in model.modules():
-        if type(module) is bitsandbytes.nn.Linear8bitLt and module.weight.dtype == torch.int8:
-            module.__class__ = Int8Linear
-        elif type(module) is bitsandbytes.nn.Linear4bit:
-            module.__class__ = NF4Linear
-
-
 @torch.no_grad()
-def dequantize(model: Any) -> Any:
+def dequantize(model: Model) -> Any:
     """The model with plain layers again, in place: the weights are what the quantized ones stood for."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Int8Linear | NF4Linear):
@@ -157,7 +151,7 @@ class _DequantizedProduct(torch.autograd.Function):
 
 
 def _apply(x: Tensor, layer: Any) -> Tensor:
-    product: Tensor = _DequantizedProduct.apply(x, layer)
+    product = _DequantizedProduct.apply(x, layer)
     return product if layer.bias is None else product + layer.bias.to(x.dtype)
 
 

@@ -29,15 +29,13 @@ class Reference:
         self._frozen: Forward | None = None
         self._initial: list[tuple[Parameter, Tensor]] = []
         if not has_adapter(forward.model):
-            frozen = copy.deepcopy(forward.model).eval().requires_grad_(False)
-            self._frozen = forward.alike(frozen)
+            self._frozen = forward.alike(copy.deepcopy(forward.model).eval().requires_grad_(False))
             return
         ups = [p for n, p in forward.model.named_parameters() if ".lora_B." in n]
         if not ups or any(bool(p.any()) for p in ups):  # B = 0: the adapter changes nothing yet
             self._keep()
 
     def _keep(self) -> None:
-        """The adapter as it is now."""
         trained = [p for p in self._live.model.parameters() if p.requires_grad]
         self._initial = [(p, own_part(p.detach()).clone()) for p in trained]
 

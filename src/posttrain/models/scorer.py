@@ -16,20 +16,21 @@ from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS, CLASSIFIER_TASK
+from posttrain.models.config import Model
 from posttrain.models.load import ONE_FILE
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE
 
 LABEL = "reward"
 
 
-def classifier_class(model: Any) -> str | None:
+def classifier_class(model: Model) -> str | None:
     """The name of transformers' sequence classifier of this architecture, or None where there is none."""
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
     return None if known is None else str(known.__name__)
 
 
 def save_scorer(
-    path: Path, model: Any, weight: Tensor, end_id: int, weights: Mapping[str, Tensor] | None = None
+    path: Path, model: Model, weight: Tensor, end_id: int, weights: Mapping[str, Tensor] | None = None
 ) -> bool:
     """Save a plain transformers model with a score head; False (and nothing saved) where the layout does not fit.
 
@@ -56,7 +57,7 @@ def save_scorer(
     return True
 
 
-def save_adapter_scorer(path: Path, model: Any, weight: Tensor) -> bool:
+def save_adapter_scorer(path: Path, model: Model, weight: Tensor) -> bool:
     """Make of a saved peft adapter what peft writes of a sequence classifier: its task, and the head among its tensors.
 
     False (and nothing changed) where the layout does not fit.

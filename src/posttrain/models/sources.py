@@ -104,10 +104,8 @@ def refuse_out_of_reach(name: str) -> None:
 def _answers(endpoint: str) -> bool:
     try:
         urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()  # through a proxy where there is one
-    except HTTPError:
-        return True  # it refuses, and answers
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, HTTPError)  # it refuses, and answers
     return True
 
 
@@ -142,7 +140,7 @@ def check_files(source: str) -> None:
     seen: list[str] = []
     while is_adapter(source):
         if os.path.realpath(source) in seen:
-            raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
+            raise UsageError(f"model.name: {source}: this adapter is its own base in {ADAPTER_CONFIG}")
         seen.append(os.path.realpath(source))
         settings = read_object(Path(source) / ADAPTER_CONFIG)
         if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
@@ -200,16 +198,16 @@ def base_of(adapter: str) -> str:
         above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)
     if above is None and is_missing(base):
         raise UsageError(
-            f"model.name: {place}: this adapter stands on {shorten(base)}, which is not there, neither from here nor "
-            "from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
+            f"model.name: {place}: this adapter names the base {shorten(base)}, which is not there, neither from here "
+            "nor from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
         )
     return resolve_model_name(base if above is None else str(above))
 
 
-def first_names(names: Iterable[str], count: int = 3) -> str:
-    """Return the first names, sorted, and how many more there are."""
+def first_names(names: Iterable[str]) -> str:
+    """Return the first three names, sorted, and the number of others."""
     ordered = sorted(names)
-    return ", ".join(ordered[:count]) + (f" and {len(ordered) - count} more" if len(ordered) > count else "")
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
 def explain_loading(name: str, source: str, error: Exception) -> str:

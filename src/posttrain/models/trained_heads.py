@@ -49,8 +49,7 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
     base = causal_lm(trunk)
     if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
         base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
-    critic = policy.alike(trunk, head, scores_only=True)
-    return ActorCritic(policy, critic), {"head": head, "critic": trunk}
+    return ActorCritic(policy, policy.alike(trunk, head, scores_only=True)), {"head": head, "critic": trunk}
 
 
 def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.store.durable import ASIDE, storage_errors, sync_file, sync_folder
+from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_file, sync_folder
 
 MANIFEST, BEST = "manifest.json", "best"
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
@@ -111,7 +111,7 @@ def refuse_damaged(folder: str | Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """True for a step of a run, and for a copy of one elsewhere, known by its manifest."""
+    """Return True for a step of a run, and for a copy of one elsewhere, known by its manifest."""
     if _step_of(path) is not None and path.parent.name == "checkpoints":
         return (path / MANIFEST).is_file() or (path.parent.parent / "recipe.yaml").is_file()
     if not (path / MANIFEST).is_file():
@@ -245,10 +245,7 @@ def clean_leftovers(folder: str | Path) -> list[str]:
                 os.rename(item, original)
                 continue
             removed.append(item.name)
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            else:
-                item.unlink()
+            remove_tree(item)
     return removed
 
 
@@ -272,9 +269,3 @@ def set_aside_steps(root: Path, steps: Collection[int]) -> None:
             remove_tree(aside)
             os.rename(path, aside)
         sync_folder(root)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a folder if it is there."""
-    if path.exists():
-        shutil.rmtree(path)

@@ -53,10 +53,7 @@ _SCHEMA = (
     "CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)",
 )
 # Written by SQLite's ANALYZE: numbers for its planner.
-_STATISTICS = {
-    "CREATE TABLE sqlite_stat1(tbl,idx,stat)",
-    "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)",
-}
+_STATISTICS = {"CREATE TABLE sqlite_stat1(tbl,idx,stat)", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"}
 
 
 @contextmanager

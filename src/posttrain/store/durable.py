@@ -37,8 +37,7 @@ def explain_storage(what: str, place: Path, cause: BaseException) -> StorageErro
     remedy = f"{cause}. Check the disk"
     if number in _FULL or any(words in text for words in ("no space left", "disk is full", "file too large")):
         folder = next(one for one in (place, *place.parents) if one.exists())
-        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
-        remedy = f"the disk is full ({free}). Free some space"
+        remedy = f"the disk is full ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free). Free some space"
     elif number in (errno.EACCES, errno.EROFS, errno.EPERM) or "readonly" in text:
         remedy = "the place is not writable. Give write permission"
     return StorageError(
@@ -125,10 +124,15 @@ def remove_asides(path: Path) -> None:
     for item in path.parent.glob(f"{ASIDE}{glob.escape(path.name)}-*"):
         if _is_left(item.name):
             with suppress(FileNotFoundError):  # its process was there, and gave it its name
-                if item.is_dir() and not item.is_symlink():
-                    shutil.rmtree(item)
-                else:
-                    item.unlink()
+                remove_tree(item)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, or a file or link if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> list[str]:
@@ -184,7 +188,6 @@ def refuse_links(folder: str | Path) -> None:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Everything below a folder; links are not followed."""
     for place, folders, files in os.walk(root):
         yield from (Path(place, name) for name in [*folders, *files])
         if os.path.basename(place) == _WANDB:

@@ -20,22 +20,22 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
     """
     steps = [row.metrics for row in rows if not is_evaluation(row)]
     batches = [metrics for metrics in steps if "uniform_groups" in metrics][:NUM_BATCHES]
-    if len(batches) == NUM_BATCHES and all(_has_no_difference(metrics) for metrics in batches):
+    # all rewards of a group are equal, and no other answer gives them an advantage
+    is_uniform = [one["uniform_groups"] == 1.0 and one.get("advantage_std", 1.0) == 0.0 for one in batches]
+    if len(batches) == NUM_BATCHES and all(is_uniform):
         what = f"in the first {NUM_BATCHES} batches no group of answers differed in reward, so nothing can be learned"
         return {"uniform_groups": f"{what}. {_cause_of_equal_rewards(batches)}"}
     if len(steps) >= NUM_BATCHES and all(metrics.get("grad_norm") == 0.0 for metrics in steps[:NUM_BATCHES]):
-        return {"grad_norm": f"the gradient of the first {NUM_BATCHES} steps is 0. {_cause_of_no_gradient(steps)}"}
+        cause = "No token was trained: look at the rows with `posttrain data show`, and at rollout.select"
+        if any(metrics.get("trained_tokens") for metrics in steps[:NUM_BATCHES]):
+            cause = "Check that the weights of objective and rewards are not 0, and that answers differ"
+        return {"grad_norm": f"the gradient of the first {NUM_BATCHES} steps is 0. {cause}"}
     moved = [metrics[MOVED] for metrics in steps[:NUM_STEPS] if MOVED in metrics]
     if len(moved) == NUM_STEPS and not any(moved):
         rate = max(metrics.get("lr", 0.0) for metrics in steps[:NUM_STEPS])
         cause = "is too small for the dtype of the weights: raise train.lr, or set model.dtype fp32"
         return {MOVED: f"no weight has moved in {NUM_STEPS} steps. The learning rate of {rate:g} {cause}"}
     return {}
-
-
-def _has_no_difference(metrics: dict[str, float]) -> bool:
-    """Return True if all rewards of a group are equal, and no other answer gives them an advantage."""
-    return metrics["uniform_groups"] == 1.0 and metrics.get("advantage_std", 1.0) == 0.0
 
 
 def _cause_of_equal_rewards(batches: Sequence[dict[str, float]]) -> str:
@@ -54,9 +54,3 @@ def _cause_of_equal_rewards(batches: Sequence[dict[str, float]]) -> str:
         return "Every answer is right: take harder problems"
     more = "Raise rollout.temperature or rollout.group_size, or check the reward"
     return f"Every answer of a group earned the same (mean reward {batches[-1]['reward']:.3f}). {more}"
-
-
-def _cause_of_no_gradient(steps: Sequence[dict[str, float]]) -> str:
-    if not any(metrics.get("trained_tokens") for metrics in steps[:NUM_BATCHES]):
-        return "No token was trained: look at the rows with `posttrain data show`, and at rollout.select"
-    return "Check that the weights of objective and rewards are not 0, and that answers differ"

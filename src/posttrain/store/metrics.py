@@ -1,8 +1,7 @@
-"""``metrics.jsonl``: one line per step, readable by anything that reads JSON.
+"""``metrics.jsonl``: one line of JSON per step.
 
 ``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics are functions of the
-run's recipe alone, so two runs compare bit for bit without ``timing``. Trackers (``trackers``) are given every line
-after it was written here.
+run's recipe alone, so two runs compare bit for bit without ``timing``. Trackers get every line after it was written.
 """
 
 from __future__ import annotations
@@ -37,14 +36,6 @@ class MetricsRow:
     step: int
     metrics: dict[str, float]
     timing: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TrimmedMetrics:
-    """What ``MetricsLog.trim`` dropped: whole lines past the step, and a torn last line (0 or 1)."""
-
-    dropped_lines: int
-    torn_lines: int
 
 
 class MetricsLog:
@@ -110,35 +101,37 @@ class MetricsLog:
         rows = (_parse_line(line, self.path, None) for line in reversed(lines[1:] if start else lines))
         return next(filter(wanted, rows), None)
 
-    def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> TrimmedMetrics:
+    def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
         """Drop every line with ``step > after_step``, the evaluations of some steps, and a torn last line; atomic.
+
+        Returns the number of whole lines that were dropped.
 
         Raises:
             DataError: another line than the last is malformed; the file is unchanged.
             StorageError: the disk is full or not writable; the file is unchanged.
         """
         self.close()
-        rows, torn = self._read()
+        rows, is_torn = self._read()
         keeps = [row.step <= after_step and not (row.step in unevaluated and is_evaluation(row)) for row in rows]
         dropped = len(rows) - sum(keeps)
-        if dropped or torn:
+        if dropped or is_torn:
             lines = self.path.read_bytes().split(b"\n")[: len(rows)]
             kept = [line + b"\n" for line, is_kept in zip(lines, keeps, strict=True) if is_kept]
             replace_file(self.path, b"".join(kept))
-        return TrimmedMetrics(dropped, torn)
+        return dropped
 
-    def _read(self) -> tuple[list[MetricsRow], int]:
+    def _read(self) -> tuple[list[MetricsRow], bool]:
+        """Return the rows, and True if a torn line follows them."""
         rows: list[MetricsRow] = []
         try:
             with open_record(self.path, MAX_BYTES) as file:
-                lines = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
-                for number, line in enumerate(lines, start=1):
+                for number, line in enumerate(iter(partial(file.readline, _MAX_LINE_BYTES), b""), start=1):
                     if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:  # cut off while it was written
-                        return rows, 1
+                        return rows, True
                     rows.append(_parse_line(line, self.path, number))
         except FileNotFoundError:
             pass
-        return rows, 0
+        return rows, False
 
 
 def _writable(values: Mapping[str, float]) -> dict[str, Any]:
@@ -196,7 +189,7 @@ class TrackedMetrics(MetricsLog):
         self._started = False
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """As ``MetricsLog.append``; trackers are given the line once it is written."""
+        """Add the line of one step as ``MetricsLog.append`` does, and give it to the trackers once it is written."""
         if not self._started and self.trackers:
             kept = self.read()
             for tracker in self.trackers:
@@ -207,7 +200,7 @@ class TrackedMetrics(MetricsLog):
             tracker.log(MetricsRow(step, dict(metrics), dict(timing or {})))
 
     def close(self) -> None:
-        """As ``MetricsLog.close``; closes the trackers, too."""
+        """Close the file and the trackers."""
         try:
             super().close()
         finally:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -97,13 +98,8 @@ def _quote(text: str) -> str:
 
 def spans_of(own: Sequence[bool]) -> list[int]:
     """Return the lengths of alternating runs of tokens, those that the model wrote first (0 if it did not begin)."""
-    spans, writes = [0], True
-    for is_own in own:
-        if is_own != writes:
-            spans.append(0)
-            writes = is_own
-        spans[-1] += 1
-    return spans
+    spans = [len(list(run)) for _, run in groupby(own)]
+    return spans if own and own[0] else [0, *spans]
 
 
 def write_turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -198,11 +194,10 @@ class RolloutStore:
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk."""
-        if self._writer is not None:
-            with sqlite_errors(self.path):
-                for path in (self.path.with_name(f"{self.path.name}-wal"), self.path):
-                    if path.exists():
-                        sync_file(path)
+        paths = (self.path.with_name(f"{self.path.name}-wal"), self.path) if self._writer is not None else ()
+        with sqlite_errors(self.path):
+            for path in filter(Path.exists, paths):
+                sync_file(path)
 
     def close(self) -> None:
         """Flush and close. The store can be read afterwards, and recorded to again."""
@@ -295,7 +290,6 @@ class RolloutStore:
 
 
 def _to_row(rollout: Rollout) -> dict[str, Any]:
-    """The columns of a rollout: numbers, texts and bytes."""
     example, completion = rollout.example, rollout.completion
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return {

@@ -38,12 +38,11 @@ def tensorboard(run: TrackedRun) -> Tracker:
 class _TensorBoard:
     def __init__(self, folder: Path, open_writer: Callable[..., Any]) -> None:
         self.folder, self.open_writer = folder, open_writer
-        self._writer: Any = None
 
     def start(self, kept: Sequence[MetricsRow]) -> None:
         purge_step = max((row.step for row in kept), default=-1) + 1
         with storage_errors("events for TensorBoard", self.folder):
-            self._writer = self.open_writer(str(self.folder), purge_step=purge_step)
+            self._writer: Any = self.open_writer(str(self.folder), purge_step=purge_step)
 
     def log(self, row: MetricsRow) -> None:
         with storage_errors("events for TensorBoard", self.folder):
@@ -52,10 +51,8 @@ class _TensorBoard:
             self._writer.flush()  # so that a killed process leaves all steps up to its last checkpoint
 
     def close(self) -> None:
-        if self._writer is not None:
-            with storage_errors("events for TensorBoard", self.folder):
-                self._writer.close()
-            self._writer = None
+        with storage_errors("events for TensorBoard", self.folder):
+            self._writer.close()
 
 
 @register("tracker")

@@ -105,10 +105,10 @@ class Loop:
             self._tidy()
         keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
         again = (keep,) if self.unevaluated else ()
-        trimmed = self.metrics.trim(keep, again)
+        num_dropped = self.metrics.trim(keep, again)
         self.rollouts.trim(keep, again)
-        if checkpoint is None and trimmed is not None and trimmed.dropped_lines:
-            dropped = f"{trimmed.dropped_lines} lines of metrics.jsonl, and the rollouts, were dropped"
+        if checkpoint is None and num_dropped:
+            dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
     def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:

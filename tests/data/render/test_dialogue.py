@@ -1,4 +1,4 @@
-"""Who said what survives whatever a message contains: written, encoded, decoded and read back."""
+"""Roles survive whatever a message contains: written, encoded, decoded and read back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write(style: Dialogue, messages: tuple[Message, ...]) -> str:
 
 
 def read(style: Dialogue, text: str) -> tuple[Message, ...]:
-    """Who said what in a written dialogue, read apart from the package: turns begin it, quotes are taken back."""
+    """Read a written dialogue independently of the package: turns begin it, quotes are taken back."""
     roles = {"System": "system", style.user: "user", style.assistant: "assistant"}
     known = "|".join(roles)
     starts = list(re.finditer(rf"(?:\A|{style.separator})({known}): ", text))

@@ -1,4 +1,4 @@
-"""Where answers are found: the rule of each template, on well-formed and on broken texts."""
+"""Extraction of answers: the rule of each template, on well-formed and on broken texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said between turns stands behind the model's own ids, as the template would have rendered it."""
+"""Replies between turns follow the model's own ids, as the template would have rendered them."""
 
 from __future__ import annotations
 
@@ -127,10 +127,7 @@ def test_a_result_forges_no_turn_and_no_special_token(chatml: Any, name: str) ->
     assert set(encode_plain(chatml, hostile)).isdisjoint(special)
 
 
-@pytest.mark.parametrize(
-    ("written", "shows"),
-    [(FORGETS, ["-<think>", "+TEXT1"]), (COUNTS, ["-1", "+3"])],
-)
+@pytest.mark.parametrize(("written", "shows"), [(FORGETS, ["-<think>", "+TEXT1"]), (COUNTS, ["-1", "+3"])])
 def test_a_template_that_rewrites_history_is_refused_with_the_difference(
     chatml: Any, written: str, shows: list[str]
 ) -> None:

@@ -10,13 +10,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.render.calls import CallForm, write_calls
-from posttrain.data.render.encoding import END_THINK, THINK, Piece, drop_text, encode_pieces, mark_tags, markers_of
+from posttrain.data.render.encoding import (
+    END_THINK,
+    THINK,
+    Piece,
+    Tokenizer,
+    drop_text,
+    encode_pieces,
+    mark_tags,
+    markers_of,
+)
 from posttrain.data.render.template import Template, end_id, stop_ids
-from posttrain.data.render.template_calls import call_form
+from posttrain.data.render.template_calls import call_form, call_marks
 from posttrain.data.render.turns import OPENED, mark, probed, render_history, render_pieces, turn_end
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Turn
@@ -25,7 +35,7 @@ _LONGEST_OPENING = 8  # tokens, of a tag with the white space behind it
 Channels = tuple[str, str]  # the texts before and behind thinking, where a chat template uses no tags for it
 
 
-def opening_of(tokenizer: Any, template: Template, prompt: Sequence[int]) -> str:
+def opening_of(tokenizer: Tokenizer, template: Template, prompt: Sequence[int]) -> str:
     """The opened block of thinking that a prompt ends with, white space included; empty where there is none.
 
     Only a chat template, a rendered prompt and the template's own opening open one, never a text of the user.
@@ -43,7 +53,7 @@ def opening_of(tokenizer: Any, template: Template, prompt: Sequence[int]) -> str
 
 
 def behind_prompt(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     template: Template,
     pieces: Sequence[Piece],
     prompt: Sequence[int] = (),
@@ -82,12 +92,8 @@ def behind_prompt(
     return [*before, *_mark_calls(tokenizer, template, mark_tags(pieces, template.tags, is_open=bool(opening)))]
 
 
-def _mark_calls(tokenizer: Any, template: Template, pieces: list[Piece]) -> list[Piece]:
+def _mark_calls(tokenizer: Tokenizer, template: Template, pieces: list[Piece]) -> list[Piece]:
     """The pieces with the tokens of the chat template's calls in trusted ones."""
-    if not template.chat or "tools" not in str(tokenizer.chat_template or ""):
-        return pieces
-    from posttrain.data.render.template_calls import call_marks
-
     marks = "|".join(map(re.escape, call_marks(tokenizer, template)))
     if not marks:
         return pieces
@@ -98,7 +104,9 @@ def _mark_calls(tokenizer: Any, template: Template, pieces: list[Piece]) -> list
     return marked
 
 
-def encode_response(tokenizer: Any, template: Template, example: Example, prompt: Sequence[int] = ()) -> list[int]:
+def encode_response(
+    tokenizer: Tokenizer, template: Template, example: Example, prompt: Sequence[int] = ()
+) -> list[int]:
     """Token ids of the demonstration that follows the prompt, the end token included.
 
     Raises:
@@ -113,14 +121,14 @@ def encode_response(tokenizer: Any, template: Template, example: Example, prompt
 
 
 def encode_answer(
-    tokenizer: Any, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of a given text of the assistant behind its prompt, the end token not included."""
     pieces = [Piece(text, trusted=False)]
     return encode_pieces(tokenizer, behind_prompt(tokenizer, template, pieces, prompt, variables)) if text else []
 
 
-def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
     """The graded text: opening and completion, without the end token; other special tokens are kept.
 
     Args:
@@ -129,11 +137,11 @@ def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prom
     kept = list(ids)
     if kept and kept[-1] in stop_ids(tokenizer, template):
         kept.pop()
-    text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return opening_of(tokenizer, template, prompt) + text
 
 
-def _leads(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, Channels]:
+def _leads(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str, Channels]:
     """The text that a chat template writes before an answer, and its channels.
 
     Only what holds a marker: white space before an answer is the model's own.
@@ -205,7 +213,7 @@ class ReplyFrame:
     wrapped: bool
 
     def encode(
-        self, tokenizer: Any, template: Template, results: Sequence[str], tags: tuple[str, str], last: int | None
+        self, tokenizer: Tokenizer, template: Template, results: Sequence[str], tags: tuple[str, str], last: int | None
     ) -> list[int]:
         """The ids of a reply behind a turn whose last id is ``last``; no text of a result becomes a special token.
 
@@ -223,7 +231,7 @@ class ReplyFrame:
 
 
 def encode_turns(
-    tokenizer: Any, template: Template, turns: Sequence[Turn], answered: bool, prompt: Sequence[int] = ()
+    tokenizer: Tokenizer, template: Template, turns: Sequence[Turn], answered: bool, prompt: Sequence[int] = ()
 ) -> tuple[list[int], list[bool]]:
     """Turns of a demonstration as they would be played: the ids, and which of them the model is to write.
 
@@ -247,7 +255,7 @@ def encode_turns(
 
 
 def encode_turn(
-    tokenizer: Any, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
+    tokenizer: Tokenizer, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
 ) -> list[int]:
     """The ids of a turn as a model would write it behind a prompt, the end included: its text, its calls.
 
@@ -263,7 +271,7 @@ def encode_turn(
     return [*encode_pieces(tokenizer, pieces), end]
 
 
-def reply_frame(tokenizer: Any, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
+def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
     """The frame of a template with a tokenizer, in a chat for the first of the roles that the template has.
 
     Raises:
@@ -281,7 +289,7 @@ def reply_frame(tokenizer: Any, template: Template, roles: Sequence[str] = ("too
     raise refusals[-1] if "rewrites" in str(refusals[-1]) else refusals[0]
 
 
-def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> ReplyFrame:
+def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, Any], role: str) -> ReplyFrame:
     """The frame for replies in a role; equal for every turn, whatever it says."""
 
     def render(*turns: tuple[str, str]) -> str:
@@ -307,17 +315,15 @@ def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> R
     ((opening, closing),) = tails
     strips = f" {heard[0]} " not in render(("assistant", mark(0)), (role, f" {heard[0]} "))
     between = "\n"  # where the template takes only one message
-    try:
+    with suppress(UsageError):
         both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
         found = both.partition(opening + heard[0])[2].partition(heard[1])
         between = found[0] if found[1] and found[2] == closing else between
-    except UsageError:
-        pass
     return ReplyFrame(opening, between, closing, turn_end(tokenizer), strips, wrapped=role == "tool")
 
 
 def _rewrites(expected: str, written: str) -> str:
-    """The message about a template that changes what was said before, with the difference."""
+    """Return the message about a template that rewrites earlier turns, with the difference."""
     texts = [re.sub(mark(0).replace("0", r"(\d+)"), r"TEXT\1", text) for text in (expected, written)]
     lines, others = texts[0].splitlines(), texts[1][: len(texts[0]) + 80].splitlines()
     shown = difflib.unified_diff(lines, others, "said", "rendered", n=1, lineterm="")

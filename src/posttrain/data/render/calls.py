@@ -84,7 +84,7 @@ class CallForm:
 
     @property
     def is_readable(self) -> bool:
-        """Say whether calls can be found in a text, and the end of a name."""
+        """Return True if calls can be found in a text, and the end of a name."""
         if self.arguments == "python":
             return bool(self.begin.strip() and self.finish.strip())
         tag = self.tags[0]
@@ -117,11 +117,11 @@ def write_call(call: Call, form: CallForm) -> list[Piece]:
     pieces = [Piece(form.opening, trusted=True), Piece(name, trusted=False)]
     if isinstance(form.arguments, Parameters):
         pieces.append(Piece(form.middle, trusted=True))
+        around = form.arguments
         for key, value in json.loads(call.raw_arguments).items():
-            around = form.arguments
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for part, is_own in ((around.before, 1), (key, 0), (around.middle, 1), (text, 0), (around.after, 1)):
-                pieces.append(Piece(part, trusted=bool(is_own)))
+            parts = (around.before, key, around.middle, text, around.after)
+            pieces += [Piece(part, trusted=number % 2 == 0) for number, part in enumerate(parts)]
     else:
         arguments = call.raw_arguments
         if form.arguments == "quoted":

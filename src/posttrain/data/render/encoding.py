@@ -12,10 +12,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from posttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+else:
+    Tokenizer = Any
 
 # Added tokens that are not flagged as special and yet mark structure: <think>, [INST], <|user|>.
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
@@ -54,7 +59,6 @@ class Markers:
         }
 
     def _at(self, text: str, place: int) -> str | None:
-        """The longest marker that begins there."""
         parts = (text[place : place + length] for length in self._lengths.get(text[place], ()))
         return next((part for part in parts if part in self.ids), None)
 
@@ -79,10 +83,10 @@ class Markers:
             last = end
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[int, Markers]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Tokenizer, tuple[int, Markers]] = WeakKeyDictionary()
 
 
-def markers_of(tokenizer: Any) -> Markers:
+def markers_of(tokenizer: Tokenizer) -> Markers:
     """The markers of a tokenizer; computed once, and again when tokens were added.
 
     Special tokens count, and added tokens that look like tags. The unknown token does not: any
@@ -116,7 +120,7 @@ def markers_of(tokenizer: Any) -> Markers:
     return markers
 
 
-def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[int]:
     """Token ids of the pieces, without any BOS or EOS that they do not spell out.
 
     Where no untrusted text touches a marker, the ids are those of the whole text encoded at once,
@@ -133,8 +137,7 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
             merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
         elif piece.text:
             merged.append(piece)
-    text = "".join(piece.text for piece in merged)
-    encoded = _backend(tokenizer, split_special=False).encode(text, add_special_tokens=False)
+    encoded = _encode(tokenizer, "".join(piece.text for piece in merged), split_special=False)
     ids: list[int] = encoded.ids
     if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
         return ids
@@ -142,14 +145,14 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
     for piece in merged:
         start = 0
         for begin, end, index in markers.find(piece.text) if piece.trusted else ():
-            ids += [*_encode_plain(tokenizer, run + piece.text[start:begin], markers), index]
+            ids += [*encode_plain(tokenizer, run + piece.text[start:begin]), index]
             run, start = "", end
         run += piece.text[start:]
-    return ids + _encode_plain(tokenizer, run, markers)
+    return ids + encode_plain(tokenizer, run)
 
 
 def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
-    """Say whether every marker among the ids lies wholly in trusted text."""
+    """Return True if every marker among the ids lies wholly in trusted text."""
     spans, position = list[tuple[int, int]](), 0  # of untrusted text
     for piece in pieces:
         if not piece.trusted:
@@ -159,17 +162,14 @@ def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]
     return not any(start < high and low < end for start, end in found for low, high in spans)
 
 
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
+def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of untrusted text; no marker is among them.
 
     Raises:
         UsageError: a marker of a single character cannot be spelled with other tokens.
     """
-    return _encode_plain(tokenizer, text, markers_of(tokenizer))
-
-
-def _encode_plain(tokenizer: Any, text: str, markers: Markers) -> list[int]:
-    ids: list[int] = _backend(tokenizer, split_special=True).encode(text, add_special_tokens=False).ids if text else []
+    markers = markers_of(tokenizer)
+    ids: list[int] = _encode(tokenizer, text, split_special=True).ids if text else []
     if markers.id_set.isdisjoint(ids):
         return ids
     # Added tokens that are not flagged as special are still matched: cut every marker in two.
@@ -178,17 +178,15 @@ def _encode_plain(tokenizer: Any, text: str, markers: Markers) -> list[int]:
     cuts = sorted({0, *(start + 1 for start in markers.starts(text)), len(text)})
     if len(cuts) == 2:  # no marker stands there as written (a normaliser made it one): cut everywhere
         cuts = list(range(len(text) + 1))
-    return [token for start, end in pairwise(cuts) for token in _encode_plain(tokenizer, text[start:end], markers)]
+    return [token for start, end in pairwise(cuts) for token in encode_plain(tokenizer, text[start:end])]
 
 
-def _backend(tokenizer: Any, *, split_special: bool) -> Any:
+def _encode(tokenizer: Tokenizer, text: str, *, split_special: bool) -> Any:
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = split_special
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    return backend
+    backend.no_truncation()
+    backend.no_padding()
+    return backend.encode(text, add_special_tokens=False)
 
 
 _BROKEN = "\ufffd"  # decoded where bytes are no character, or not yet
@@ -201,7 +199,7 @@ class TextStream:
     A token that holds only the beginning of a character adds nothing; the one that completes it adds the whole.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before
@@ -251,7 +249,6 @@ def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bo
 
 
 def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Iterator[tuple[int, int]]:
-    """The spans of the tags."""
     at = 0
     if is_open and END_THINK in text:
         at = text.index(END_THINK) + len(END_THINK)
@@ -263,8 +260,7 @@ def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Ite
     if is_first and not is_open and text.startswith(THINK, start):  # cut off within its thinking
         yield start, start + len(THINK)
     if names:
-        known = "|".join(map(re.escape, names))
-        yield from (match.span() for match in re.finditer(rf"</?(?:{known})>", text))
+        yield from (match.span() for match in re.finditer(rf"</?(?:{'|'.join(map(re.escape, names))})>", text))
 
 
 def drop_text(pieces: Sequence[Piece], length: int) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""From the examples of a task to rows of tokens: demonstrations, conversations, pairs, judged answers, labelled steps.
+"""Rows of tokens of a task's examples: demonstrations, conversations, pairs, judged answers, labelled steps.
 
 A conversation whose chat template writes earlier turns as they were written is one row: prompt, turn, the messages
 between, turn. Each part is encoded by itself, as it is while the model answers. Where a template rewrites earlier turns
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain.data.render.assistant import behind_prompt, decode_response, encode_answer, encode_response, encode_turns
-from posttrain.data.render.encoding import Piece, drop_text, encode_pieces, encode_plain, markers_of
+from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
 from posttrain.data.render.template import Template, encode_prompt, end_id, prompt_pieces
 from posttrain.data.render.turns import as_row_texts, render_pieces, with_reasoning
 from posttrain.errors import UsageError
@@ -48,7 +48,7 @@ class Row:
 
 
 def rows_of(
-    tokenizer: Any, template: Template, example: Example, shape: Shape, train_on: TrainOn | None = None
+    tokenizer: Tokenizer, template: Template, example: Example, shape: Shape, train_on: TrainOn | None = None
 ) -> Iterator[tuple[Row, ...] | str]:
     """The units of an example: tuples of rows, or the reason why there is none.
 
@@ -84,7 +84,7 @@ def rows_of(
 
 
 def _demonstrations(
-    tokenizer: Any, template: Template, example: Example, train_on: TrainOn | None
+    tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn | None
 ) -> Iterator[tuple[Row, ...] | str]:
     if template.turns == "last" and not all(m.is_trained for m in example.conversation[-1:]):
         yield UNTRAINED
@@ -113,25 +113,24 @@ def _demonstrations(
 
 
 def _conversation(
-    tokenizer: Any, template: Template, example: Example, train_on: TrainOn
+    tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn
 ) -> Iterator[tuple[Row, ...] | str]:
     """One row of a conversation, or one for each turn of the assistant."""
-    units: list[tuple[Row, ...] | str] = []
+    units: list[tuple[Row, ...] | str]
     if template.turns == "apart":
         chosen = list(_turns_apart(example, train_on))
-        for one in chosen:
-            for unit in rows_of(tokenizer, template, one, "demonstration"):
-                is_apart = len(chosen) > 1 and not isinstance(unit, str)
-                units.append((replace(unit[0], is_apart=True),) if is_apart and not isinstance(unit, str) else unit)
+        units = [unit for one in chosen for unit in rows_of(tokenizer, template, one, "demonstration")]
+        if len(chosen) > 1:
+            units = [unit if isinstance(unit, str) else (replace(unit[0], is_apart=True),) for unit in units]
     else:
         try:
-            units += [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
+            units = [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
         except UsageError as error:
             raise UsageError(f"example {example.id!r}: {error}") from error
     yield from units or [UNTRAINED]
 
 
-def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response, example: Example) -> Row:
+def _row(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response, example: Example) -> Row:
     if response.answer is not None:  # in the form, and with the tags, that a policy would write
         written = Example("", (), answer=response.answer, solution=response.text, variables=example.variables)
         return Row([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
@@ -142,7 +141,7 @@ def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Re
     return Row([*prompt, *answer, end_id(tokenizer, template)], len(prompt), response.score)
 
 
-def _stepwise(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response) -> Row:
+def _stepwise(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response) -> Row:
     """The steps behind one another, each encoded alone so that its last token is known; None is no label."""
     ids = list(prompt)
     labels: dict[int, int] = {}
@@ -230,7 +229,7 @@ def _text(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _conversation_rows(tokenizer: Any, template: Template, example: Example, train_on: str) -> Iterator[Row]:
+def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Example, train_on: str) -> Iterator[Row]:
     """The rows of a conversation by its chat template.
 
     One row, or where the template rewrites earlier turns one for each trained turn; none where nothing is trained.
@@ -273,7 +272,7 @@ def _conversation_rows(tokenizer: Any, template: Template, example: Example, tra
 def _joined(
     conversation: Sequence[Message], prompts: Mapping[int, _Part], turns: Mapping[int, _Part], train_on: str
 ) -> list[_Part] | None:
-    """All turns in one row; None where a later prompt does not begin with what was said before it."""
+    """All turns in one row; None where a later prompt does not begin with the turns before it."""
     parts, previous = list[_Part](), ""
     for i, prompt in prompts.items():
         if not prompt.text.startswith(previous):
@@ -286,7 +285,7 @@ def _joined(
 
 
 def _as_text(
-    tokenizer: Any, template: Template, text: str, prompt: Sequence[Piece], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[Piece], variables: Mapping[str, Any]
 ) -> list[Piece]:
     """A message as the text that a model writes behind the prompt, its end included."""
     before = encode_pieces(tokenizer, prompt)
@@ -295,7 +294,7 @@ def _as_text(
 
 
 def _turn(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     template: Template,
     messages: Sequence[Message],
     variables: Mapping[str, Any],

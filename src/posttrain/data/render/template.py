@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain import registry
-from posttrain.data.render.encoding import Piece, encode_pieces, markers_of
+from posttrain.data.render.encoding import Piece, Tokenizer, encode_pieces, markers_of
 from posttrain.data.render.turns import as_row_texts, turn_end
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
@@ -53,7 +53,7 @@ class Template:
 
 
 def prompt_pieces(
-    tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> list[Piece]:
     """The pieces of a prompt; ``variables`` are a row's own for the chat template, such as its tools.
 
@@ -81,7 +81,7 @@ def prompt_pieces(
 
 
 def encode_prompt(
-    tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Token ids of the prompt, up to and including the template's opening; ``variables``: see ``prompt_pieces``.
 
@@ -94,7 +94,7 @@ def encode_prompt(
     return ids if ids[: len(leading)] == leading else leading + ids
 
 
-def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
+def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
     """Ids that end a completion: the end tokens of tokenizer and model, and, in a chat, the end of the turn.
 
     Raises:
@@ -104,7 +104,7 @@ def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
     return frozenset(own) | getattr(tokenizer, "generation_end_ids", frozenset())
 
 
-def further_ends(tokenizer: Any, template: Template) -> list[str]:
+def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
     """A line on the end tokens that only the model's ``generation_config.json`` names; none where there are none."""
     end = end_id(tokenizer, template)
     further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, end})
@@ -113,7 +113,7 @@ def further_ends(tokenizer: Any, template: Template) -> list[str]:
     return [line] if further else []
 
 
-def end_id(tokenizer: Any, template: Template) -> int:
+def end_id(tokenizer: Tokenizer, template: Template) -> int:
     """The id that ends a demonstration: the end of the turn in a chat, else the tokenizer's end token.
 
     Raises:

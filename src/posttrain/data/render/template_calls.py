@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.data.render.calls import HERMES, TAGGED, CallForm, Parameters, object_start, write_calls
-from posttrain.data.render.encoding import markers_of
+from posttrain.data.render.encoding import Tokenizer, markers_of
 from posttrain.data.render.template import Template
 from posttrain.data.render.turns import probed, render_dicts, turn_end
 from posttrain.errors import UsageError
@@ -30,7 +30,7 @@ _EMPTY_THINKING = re.compile(r"\A(?:<think>)?\s*</think>\s*")
 Arguments = dict[str, str]
 
 
-def call_form(tokenizer: Any, template: Template) -> CallForm:
+def call_form(tokenizer: Tokenizer, template: Template) -> CallForm:
     """The form of calls: the chat template's own, where it shows tools and calls, else ``TAGGED``.
 
     A template that shows no call and names the tag of the Hermes models means their form. A form of which what is
@@ -47,7 +47,7 @@ def call_form(tokenizer: Any, template: Template) -> CallForm:
     return probed(tokenizer, "form", template.variables, find)
 
 
-def call_marks(tokenizer: Any, template: Template) -> tuple[str, ...]:
+def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
     """The tokens with which calls are written and nothing else is, but for ``<tool_call>`` and its end."""
 
     def find(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -64,8 +64,7 @@ def call_marks(tokenizer: Any, template: Template) -> tuple[str, ...]:
     return probed(tokenizer, "call marks", template.variables, find) if form.is_native else ()
 
 
-def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm:
-    """The form that the chat template shows."""
+def _learn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> CallForm:
     default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
     end = turn_end(tokenizer)
     end_text = tokenizer.convert_ids_to_tokens(end) if end is not None else ""
@@ -77,9 +76,8 @@ def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm:
     def tail(*arguments: Arguments, content: str = "") -> str:
         rendered = _render(tokenizer, list(arguments), content, variables) or ""
         behind = rendered[len(_CUT_TAG.sub("", _common_prefix(prompt, rendered))) :]
-        if _QUESTION in behind:  # the template writes the prompt otherwise once an answer follows
-            return ""
-        return _ID.sub("", _EMPTY_THINKING.sub("", behind))
+        # a template may write the prompt otherwise once an answer follows
+        return "" if _QUESTION in behind else _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
     one = tail({_KEYS[0]: _VALUES[0]})
     before, named, rest = one.partition(_NAMES[0])
@@ -135,7 +133,7 @@ def _fallback(shown: str, default: CallForm) -> CallForm:
 
 
 def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
-    """Say whether these calls, written in the form, are the template's text up to its end; white space aside."""
+    """Return True if these calls, written in the form, are the template's text up to its end; white space aside."""
     arguments = [json.dumps({key: value}) for key, value in zip(_KEYS, _VALUES, strict=True)]
     calls = [Call(name, one, "", "ok") for name, one in zip(_NAMES, arguments, strict=True)][:count]
     written = "".join("".join(piece.text for piece in write_calls(calls, form, behind_text=False)).split())
@@ -144,7 +142,7 @@ def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> boo
     return shown.startswith(written) and (not rest or rest.startswith(ends))
 
 
-def _render(tokenizer: Any, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
+def _render(tokenizer: Tokenizer, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
     """The conversation with these calls; None where the template refuses it."""
     for write in (dict, json.dumps):  # some templates want the arguments as a text
         made = [
@@ -203,7 +201,7 @@ def _gap(text: str, middle: str, after: str, style: str) -> str | None:
         return None
 
 
-def _until_end(tokenizer: Any, post: str, end_text: str) -> tuple[str, int | None]:
+def _until_end(tokenizer: Tokenizer, post: str, end_text: str) -> tuple[str, int | None]:
     """The text after the arguments up to the end of the turn, and the id of that end where it is another one."""
     if end_text and end_text in post:
         return post[: post.index(end_text)], None

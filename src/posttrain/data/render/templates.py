@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from posttrain.data.render.encoding import Piece
+from posttrain.data.render.encoding import Piece, Tokenizer
 from posttrain.data.render.template import Template
 from posttrain.data.render.turns import chat_pieces, check_messages, spell
 from posttrain.errors import UsageError
@@ -138,8 +138,8 @@ class Dialogue:
         names = {"system": "System", "user": self.user, "assistant": self.assistant}
         pieces: list[Piece] = []
         for number, message in enumerate(spell(messages)):
-            pieces.append(_ours(f"{self.separator if number else ''}{names[message.role]}: "))
-            pieces.append(_theirs(self.quote(message.content)))
+            before = f"{self.separator if number else ''}{names[message.role]}: "
+            pieces += [_ours(before), _theirs(self.quote(message.content))]
         return pieces
 
     def quote(self, content: str) -> str:
@@ -166,7 +166,7 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
 
     def response(example: Example) -> list[Piece]:
@@ -225,9 +225,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
         else:
             has_box = answer is None or boxed_answer(text) is not None
         rest = [_theirs(text)] if text else []
-        if has_box:
-            return rest
-        return [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
+        return rest if has_box else [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
 
     extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _question_of(instruction, chat), response, extract, chat=chat)
@@ -299,7 +297,7 @@ def dialogue() -> Template:
     Source: the transcripts of HH-RLHF (Bai et al. 2022).
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         return [*TRANSCRIPT.pieces(messages), _ours("\n\nAssistant:")]
 
     def response(example: Example) -> list[Piece]:
@@ -319,7 +317,7 @@ def document() -> Template:
     answer is the last number.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         start = tokenizer.bos_token or tokenizer.eos_token
         if start is None:
             raise UsageError("template document: the tokenizer has neither bos_token nor eos_token to begin with")
@@ -343,7 +341,7 @@ def as_is() -> Template:
     what follows the thinking.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         check_messages(messages)
         if len(messages) > 1:
             raise UsageError(
@@ -389,7 +387,7 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
 def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callable[..., list[Piece]]:
     """The prompt with an instruction: as the system message of a chat, or after the last message."""
 
-    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Tokenizer, variables: Variables = own) -> list[Piece]:
         if chat:
             return chat_pieces(messages, tokenizer, instruction, variables)
         check_messages(messages)

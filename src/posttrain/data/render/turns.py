@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from posttrain.data.render.calls import TAGGED, write_call
-from posttrain.data.render.encoding import END_THINK, THINK, Piece, mark_tags, markers_of
+from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, mark_tags, markers_of
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.types import Call, Message
@@ -51,7 +51,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def chat_pieces(
-    messages: Sequence[Message], tokenizer: Any, system: str = "", variables: Mapping[str, Any] | None = None
+    messages: Sequence[Message], tokenizer: Tokenizer, system: str = "", variables: Mapping[str, Any] | None = None
 ) -> list[Piece]:
     """The conversation by the tokenizer's chat template, up to where the assistant begins to speak.
 
@@ -66,11 +66,13 @@ def chat_pieces(
     return render_pieces(tokenizer, shown, system, variables or {}, prompt=True)[0]
 
 
-def with_reasoning(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[Message, ...]:
+def with_reasoning(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> tuple[Message, ...]:
     """The messages with their reasoning where the chat template shows it: apart, or else in the content."""
 
     def closes(message: Message) -> bool:
-        """Say whether the text closes a block of thinking that it has not opened: a prompt may have."""
+        """Return True if the text closes a block of thinking that it has not opened: a prompt may have."""
         before, closed, _ = message.content.partition(END_THINK)
         is_written = message.role == "assistant" and message.reasoning is None
         return is_written and bool(closed) and THINK not in before
@@ -117,7 +119,7 @@ def spell(messages: Sequence[Message]) -> list[Message]:
 
 
 def render_pieces(
-    tokenizer: Any, messages: Sequence[Message], system: str, variables: Mapping[str, Any], *, prompt: bool
+    tokenizer: Tokenizer, messages: Sequence[Message], system: str, variables: Mapping[str, Any], *, prompt: bool
 ) -> tuple[list[Piece], set[int]]:
     """The pieces of a conversation, and which of its messages have reasoning that the chat template does not show.
 
@@ -181,7 +183,7 @@ def as_row_texts(value: Any) -> Any:
 class _Sheet:
     """Texts by the number of their placeholder, for one conversation in one chat template."""
 
-    def __init__(self, tokenizer: Any, system: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, Any]) -> None:
         self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
         self.system = system
         self.texts: list[list[Piece]] = []
@@ -307,7 +309,7 @@ def _as_around(text: str, match: re.Match[str]) -> str:
     return repr(text)[1:-1] if is_ascii else text
 
 
-def turn_end(tokenizer: Any) -> int | None:
+def turn_end(tokenizer: Tokenizer) -> int | None:
     """The id of the first special token behind an assistant's message in the chat template, or None.
 
     Raises:
@@ -323,7 +325,7 @@ def turn_end(tokenizer: Any) -> int | None:
 
 
 def probed(
-    tokenizer: Any, what: str, variables: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
+    tokenizer: Tokenizer, what: str, variables: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
 ) -> Found:
     """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
     settings = {key: value for key, value in variables.items() if key != "tools"}
@@ -331,8 +333,7 @@ def probed(
     known = _PROBED.setdefault(tokenizer, {})
     if key not in known:
         known[key] = find(settings)
-    found: Found = known[key]
-    return found
+    return known[key]
 
 
 def mark(number: int) -> str:
@@ -341,13 +342,15 @@ def mark(number: int) -> str:
 
 
 def render_history(
-    tokenizer: Any, turns: Sequence[tuple[str, str]], variables: Mapping[str, Any], *, prompt: bool
+    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], variables: Mapping[str, Any], *, prompt: bool
 ) -> str:
     """The chat template's text for messages, by role and content (trusted, as placeholders are); see render_dicts."""
     return render_dicts(tokenizer, [{"role": r, "content": content} for r, content in turns], variables, prompt=prompt)
 
 
-def render_dicts(tokenizer: Any, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool) -> str:
+def render_dicts(
+    tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
+) -> str:
     """The chat template's text for messages as it takes them.
 
     Raises:

@@ -60,13 +60,10 @@ class Equation:
 
 
 def is_worked(written: str) -> bool:
-    """Say whether a text shows working: at least one true equation such as ``19 + 12 = 31``."""
-    for left, sign, right, result in _EQUATION.findall(written):
-        if max(len(left), len(right), len(result)) <= 9:
-            equation = Equation(int(left), sign, int(right))
-            if equation.holds and equation.result == int(result):
-                return True
-    return False
+    """Return True if a text shows working: at least one true equation such as ``19 + 12 = 31``."""
+    found = [one for one in _EQUATION.findall(written) if max(map(len, one)) <= 9]
+    equations = [(Equation(int(left), sign, int(right)), int(result)) for left, sign, right, result in found]
+    return any(equation.holds and equation.result == result for equation, result in equations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +171,7 @@ class Draft:
 
 def draw_operation(rng: Random, value: int, limit: int) -> Operation:
     """An operation that suits the value: sums and differences mostly, the others where they fit."""
-    sums: list[Operation] = [("+", None), ("-", None)]
-    choices = sums * 3
+    choices: list[Operation] = [("+", None), ("-", None)] * 3
     if value > 0:
         choices += [("*", k) for k in (2, 3) if value * k <= limit]
         choices += [("/", k) for k in (2, 3) if value % k == 0]

@@ -80,7 +80,6 @@ def _called(items: Sequence[Any]) -> Mapping[str, Sequence[float]]:
 
 
 def _draw(rng: Random, split: Split, min_value: int, max_value: int) -> Equation:
-    """An equation of the split, by rejection."""
     for _ in range(MAX_DRAWS):
         left, right = (rng.randint(min_value, max_value) for _ in range(2))
         sign = rng.choice("+-")

@@ -12,7 +12,7 @@ step has in other stories. So only arithmetic tells the two apart.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from random import Random
@@ -174,15 +174,11 @@ class Working:
 
 @lru_cache(maxsize=8)
 def usual_results(options: StoryOptions) -> UsualResults:
-    """The results of the steps of such stories, from ``_NUM_COUNTED`` stories that are no items."""
+    """Return the results of each kind of step, as often as they occur in ``_NUM_COUNTED`` stories that are no items."""
     rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
-    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
-
-
-def count_results(stories: Iterable[Story]) -> UsualResults:
-    """The results of every kind of step in ``stories``, as often as they occur."""
     by_kind: dict[Kind, list[int]] = {}
-    for story in stories:
+    for _ in range(_NUM_COUNTED):
+        story = draw_story(rng, options)
         for index, equation in enumerate(story.equations):
             by_kind.setdefault(_kind_of(story, index), []).append(equation.result)
     return {kind: tuple(results) for kind, results in by_kind.items()}
@@ -222,10 +218,9 @@ def carry_on(story: Story, step: int | None, claimed: int) -> Working | None:
     """The working in which ``step`` gives ``claimed`` and every later step follows; None if one cannot be worked."""
     equations: list[Equation] = []
     results: list[int] = []
-    for index, (equation, (of_left, of_correct)) in enumerate(zip(story.equations, story.origins, strict=True)):
+    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
         left = equation.left if of_left is None else results[of_left]
-        right = equation.right if of_correct is None else results[of_correct]
-        followed = Equation(left, equation.sign, right)
+        followed = Equation(left, equation.sign, equation.right if of_right is None else results[of_right])
         if not followed.holds:
             return None
         equations.append(followed)

@@ -119,8 +119,7 @@ def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any
             raise UsageError(
                 f"task reasoning_gym: {dataset} has no option {key!r}.{suggest(key, known)} Known: {', '.join(known)}"
             )
-    made: Callable[..., Any] = create_dataset
-    return made
+    return create_dataset
 
 
 def make_scorer(dataset: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> WorkerScorer:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.models.config import Model
 from posttrain.models.forward.packing import Packing
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class _Active:
         self.own = threading.local()
 
     def get(self) -> Packing | None:
-        packing: Packing | None = getattr(self.own, "packing", self.shared)
-        return packing
+        return getattr(self.own, "packing", self.shared)
 
     def put(self, packing: Packing | None) -> None:
         if hasattr(self.own, "packing"):
@@ -66,7 +66,7 @@ class packed_attention:
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 
 
-def install_packed_attention(model: Any) -> None:
+def install_packed_attention(model: Model) -> None:
     """Let ``model`` (a transformers causal LM) attend through this module; outside a packing it is SDPA."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

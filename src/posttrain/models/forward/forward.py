@@ -1,4 +1,4 @@
-"""From a batch to per-token log-probabilities and scores: packed, prompts shared, head in chunks.
+"""Per-token log-probabilities and scores of a batch: packed, prompts shared, head in chunks.
 
 Log-probabilities and entropies are fp32 whatever the weights are, at the forward pass's temperature, and only at
 trained positions; ``[tokens, V]`` never exists whole when it would be large.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
-from posttrain.models.config import shortest_window
+from posttrain.models.config import Model, shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
@@ -41,14 +41,15 @@ Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
 
 def max_logit_elements(gpu_memory: int | None) -> int:
-    """Number of logits that exist at a time, on a CPU (None) or on a GPU of so many bytes, of which they and what is
-    made of them (16 bytes each) take a sixteenth at most."""
-    on_gpu = min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16))
-    return max(MAX_LOGIT_ELEMENTS, on_gpu)
+    """Return the number of logits that exist at a time on a CPU (None) or on a GPU of so many bytes.
+
+    They and what is made of them (16 bytes each) take at most a sixteenth of a GPU.
+    """
+    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16)))
 
 
 def kept_elements(gpu_memory: int | None) -> int:
-    """Number of probabilities of a trained head that are kept for the backward pass, on a CPU (None) or such a GPU."""
+    """Return the number of probabilities of a trained head that are kept for the backward pass."""
     return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
@@ -57,12 +58,12 @@ def gpu_memory_of(device: torch.device) -> int | None:
     return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def causal_lm(model: Any) -> Any:
+def causal_lm(model: Model) -> Any:
     """The transformers causal LM inside ``model`` (itself, or the base of a peft model)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def decoder_of(base: Any) -> Any:
+def decoder_of(base: Model) -> Any:
     """The module with a causal LM's last hidden states; ``get_decoder`` of some is the LM itself, or its head."""
     decoder, embedding = base.get_decoder(), base.get_input_embeddings()
     if decoder is not base and any(module is embedding for module in decoder.modules()):
@@ -119,7 +120,7 @@ class Forward:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         temperature: float = 1.0,
         head: ScalarHead | None = None,
         reads: Reads = "before",
@@ -145,7 +146,7 @@ class Forward:
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
 
     def alike(
-        self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
+        self, model: Model, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
         """The same pass over another model, or with a head."""
         return Forward(model, self.temperature, head, reads, scores_only, self.precision)
@@ -153,8 +154,7 @@ class Forward:
     @property
     def device(self) -> torch.device:
         """Device of the LM head, and of the outputs."""
-        device: torch.device = causal_lm(self.model).get_output_embeddings().weight.device
-        return device
+        return causal_lm(self.model).get_output_embeddings().weight.device
 
     def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
         """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
@@ -179,7 +179,7 @@ class Forward:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each process has only a part of the weights."""
+        """Return True if each process has only a part of the weights."""
         return self.root is not None
 
     def _gathered(self, compute: Callable[[], T]) -> T:
@@ -221,7 +221,7 @@ class Forward:
             def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits = states.project(part)
                 ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-                values = self._score(logits, ids[:, 0], "none", ids)[2]  # as another model's are scored
+                values = score_logits(logits, ids[:, 0], self.temperature, "none", ids)[2]  # as another model's are
                 assert values is not None
                 return ids, values
 
@@ -240,7 +240,7 @@ class Forward:
                 yield
 
     def _columns(self, batch: Batch) -> int:
-        """Number of columns that are computed: the last one predicts nothing, so only ``at`` needs it."""
+        """Return the number of columns that are computed: the last one predicts nothing, so only ``at`` needs it."""
         return max(1, batch.tokens.shape[1] - (1 if self.reads == "before" else 0))
 
     def _as_read(self, batch: Batch) -> Batch:
@@ -277,8 +277,7 @@ class Forward:
 
         def project(part: Tensor) -> Tensor:
             with fast_linear():
-                logits: Tensor = lm_head(part)
-            return logits
+                return lm_head(part)
 
         return States(
             predicting=predicting if predicts else None,
@@ -328,8 +327,7 @@ class Forward:
     def _scores(self, states: States) -> Tensor:
         assert self.head is not None, "scores need a head"
         assert states.reading is not None
-        scores: Tensor = self.head(states.reading)
-        return states.spread(scores)
+        return states.spread(self.head(states.reading))
 
     def _predictions(
         self, states: States, entropy: Entropy, candidates: Tensor | None = None
@@ -341,7 +339,7 @@ class Forward:
             extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            per_token = score_logits(states.project(part), ids[0], self.temperature, entropy, *ids[1:])
             return tuple(x for x in per_token if x is not None)
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
@@ -350,9 +348,6 @@ class Forward:
         per_token = list(self._in_chunks(run, states, (states.targets, *extra), slopes, kept))
         of_candidates = None if candidates is None else per_token.pop()
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates
-
-    def _score(self, logits: Tensor, targets: Tensor, entropy: Entropy, *candidates: Tensor) -> Any:
-        return score_logits(logits, targets, self.temperature, entropy, *candidates)
 
     def _in_chunks(
         self,
@@ -388,8 +383,10 @@ class Forward:
 
     @property
     def _takes_sdpa(self) -> bool:
-        """True if the model may take SDPA; with capped scores (which transformers 5.17 leaves out) or sinks it keeps
-        its own attention, padded."""
+        """Return True if the model may take SDPA.
+
+        With capped scores (which transformers 5.17 leaves out) or sinks it keeps its own attention, padded.
+        """
         model = causal_lm(self.model)
         is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         return bool(getattr(model, "_supports_sdpa", False)) and not is_capped
@@ -460,7 +457,7 @@ class ActorCritic:
     def __init__(self, policy: Forward, critic: Forward) -> None:
         assert critic.scores_only, "a critic gives values, not log-probabilities"
         assert critic.reads == "before", "a critic values the state before a token"
-        assert policy.head is None, "the policy has no scores of its own beside a critic's"
+        assert policy.head is None, "a policy with a critic has no scores of its own"
         self.policy, self.critic = policy, critic
         self.model, self.temperature = policy.model, policy.temperature
 
@@ -471,7 +468,7 @@ class ActorCritic:
 
     @property
     def is_sharded(self) -> bool:
-        """Both are, or neither."""
+        """Return whether both are; it is both or neither."""
         return self.policy.is_sharded
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from posttrain.models.config import Model
 from posttrain.models.forward.attention import active_packing, attend
 
 ENABLED = True
@@ -115,8 +116,8 @@ class TokenScores(torch.autograd.Function):
                 entropy = log_sum - torch.linalg.vecdot(probabilities, below)
             if entropy is None or not bool(entropy.isfinite().all()):  # a GPU would have to be waited for
                 # 0 · (−inf) is a token that cannot occur: it adds nothing.
-                finite = below.clamp_(min=torch.finfo(below.dtype).min)
-                entropy = log_sum - torch.linalg.vecdot(probabilities, finite)
+                below.clamp_(min=torch.finfo(below.dtype).min)
+                entropy = log_sum - torch.linalg.vecdot(probabilities, below)
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(probabilities, ids)
         return logprobs, entropy
@@ -136,7 +137,7 @@ class FusedLayers:
     computed, which takes a tenth off a step of a reward model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         for module in model.modules():
             forward = _fused_forward(module)
@@ -144,9 +145,7 @@ class FusedLayers:
                 self.replaced.append((module, partial(forward, module)))
 
     def __enter__(self) -> None:
-        if not ENABLED:
-            return
-        for module, forward in self.replaced:
+        for module, forward in self.replaced if ENABLED else ():
             module.__dict__["forward"] = forward
 
     def __exit__(self, *_: Any) -> None:
@@ -166,7 +165,6 @@ def _known_as(module: Any) -> str:
 
 
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
-    """The function in place of a known module's forward, or None."""
     known = _known_as(module)
     if known == "MLP":
         return _mlp if isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation" else None
@@ -182,33 +180,26 @@ def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
 
 
 def _is_autocast_fused(x: Tensor, weight: Tensor) -> bool:
-    """Return whether fp32 weights under autocast are fused here."""
     kind = x.device.type
     return kind in AUTOCAST_FUSED_ON and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)
 
 
 def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
-    out: Tensor = Rotate.apply(x if norm is None else norm(x), cos[:, None], sin[:, None])
-    return out
+    return Rotate.apply(x if norm is None else norm(x), cos[:, None], sin[:, None])
 
 
 def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
     if _is_autocast_fused(hidden_states, module.weight):
-        size = (hidden_states.shape[-1],)
-        return F.rms_norm(hidden_states.float(), size, module.weight, module.variance_epsilon)
+        return F.rms_norm(hidden_states.float(), module.weight.shape, module.weight, module.variance_epsilon)
     if not _is_fp32(hidden_states, module.weight):
-        plain: Tensor = type(module).forward(module, hidden_states)
-        return plain
-    out: Tensor = RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
-    return out
+        return type(module).forward(module, hidden_states)
+    return RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
     is_fused = _is_fp32(gate, up) or _is_autocast_fused(x, module.gate_proj.weight)
-    inner = SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up
-    out: Tensor = module.down_proj(inner)
-    return out
+    return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
 
 
 def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -218,8 +209,7 @@ def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """
     packing = active_packing()
     if packing is None or packing.read is None or module.gradient_checkpointing:
-        whole: Tensor = type(module).forward(module, hidden_states, **kwargs)
-        return whole
+        return type(module).forward(module, hidden_states, **kwargs)
     mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
     rows = (hidden_states + mixed).index_select(1, packing.read)
     rows = rows + module.mlp(module.post_attention_layernorm(rows))
@@ -238,10 +228,9 @@ def _attention(
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
     is_fused = _is_fp32(hidden_states, cos) or _is_autocast_fused(hidden_states, module.q_proj.weight)
     if not knows or not is_fused:
-        plain: tuple[Tensor, Tensor | None] = type(module).forward(
+        return type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
-        return plain
     assert packing is not None
     shape = (hidden_states.shape[1], -1, module.head_dim)
     q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))

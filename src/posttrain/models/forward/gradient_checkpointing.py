@@ -10,19 +10,20 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from posttrain.models.config import Model
 from posttrain.models.forward.linear import fast_linear
 
 _KEPT = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
 
 
-def checkpointed_layers(model: Any) -> list[Any]:
+def checkpointed_layers(model: Model) -> list[Any]:
     """The layers of a transformers model that can be computed again."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 @contextmanager
-def gradient_checkpointing(models: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, forward and backward keep only the inputs of each layer of ``models``.
+def gradient_checkpointing(models: Sequence[Model]) -> Iterator[None]:
+    """Let forward and backward keep only the inputs of each layer of ``models`` inside the block.
 
     Chen et al. (2016), "Training deep nets with sublinear memory cost". Random numbers (an adapter's dropout) are the
     same both times. Only a layer's own training flag is set, since those of its modules would switch on dropout.

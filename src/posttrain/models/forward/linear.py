@@ -51,8 +51,7 @@ def takes_onednn(weight: Tensor) -> bool:
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W^T + b`` for x ``[..., in]``, weight ``[out, in]``; both fp32 on the CPU."""
     assert ONEDNN_LINEAR is not None
-    product: Tensor = ONEDNN_LINEAR(x, weight, bias, "none", [], "")
-    return product
+    return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
 
 
 class OneDnnLinear(torch.autograd.Function):

@@ -83,8 +83,7 @@ def split_padded(
     longest = 0
     for index in order:
         longest = max(longest, lengths[index])
-        is_full = not pieces or longest * (len(pieces[-1]) + 1) > max_tokens or len(pieces[-1]) == max_rows
-        if is_full:
+        if not pieces or longest * (len(pieces[-1]) + 1) > max_tokens or len(pieces[-1]) == max_rows:
             pieces.append([])
             longest = lengths[index]
         pieces[-1].append(index)

@@ -46,7 +46,7 @@ class SharedKeys(torch.autograd.Function):
 
 
 def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """By ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
+    """Attend by ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
 
     Its causal window (-1, 0) is aligned at the end of queries and keys, as flash attention's is since version 2.1.
     """
@@ -64,19 +64,19 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
     return out
 
 
-def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for each of q's, along the dimension ``heads``."""
-    times = q.shape[heads] // k.shape[heads]
-    return (k, v) if times == 1 else (k.repeat_interleave(times, heads), v.repeat_interleave(times, heads))
+def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for each of q's, along dimension 1."""
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
 
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
     """``varlen`` where it is right on this device, else None."""
-    return varlen if is_right(varlen, device, dtype, heads, key_heads, head_dim) else None
+    return varlen if is_correct(varlen, device, dtype, heads, key_heads, head_dim) else None
 
 
-def is_right(
+def is_correct(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> bool:
     """Return True if ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
