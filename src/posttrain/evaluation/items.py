@@ -161,15 +161,6 @@ def item_line(item: Item | Mapping[str, Any]) -> bytes:
     return json.dumps(item).encode() + b"\n"
 
 
-def parse_item(line: bytes | str) -> Item:
-    """The item of a line.
-
-    Raises:
-        ValidationError: it is none.
-    """
-    return _ITEM.validate_json(line, strict=True)
-
-
 def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
     """``items.jsonl``, in one step.
 
@@ -195,7 +186,7 @@ def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
     items = []
     for number, line in enumerate(lines, 1):
         try:
-            items.append(parse_item(line))
+            items.append(_ITEM.validate_json(line, strict=True))
         except ValidationError as error:
             what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
             raise DataError(path, what, number) from None

@@ -55,7 +55,7 @@ def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, f
             disjoint groups of k in them.
 
     Source: Korn & Graubard (1998), with Wilson's interval in place of Clopper and Pearson's (Franco et al. 2019).
-    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evals``).
+    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evaluation``).
 
     Raises:
         ValueError: no value.
@@ -261,10 +261,7 @@ def summarize_seeds(values: Sequence[float]) -> Summary | None:
     """Mean and 95 % Student-t interval of the mean: ``t · s / √n`` with s² over n − 1; None for no value."""
     if not values:
         return None
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Summary(mean, None, 1)
-    return Summary(mean, half_width(values), len(values))
+    return Summary(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
 
 
 def sigmoid(logit: float) -> float:

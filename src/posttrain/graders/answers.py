@@ -121,7 +121,7 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
     if not words or len(words) > MAX_WORDS or words in (["a", "m"], ["p", "m"]):
         return bool(words) and len(words) == 2
     for place, word in enumerate(words):
-        is_number = _is_number(word)
+        is_number = not {singular(word), singular(word).removesuffix("e")}.isdisjoint(_NUMBERS)
         takes_back = word in CONNECTIVES or word in _HEDGES or (is_number and word != "ones")
         if takes_back and not (place in times and is_number):
             return False
@@ -133,10 +133,6 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
         if len(word) <= 2:  # a symbol; with more behind it, it may be a variable
             return word not in _STARTS | {"to"} and (len(words) == 1 or (place == 0 and words[1] in _STARTS))
     return False
-
-
-def _is_number(word: str) -> bool:
-    return singular(word) in _NUMBERS or singular(word).removesuffix("e") in _NUMBERS
 
 
 def _is_noun(word: str, value: Fraction | None) -> bool:

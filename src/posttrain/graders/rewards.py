@@ -44,10 +44,6 @@ AVAILABLE: dict[str, str] = {
     "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
-# Templates without tags that ask for a format, and the reward that measures it.
-_FORMATS = {"boxed": "boxed_format"}
-
-
 Result = float | Verdict | Measured
 MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
 
@@ -109,33 +105,22 @@ class BoundReward:
             ) from error
 
 
-def bind_reward(
-    reward: Entry | Callable[..., Any], options: Mapping[str, Any] | None = None, where: str = ""
-) -> BoundReward:
-    """Fill in the options and check that the reward asks only for what there is.
+def bind_reward(reward: Entry, options: Mapping[str, Any] | None = None, where: str = "") -> BoundReward:
+    """Fill in the recipe's options and check that the reward asks only for what there is.
 
-    Args:
-        reward: an entry of the registry, or a plain function.
-        options: the recipe's options; of an entry they are validated.
-        where: the recipe's key (``rewards.0``), for messages.
+    ``where``: the recipe's key (``rewards.0``), for messages.
 
     Raises:
         RecipeError: an option is unknown, missing or of the wrong type.
         UsageError: a parameter of the function is nothing that can be provided.
     """
-    if isinstance(reward, Entry):
-        name, function, bound = reward.name, reward.function, reward.bind(options or {}, where)
-        batched = bool(reward.traits.get("batched"))
-        prepare = reward.traits.get("prepare")
-        if prepare is not None:
-            prepare(**bound.keywords)
-    else:
-        name, function = getattr(reward, "__name__", repr(reward)), reward
-        bound, batched = partial(reward, **(options or {})), False
-    requested = _requested_arguments(name, function, where, bound.keywords)
-    if takes_columns(function):
-        return BoundReward(name, partial(_call_with_columns, bound), requested, batched=True)
-    return BoundReward(name, bound, requested, batched)
+    bound = reward.bind(options or {}, where)
+    if (prepare := reward.traits.get("prepare")) is not None:
+        prepare(**bound.keywords)
+    requested = _requested_arguments(reward.name, reward.function, where, bound.keywords)
+    if takes_columns(reward.function):
+        return BoundReward(reward.name, partial(_call_with_columns, bound), requested, batched=True)
+    return BoundReward(reward.name, bound, requested, bool(reward.traits.get("batched")))
 
 
 def takes_columns(function: Callable[..., Any]) -> bool:
@@ -189,7 +174,7 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
 
 def format_part(template: str, *, has_tags: bool) -> str | None:
     """Return the reward that measures the format that a prompt template asks for; None where it asks for none."""
-    return "xml_format" if has_tags else _FORMATS.get(template)
+    return "xml_format" if has_tags else "boxed_format" if template == "boxed" else None
 
 
 def _requested_arguments(

@@ -56,14 +56,13 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     toolset = build_toolset(recipe.environment, recipe.tools or ())
     form = call_form(tokenizer, template)
     if options.show_tools:
-        template = show_tools(template, toolset.schemas, form)
+        template = show_tools(template, [tool.schema for tool in toolset.tools.values()], form)
     refuse_unpaid(toolset, [component.name for component in recipe.rewards])
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
-    frame = reply_frame(tokenizer, template)
     limits = (options.max_turns, options.tool_seconds, options.retries, options.max_turn_tokens)
-    return Stage(toolset, template, form, frame, *limits)
+    return Stage(toolset, template, form, reply_frame(tokenizer, template), *limits)
 
 
 def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: CallForm) -> Template:
@@ -100,7 +99,7 @@ class _Actor:
 
 
 class Cast:
-    """Answers the turns of many completions (``engines.base.Respondent``)."""
+    """Answers the turns of many completions (``sampling.base.Respondent``)."""
 
     def __init__(self, stage: Stage, tokenizer: Any, actors: Mapping[Place, _Actor]) -> None:
         self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
@@ -111,7 +110,7 @@ class Cast:
         actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
         actor.last = turn[-1] if len(turn) else None
         actor.requests, actor.first, actor.finish = [], None, None
-        if finish == "stop":  # of a turn that was cut off nothing may be what was meant
+        if finish == "stop":  # a turn that was cut off may hold half a call
             actor.requests = read_calls(actor.text.removeprefix(self.stage.template.opening), self.stage.form)
         if actor.requests:
             actor.first = self._begin(actor, actor.requests[0])
@@ -209,7 +208,7 @@ class Episodes:
         openings: dict[int, str],
     ) -> dict[Place, Episode]:
         """Play the completions at these places once, from the beginning."""
-        sessions = {place: self.stage.toolset.open(pool, self.stage.tool_seconds) for place in places}
+        sessions = {place: Session(self.stage.toolset, pool, self.stage.tool_seconds) for place in places}
         for (i, _), session in sessions.items():
             session.begin(examples[i], seeds[i])
         prompts = {(i, g): self._open(session, examples[i], i, openings) for (i, g), session in sessions.items()}
@@ -233,9 +232,17 @@ class Episodes:
         nothing = Completion((), (), "environment_failed", self.engine.version, ())
         episodes = {}
         for place, session in sessions.items():
-            played = self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
-            messages = tuple(opened(examples[place[0]], openings.get(place[0], "")))
-            episodes[place] = replace(played, messages=messages)
+            completion, reward = completions.get(place, nothing), session.reward()
+            if session.failure:
+                completion = replace(completion, finish="environment_failed")
+            episodes[place] = Episode(
+                tuple(prompts[place]),
+                completion,
+                tuple(of_place[place].turns) if place in of_place else (),
+                reward,
+                (session.failure,) if session.failure else (),
+                tuple(opened(examples[place[0]], openings.get(place[0], ""))),
+            )
         for closing in [session.close() for session in sessions.values()]:
             if closing is not None:  # the next to be played may need the place, or what it holds
                 pool.wait(closing)
@@ -256,11 +263,3 @@ class Episodes:
         if len(ids) > self.room:
             session.failure = f"with its opening the prompt has {len(ids)} tokens, and {self.room} have room"
         return ids
-
-    def _result(self, prompt: Sequence[int], completion: Completion, session: Session, actor: _Actor | None) -> Episode:
-        reward = session.reward()
-        turns = tuple(actor.turns) if actor is not None else ()
-        if session.failure:
-            completion = replace(completion, finish="environment_failed")
-        failures = (session.failure,) if session.failure else ()
-        return Episode(tuple(prompt), completion, turns, reward, failures)

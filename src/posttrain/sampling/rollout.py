@@ -87,10 +87,8 @@ class Grader:
             for attempt, final_answer in zip(attempts, extracted, strict=True)
         ]
         ids = [attempt.example.id for attempt in attempts]
-        columns: list[tuple[str, float, list[Result]]] = []
-        for name, weight, reward in self.rewards:
-            with redirect_stdout(sys.stderr):
-                columns.append((name, weight, reward.grade(available, ids)))
+        with redirect_stdout(sys.stderr):
+            columns = [(name, weight, reward.grade(available, ids)) for name, weight, reward in self.rewards]
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
             for i in range(len(attempts))
@@ -192,9 +190,10 @@ def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollou
     mine = sampler.process_group.share(numbers)
     episodes = _play(sampler, request, mine, [request.keys(i) for i in mine], [slots[i] for i in mine])
     started = time.perf_counter()
-    played = [(i, one) for i, row in zip(mine, episodes, strict=True) for one in row]
-    grades = grader.grade([_attempt(sampler, request.examples[i], one) for i, one in played]) if played else []
-    graded = [(one, _text(sampler, one), grade) for (_, one), grade in zip(played, grades, strict=True)]
+    numbered = zip(mine, episodes, strict=True)
+    played = [(one, _attempt(sampler, request.examples[i], one)) for i, row in numbered for one in row]
+    grades = grader.grade([attempt for _, attempt in played]) if played else []
+    graded = [(one, attempt.text, grade) for (one, attempt), grade in zip(played, grades, strict=True)]
     seconds = time.perf_counter() - started
     groups = sampler.process_group.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
     return [
@@ -239,18 +238,16 @@ def _play(
     return episodes.play([request.examples[i] for i in mine], keys, seeds)
 
 
-def _text(sampler: Sampler, episode: Episode) -> str:
-    """Return the graded text of a completion."""
-    if episode.turns:
-        return episode.turns[-1].text
-    return decode_response(sampler.tokenizer, sampler.grader.template, episode.completion.ids, episode.prompt)
-
-
 def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
-    prompt = sampler.tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
-    has_failed = episode.completion.finish == "environment_failed"  # graded for the record, never trained on
+    completion, tokenizer, template = episode.completion, sampler.tokenizer, sampler.grader.template
+    prompt = tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
+    has_failed = completion.finish == "environment_failed"  # graded for the record, never trained on
     reward = 0.0 if has_failed and episode.reward is None else episode.reward
-    return Attempt(example, prompt, _text(sampler, episode), episode.completion, episode.turns, reward)
+    if episode.turns:
+        text = episode.turns[-1].text
+    else:
+        text = decode_response(tokenizer, template, completion.ids, episode.prompt)
+    return Attempt(example, prompt, text, completion, episode.turns, reward)
 
 
 def encode_prompts(

@@ -190,14 +190,14 @@ def load_reward_model(
     if bits is not None:
         if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
             raise UsageError(
-                f"{label}: no copy in {bits} bits beside the weights of step {chosen}; make it with: "
+                f"{label}: no copy in {bits} bits next to the weights of step {chosen}; make it with: "
                 f"posttrain quantize {label} --bits {bits}"
             )
         changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
     section = recipe.model.model_copy(update=changes)
     loaded = load_model(section, seed=recipe.train.seed)
     forward, heads = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
-    assert isinstance(forward, Forward), "a reward head stands on one model"
+    assert isinstance(forward, Forward), "a reward head has one model"
     restore_heads(heads, load_file(folder / HEADS))
     template = build_template(recipe.prompt.template)
     return RewardModel(
@@ -299,17 +299,6 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
 NUM_CALIBRATED = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """``(score − mean) / std``."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    def __call__(self, score: float) -> float:
-        return (score - self.mean) / self.std
-
-
 def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run)
@@ -344,10 +333,13 @@ def reward_model(
     Raises:
         UsageError: no such run, or it trained no reward model.
     """
-    scale = held_out_scale(run) if normalize else Scale()
+    mean, std = held_out_scale(run) if normalize else (0.0, 1.0)
     scores = open_run(run).score(example, text, finish)
     lowest = min((score for score in scores if score is not None), default=0.0)
-    return [Measured(scale(lowest if score is None else score), {"unscored": float(score is None)}) for score in scores]
+    return [
+        Measured(((lowest if score is None else score) - mean) / std, {"unscored": float(score is None)})
+        for score in scores
+    ]
 
 
 @cache
@@ -369,7 +361,7 @@ def open_run(run: str) -> RewardModel:
 
 
 @cache
-def held_out_scale(run: str) -> Scale:
+def held_out_scale(run: str) -> tuple[float, float]:
     """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
 
     Of at most 256 examples, which are those that every evaluation of that size uses.
@@ -394,7 +386,7 @@ def held_out_scale(run: str) -> Scale:
             f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
             "whose scores differ; leave normalize out"
         )
-    return Scale(statistics.fmean(scores), statistics.stdev(scores))
+    return statistics.fmean(scores), statistics.stdev(scores)
 
 
 def _recipe_of(run: Path) -> Recipe:

@@ -31,11 +31,19 @@ _EXACT = 2**53  # smaller integers stand as they are
 # What ends an iteration or a program is no ordinary error: raised in a test, it could end the test early.
 _NOT_RAISED = ("StopIteration", "StopAsyncIteration")
 _CONTAINERS: tuple[tuple[str, Any], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
+_OF_ITEMS = {"list", "tuple", "set", "frozenset", "iterator", "keys"}
 _KEYS: Any = type({}.keys())
-_MAKE: dict[str, Callable[[Any], Any]] = {
+_MAKE: dict[str, Callable[[Any], Any]] = {  # values from their codes; containers from a list of values
     **dict(_CONTAINERS),
     "iterator": iter,
     "keys": lambda items: dict.fromkeys(items).keys(),
+    "int": lambda content: int(content, 16),
+    "float": float.fromhex,
+    "complex": lambda content: complex(float.fromhex(content[0]), float.fromhex(content[1])),
+    "bytes": bytes.fromhex,
+    "other": lambda content: Other(content is True),
+    "range": lambda content: range(*(decode(item) for item in content)),
+    "dict": lambda content: {decode(key): decode(item) for key, item in content},
 }
 
 
@@ -104,21 +112,7 @@ def decode(code: Any) -> Any:
     if code is None or isinstance(code, bool | str | int):
         return code
     kind, content = code
-    if kind == "int":
-        return int(content, 16)
-    if kind == "float":
-        return float.fromhex(content)
-    if kind == "complex":
-        return complex(float.fromhex(content[0]), float.fromhex(content[1]))
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "other":
-        return Other(content is True)
-    if kind == "range":
-        return range(*(decode(item) for item in content))
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    return _MAKE[kind]([decode(item) for item in content])
+    return _MAKE[kind]([decode(item) for item in content] if kind in _OF_ITEMS else content)
 
 
 def send(descriptor: int, message: Any) -> None:

@@ -237,7 +237,9 @@ class Comparison:
             gold, answer = _grouped(gold, answer), _grouped(answer, gold)
             if _ELLIPSIS in (*gold.items, *answer.items):
                 return self._same_ordered(gold.items, answer.items)
-            if kinds == ("", "") and _names_differ(gold, answer):
+            # One list names its values (a = 4, b = 5) and the other does not: their order counts.
+            names_differ = any(len(_names(a)) > 1 and not _names(b) for a, b in ((gold, answer), (answer, gold)))
+            if kinds == ("", "") and names_differ:
                 return self._same_ordered(gold.items, answer.items)
             return self._same_unordered(gold.items, answer.items)
         if set(kinds) == {"", "("} and {gold.closing, answer.closing} == {"", ")"}:
@@ -395,13 +397,6 @@ def _parts(form: Form) -> tuple[Form, ...]:
     if isinstance(form, Relation) and (content := resolve(form).content) is not None:
         return _parts(content)
     return (form,)
-
-
-def _names_differ(gold: Collection, answer: Collection) -> bool:
-    """Return whether one list names its values (``a = 4, b = 5``) and the other does not: then their order counts."""
-    return any(
-        len(_names(named)) > 1 and not _names(other) for named, other in ((gold, answer), (answer, gold))
-    )  # fmt: skip
 
 
 def _grouped(named: Collection, other: Collection) -> Collection:

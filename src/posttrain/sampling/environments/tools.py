@@ -133,7 +133,7 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
     place = f"{place}, tool {name!r}"
     doc = inspect.getdoc(function) or ""
     if not doc.strip():
-        raise UsageError(f"{place}: it has no docstring, and the model is told what it says; write what the tool does")
+        raise UsageError(f"{place}: it has no docstring, which the model reads; write what the tool does")
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, SyntaxError, TypeError, ValueError) as error:

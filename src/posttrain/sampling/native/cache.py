@@ -66,15 +66,15 @@ class SlotCache:
         """Columns that a step reads, the one being written included."""
         return self.cursor + 1 - self.first
 
-    def bias(self) -> Tensor | None:
-        """Return ``[count, width]``: 0 where a row may look, -inf before its start; None when all may look anywhere."""
-        return None if self._bias is None else self._bias.narrow(1, self.first, self.width)
-
     def mask(self) -> Tensor | None:
-        """Return ``bias`` as attention takes it, ``[count, 1, 1, width]``; aligned on a GPU."""
-        bias = self.bias()
-        mask = None if bias is None else bias[:, None, None, :]
-        return mask if mask is None or mask.device.type == "cpu" else aligned(mask)
+        """Return ``[count, 1, 1, width]``: 0 where a row may look, -inf before its start; aligned on a GPU.
+
+        None when all rows may look anywhere.
+        """
+        if self._bias is None:
+            return None
+        mask = self._bias.narrow(1, self.first, self.width)[:, None, None, :]
+        return mask if mask.device.type == "cpu" else aligned(mask)
 
     def reserve(self, length: int) -> None:
         """Make prefixes of up to ``length`` tokens fit before the cursor."""
@@ -219,14 +219,12 @@ class Decoder(Protocol):
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Return keys and values of P prompts (ragged, none empty)."""
-        ...
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Return logits ``[R, V]`` of one step: ``int64 [R]`` tokens at their positions ``int64 [R]``.
 
         Writes every layer's keys and values at the cache's cursor and does not advance it.
         """
-        ...
 
 
 def pad_right(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -93,7 +93,11 @@ class FastDecoder:
         self.transposed = self.device.type == "cpu" and self.dtype == torch.float32
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
-        self._bind_rotary(base, max_positions)
+        cos, sin = base.rotary_emb(self.embedding[:1], torch.arange(max_positions, device=self.device)[None])
+        sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
+        sign[: self.head_dim // 2] = -1
+        # [max_positions, 1, head_dim]; sin has the sign of the half turn.
+        self.cos, self.sin = cos[0, :, None, :], (sin[0] * sign)[:, None, :]
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
@@ -213,15 +217,6 @@ class FastDecoder:
             q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
             self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
-
-    def _bind_rotary(self, base: Any, max_positions: int) -> None:
-        """Compute cos and sin ``[max_positions, 1, head_dim]``; sin has the sign of the half turn."""
-        positions = torch.arange(max_positions, device=self.device)[None]
-        cos, sin = base.rotary_emb(self.embedding[:1], positions)
-        sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
-        sign[: self.head_dim // 2] = -1
-        self.cos = cos[0, :, None, :]
-        self.sin = (sin[0] * sign)[:, None, :]
 
 
 def _bind_layer(layer: Any) -> Layer:

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from posttrain.errors import EngineMismatch
+from posttrain.models.forward.forward import causal_lm
 from posttrain.randomness import generator, uniforms
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.cache import LayerShape, Prefix, SlotCache, pad_right
@@ -149,8 +150,7 @@ class PlainRows:
 
 def _last_logits(model: Any, count: int) -> dict[str, int]:
     """Return the option for the logits of the last positions alone, if the model has it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return {"logits_to_keep": count} if "logits_to_keep" in signature(base.forward).parameters else {}
+    return {"logits_to_keep": count} if "logits_to_keep" in signature(causal_lm(model).forward).parameters else {}
 
 
 def sample_plainly(

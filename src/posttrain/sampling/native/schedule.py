@@ -52,23 +52,15 @@ class Schedule:
         sampling: Sampling,
         num_slots: int,
     ) -> None:
-        self.decoder = decoder
-        self.prompts = prompts
-        self.sampling = sampling
+        self.decoder, self.prompts, self.sampling = decoder, prompts, sampling
         self.waiting = deque(rows)
         self.num_slots = min(num_slots, len(rows))
         self.batch: list[Conversation] = []
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
         self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
-        self._make_room(rows)
-
-    def _make_room(self, rows: Sequence[Conversation]) -> None:
-        """Allocate the state of the slots on the device."""
-        decoder, sampling, prompts = self.decoder, self.sampling, self.prompts
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
-        limit = max(row.limit for row in rows)
-        device = decoder.device
+        limit, device = max(row.limit for row in rows), decoder.device
         self.tokens = torch.zeros(self.num_slots, dtype=torch.long, device=device)
         # Per slot: the position of the next token to feed, and the number of tokens drawn.
         self.counters = torch.zeros((2, self.num_slots), dtype=torch.long, device=device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from posttrain.errors import RunFailure, UsageError, first_line
+from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import quantized_bits
 from posttrain.models.lora import has_adapter, merged_weights
 from posttrain.process_group import whole
@@ -48,7 +49,7 @@ def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[st
 
 def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: bool = False) -> None:
     """Write configuration and tokenizer, from which a server builds the model. ``untie``: with a head of its own."""
-    config = copy.deepcopy(_base(model).config)
+    config = copy.deepcopy(causal_lm(model).config)
     if untie:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
@@ -59,7 +60,7 @@ def untied(model: Any, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[
     """Yield the weights, with a tied head once more under its own name."""
     first: dict[int, str] = {}
     again: dict[str, list[str]] = {}
-    for name, weight in _base(model).named_parameters(remove_duplicate=False):
+    for name, weight in causal_lm(model).named_parameters(remove_duplicate=False):
         if first.setdefault(id(weight), name) != name:
             again.setdefault(first[id(weight)], []).append(name)
     for name, tensor in weights:
@@ -82,10 +83,6 @@ def save_weights(
         pending[name] = tensor.to("cpu", dtype, copy=True).contiguous()
     if folder is not None and pending:
         save_file(pending, folder / f"model-{num_files + 1:05d}.safetensors", metadata={"format": "pt"})
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if has_adapter(model) else model
 
 
 def control(
@@ -193,7 +190,7 @@ class NcclGroup:
             raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
 
 
-def read_num_workers(answer: Any) -> int:
+def read_num_workers(answer: dict[str, Any]) -> int:
     """Read the answer of ``WORKERS``."""
     count = answer["world_size"]
     if type(count) is not int or not 0 < count <= MAX_WORKERS:
