@@ -78,10 +78,7 @@ X = Expression("x")
             Collection("", "", (Collection("(", ")", (ONE, TWO)), Collection("(", ")", (number(-1), TWO)))),
         ),
         ("1:2", Collection(":", "", (ONE, TWO))),
-        (
-            "(1,2)\\cup[1,2]",
-            Union((Collection("(", ")", (ONE, TWO)), Collection("[", "]", (ONE, TWO)))),
-        ),
+        ("(1,2)\\cup[1,2]", Union((Collection("(", ")", (ONE, TWO)), Collection("[", "]", (ONE, TWO))))),
         ("x = 1, 2", Relation(("x", "1, 2"), ("=",))),
         ("x = 1,000", Relation(("x", "1,000"), ("=",))),
         ("0 \\le x < 1", Relation(("0", "x", "1"), ("<=", "<"))),

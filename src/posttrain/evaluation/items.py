@@ -123,7 +123,7 @@ def digest_of(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value that JSON does not know, in a form that is the same in every process."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -380,9 +380,9 @@ def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> floa
     return total
 
 
-def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """The first step (from 0) whose probability of being good is below ``threshold``; None where there is none."""
-    return next((index for index, p in enumerate(probabilities) if p < threshold), None)
+def first_error(probabilities: Sequence[float]) -> int | None:
+    """Return the first step (from 0) whose probability of being good is below one half; None where there is none."""
+    return next((index for index, p in enumerate(probabilities) if p < 0.5), None)
 
 
 def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
@@ -396,15 +396,13 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     """
     if not actual:
         raise ValueError("no solution to find errors in")
-    hits = [float(p == a) for p, a in zip(predicted, actual, strict=True)]
-    erroneous = [hit for hit, a in zip(hits, actual, strict=True) if a is not None]
-    correct = [hit for hit, a in zip(hits, actual, strict=True) if a is None]
-    rates: dict[str, float] = {}
-    if erroneous:
-        rates["accuracy_erroneous"] = statistics.fmean(erroneous)
-    if correct:
-        rates["accuracy_correct"] = statistics.fmean(correct)
-    if erroneous and correct:
-        left, right = rates["accuracy_erroneous"], rates["accuracy_correct"]
+    pairs = list(zip(predicted, actual, strict=True))
+    hits = {
+        "accuracy_erroneous": [float(p == a) for p, a in pairs if a is not None],
+        "accuracy_correct": [float(p == a) for p, a in pairs if a is None],
+    }
+    rates = {name: statistics.fmean(values) for name, values in hits.items() if values}
+    if len(rates) == 2:
+        left, right = rates.values()
         rates["error_f1"] = 2.0 * left * right / (left + right) if left + right else 0.0
     return rates

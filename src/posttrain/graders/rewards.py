@@ -206,7 +206,7 @@ def _requested_arguments(
     return tuple(requested)
 
 
-def _check_result(value: Any, place: str) -> Result:
+def _check_result(value: object, place: str) -> Result:
     if not isinstance(value, Verdict | Measured):
         return _check_number(value, place)
     for number in (value.value, *value.info.values()):
@@ -214,7 +214,7 @@ def _check_result(value: Any, place: str) -> Result:
     return value
 
 
-def _check_number(value: Any, place: str) -> float:
+def _check_number(value: object, place: str) -> float:
     if not isinstance(value, Real):
         remedy = "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
         if value is None:
@@ -247,7 +247,7 @@ def check_size(reward: float, place: str) -> float:
     return reward
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value) if not isinstance(value, int) else f"an integer of {value.bit_length()} bits"
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
@@ -310,16 +310,12 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
     Raises:
         UsageError: the template has no tags.
     """
-    open_r, close_r, open_a, close_a = _marks(tags, "xml_format")
-    if any(text.count(mark) != 1 for mark in (open_r, close_r, open_a, close_a)):
+    marks = _marks(tags, "xml_format")
+    if any(text.count(mark) != 1 for mark in marks):
         return 0.0
-    before, _, rest = text.partition(open_r)
-    _, _, rest = rest.partition(close_r)
-    between, _, rest = rest.partition(open_a)
-    answer, closed, after = rest.partition(close_a)
-    if not closed or is_blank(answer):
-        return 0.0
-    return 0.0 if before.strip() or between.strip() or after.strip() else 1.0
+    open_r, close_r, open_a, close_a = map(re.escape, marks)
+    found = re.fullmatch(rf"\s*{open_r}.*{close_r}\s*{open_a}(.*){close_a}\s*", text, re.DOTALL)
+    return float(found is not None and not is_blank(found[1]))
 
 
 @register("reward")

@@ -246,11 +246,7 @@ class Engine(ABC):
         return [[row.completion(version) for row in group] for group in groups]
 
     def _converse(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[Conversation],
-        sampling: Sampling,
-        respondent: Respondent,
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
     ) -> int:
         """Complete every row; return the version that sampled.
 

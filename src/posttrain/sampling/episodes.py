@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.render import Template, decode_response, encode_prompt
 from posttrain.data.render.assistant import ReplyFrame, reply_frame
@@ -20,6 +20,9 @@ from posttrain.sampling.environments.contract import Session, Toolset, build_too
 from posttrain.sampling.environments.pool import Job, Pool
 from posttrain.sampling.environments.tools import describe_tools
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_LATE = 2  # calls of a completion that may take too long: with this one it ends
 
@@ -44,7 +47,7 @@ class Stage:
     max_turn_tokens: int | None = None
 
 
-def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | None:
+def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokenizerBase) -> Stage | None:
     """Return the stage of a resolved recipe; None for one whose completions have one turn.
 
     Raises:
@@ -70,13 +73,17 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: C
     if form.is_native:
         variables = {**template.variables, "tools": list(schemas)}
 
-        def natively(messages: Sequence[Message], tokenizer: Any, own: Mapping[str, Any] | None = None) -> Any:
+        def natively(
+            messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, own: Mapping[str, Any] | None = None
+        ) -> Any:
             return template.prompt(messages, tokenizer, {**variables, **(own or {})})
 
         return replace(template, prompt=natively, variables=variables)
     described = describe_tools(schemas)
 
-    def described_first(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Any:
+    def described_first(
+        messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
+    ) -> Any:
         own = [message.content for message in messages[:1] if message.role == "system"]
         instructions = [Message("system", "\n\n".join([described, *own]))] if messages else []
         return template.prompt([*instructions, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
@@ -101,7 +108,7 @@ class _Actor:
 class Cast:
     """Answers the turns of many completions (``sampling.base.Respondent``)."""
 
-    def __init__(self, stage: Stage, tokenizer: Any, actors: Mapping[Place, _Actor]) -> None:
+    def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, _Actor]) -> None:
         self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
@@ -171,7 +178,7 @@ class Episodes:
 
     stage: Stage
     engine: Engine
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     room: int
     process_group: ProcessGroup = SINGLE_PROCESS

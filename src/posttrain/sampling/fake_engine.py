@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.randomness import uniforms
 from posttrain.registry import register
-from posttrain.sampling.base import Engine, Groups, Sampling
+from posttrain.sampling.base import Engine, Groups, Sampling, check_prompts
 from posttrain.types import Completion, Finish
 
 Ids = Sequence[int]
@@ -62,9 +62,7 @@ class FakeEngine(Engine):
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         self.calls.append(([tuple(p) for p in prompts], [tuple(k) for k in keys], sampling))
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
+        check_prompts(prompts, self.context_tokens, None)
         return [
             [self._complete(tuple(prompt), key, sampling) for key in row]
             for prompt, row in zip(prompts, keys, strict=True)

@@ -73,7 +73,7 @@ class HttpServer:
         await self._client.aclose()
 
     def call(
-        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+        self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
         """Ask once, with a connection of its own, from code that is not asynchronous (see ``ask``)."""
         return self.session(lambda: self.ask(method, path, body, read=read, retries=retries))
@@ -88,7 +88,7 @@ class HttpServer:
         return run(alone())
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+        self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
         """Return the result of ``read`` for the JSON of the answer.
 

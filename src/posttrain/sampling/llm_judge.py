@@ -301,7 +301,7 @@ class Judge:
     async def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
         spent = [0, 0]
 
-        def read(content: Any) -> float:
+        def read(content: object) -> float:
             try:
                 answer = _Answer.model_validate(content)
             except ValidationError as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain import registry
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
@@ -21,6 +21,8 @@ from posttrain.sampling.base import Engine, Episode, Sampling
 from posttrain.types import Completion, Example, Rollout, Turn
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from transformers import PreTrainedTokenizerBase
+
     from posttrain.sampling.episodes import Stage
 
 SEEDS = 1 << 31  # of environments: the range of every generator of random numbers
@@ -141,7 +143,7 @@ class Sampler:
     """
 
     engine: Engine
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     grader: Grader
     context_tokens: int
     process_group: ProcessGroup = field(default=SINGLE_PROCESS, kw_only=True)
@@ -251,7 +253,7 @@ def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
 
 
 def encode_prompts(
-    tokenizer: Any, template: Template, examples: Sequence[Example], limit: int
+    tokenizer: PreTrainedTokenizerBase, template: Template, examples: Sequence[Example], limit: int
 ) -> tuple[list[int], list[list[int]], int]:
     """Return the indices of the prompts of at most ``limit`` tokens, their ids, and how many were dropped."""
     encoded = [encode_prompt(tokenizer, template, example.messages, example.variables) for example in examples]

@@ -308,12 +308,7 @@ def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
 
 @register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
 def reward_model(
-    example: Sequence[Example],
-    text: Sequence[str],
-    finish: Sequence[str],
-    *,
-    run: str,
-    normalize: bool = False,
+    example: Sequence[Example], text: Sequence[str], finish: Sequence[str], *, run: str, normalize: bool = False
 ) -> list[Measured]:
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 

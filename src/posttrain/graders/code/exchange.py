@@ -115,7 +115,7 @@ def decode(code: Any) -> Any:
     return _MAKE[kind]([decode(item) for item in content] if kind in _OF_ITEMS else content)
 
 
-def send(descriptor: int, message: Any) -> None:
+def send(descriptor: int, message: object) -> None:
     """Write one message.
 
     Raises:

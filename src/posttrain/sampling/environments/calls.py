@@ -211,7 +211,7 @@ def _read(content: str, form: CallForm) -> Request:
     return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), raw_arguments)
 
 
-def _inner(call: Any, form: CallForm) -> dict[str, Any] | None:
+def _inner(call: object, form: CallForm) -> dict[str, Any] | None:
     """Return the object with the name and the arguments; None where there is none."""
     outer = form.name_key[0]
     inner = call.get(outer) if outer and isinstance(call, dict) else call
@@ -251,7 +251,7 @@ def _read_function(content: str) -> Request:
     return Request(ast.unparse(call.func), raw_arguments, arguments)
 
 
-def _written(arguments: Any) -> str:
+def _written(arguments: object) -> str:
     """Arguments as JSON.
 
     Raises:

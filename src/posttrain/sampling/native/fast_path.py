@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from torch.nn import functional as F
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
 from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, pad_right
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -74,7 +77,7 @@ class FastDecoder:
 
     name = "lean"
 
-    def __init__(self, base: Any, head: nn.Linear, max_positions: int) -> None:
+    def __init__(self, base: PreTrainedModel, head: nn.Linear, max_positions: int) -> None:
         attention = base.layers[0].self_attn
         self.embedding: Tensor = base.embed_tokens.weight.detach()
         self.head: Tensor = head.weight.detach()
@@ -102,7 +105,7 @@ class FastDecoder:
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
     @staticmethod
-    def bind(model: Any, max_positions: int) -> FastDecoder | None:
+    def bind(model: PreTrainedModel, max_positions: int) -> FastDecoder | None:
         """Return a decoder for positions below ``max_positions``, or None if the model's parts are not ours."""
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
@@ -244,7 +247,7 @@ def _bind_layer(layer: Any) -> Layer:
     )
 
 
-def _fits(base: Any, config: Any) -> bool:
+def _fits(base: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return True if the parts are those of the block above, each of a known type."""
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     if not all(hasattr(base, name) for name in parts) or set(dict(base.named_children())) != set(parts):

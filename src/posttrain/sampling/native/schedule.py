@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -70,8 +69,10 @@ class Schedule:
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         longest = 0 if share else max(map(len, prompts))
         shared = SharedPrefixes(decoder.shapes, self.num_slots, device) if share else None
-        layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
-        self.cache = SlotCache(decoder.shapes, self.num_slots, longest + min(limit, FIRST_COLUMNS) + 1, **layout)
+        size, transposed = longest + min(limit, FIRST_COLUMNS) + 1, decoder.transposed
+        self.cache = SlotCache(
+            decoder.shapes, self.num_slots, size, device=device, transposed=transposed, shared=shared
+        )
 
     def run(self) -> None:
         """Fill every row's ``ids``, ``logprobs`` and ``finish``."""

@@ -164,11 +164,9 @@ def fingerprint(folder: Path) -> str:
     for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
-        if file.name in known:
-            digest.update(known[file.name].encode())
-            continue
+        digest.update(known.get(file.name, "").encode())
         with file.open("rb") as opened:
-            for i in range(NUM_BLOCKS):
+            for i in range(0 if file.name in known else NUM_BLOCKS):
                 opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
                 digest.update(opened.read(BLOCK_BYTES))
     return digest.hexdigest()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.cuda import nccl
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import RunFailure, UsageError, first_line
 from posttrain.models.forward.forward import causal_lm
@@ -28,7 +29,7 @@ MAX_WORKERS = 1 << 16
 WORKERS = "/get_world_size"
 
 
-def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(model: PreTrainedModel, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every weight under its name in a checkpoint, always in the same order.
 
     A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered, in step
@@ -47,7 +48,9 @@ def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[st
             yield name, whole(tensor.detach()) if gathers else tensor.detach()
 
 
-def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: bool = False) -> None:
+def save_without_weights(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, untie: bool = False
+) -> None:
     """Write configuration and tokenizer, from which a server builds the model. ``untie``: with a head of its own."""
     config = copy.deepcopy(causal_lm(model).config)
     if untie:
@@ -56,7 +59,7 @@ def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: boo
     tokenizer.save_pretrained(folder)
 
 
-def untied(model: Any, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def untied(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights, with a tied head once more under its own name."""
     first: dict[int, str] = {}
     again: dict[str, list[str]] = {}
@@ -89,7 +92,7 @@ def control(
     server: HttpServer,
     method: Literal["GET", "POST"],
     path: str,
-    body: Any = None,
+    body: object = None,
     *,
     read: Callable[[Any], Any] = lambda answer: answer,
 ) -> Any:
@@ -146,10 +149,7 @@ class NcclGroup:
         torch.cuda.current_stream(self.device).synchronize()
 
     def send(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        dtype: torch.dtype,
-        announced: Sequence[tuple[str, torch.Size]],
+        self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype, announced: Sequence[tuple[str, torch.Size]]
     ) -> None:
         """Replace the weights of the server, which is paused; ``announced``: their names and shapes, in order."""
         about = {
@@ -170,11 +170,11 @@ class NcclGroup:
         )
         control(self.server, "POST", "/finish_weight_update", {})
 
-    def _together(self, *work: Callable[[], Any]) -> None:
+    def _together(self, *work: Callable[[], object]) -> None:
         """Do the work side by side, in threads that keep no process alive: a missing worker lets them wait for ever."""
-        futures = [Future[None]() for _ in work]
+        futures = [Future[object]() for _ in work]
 
-        def fill(future: Future[None], one: Callable[[], Any]) -> None:
+        def fill(future: Future[object], one: Callable[[], object]) -> None:
             try:
                 future.set_result(one())
             except (RunFailure, RuntimeError, OSError, ValueError) as error:
