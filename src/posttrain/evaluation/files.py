@@ -180,10 +180,7 @@ def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, A
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be the same for an evaluation to count as the same, as JSON has them.
-
-    Without the address of a server: the same model answers the same wherever it is served.
-    """
+    """Return the settings that identify an evaluation, as JSON has them, without the address of a server."""
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     engine = plain.get("engine")
     return plain | ({"engine": {k: v for k, v in engine.items() if k != "url"}} if isinstance(engine, dict) else {})

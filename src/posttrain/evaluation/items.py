@@ -47,10 +47,10 @@ _OPTIONAL = ("transcript", "response_ids")  # fields of a sample that are writte
 class ItemSample:
     """One sampled answer to an item, graded.
 
-    ``text``: the graded text (``Rollout.text``). ``extracted``: the answer in it. ``outcome``: the grader's verdict.
-    ``in_format``: the template's format was kept; None for a template without one. ``parts``: the unweighted rewards
-    and the grader's facts. ``score``: that of a reward model (``--best-of``). ``transcript``: all turns, of an answer
-    with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to others.
+    ``text``: the graded text (``Rollout.text``). ``in_format``: the template's format was kept; None without one.
+    ``parts``: the unweighted rewards and the grader's numbers. ``score``: of a reward model (``--best-of``).
+    ``transcript``: all turns, with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to
+    others.
     """
 
     text: str

@@ -1,8 +1,7 @@
 """Statistics of held-out numbers: intervals, several samples per item, paired tests, voting, ranking by score.
 
-Pure functions of numbers. An item is the unit of chance: samples of one item depend on one another, so an interval
-counts items, never answers. Averages over all ways to take k of an item's samples are exact, without drawing. A tie
-counts one half, or is shared by those who are tied; an answer without a score has −inf and is chosen last.
+Samples of one item depend on one another, so an interval counts items. Averages over all ways to take k of an item's
+samples are exact. A tie counts one half, or is shared; an answer without a score has −inf.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ def paired_bootstrap(
     """Compare two means over the same items, by resampling items with what both got on them.
 
     The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of resamples on
-    either side of 0 (one is added to each count), at most 1. It is deterministic, for any order of the items. Where all
-    items differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
+    either side of 0 (one is added to each count), at most 1. The order of the items does not matter. Where all items
+    differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
 
     Source: Efron & Tibshirani (1993), chapters 13 and 15.3; pairing as in Koehn (2004).
 

@@ -33,8 +33,8 @@ Place = tuple[int, int]  # (number of the prompt, number of the completion)
 class Stage:
     """The environment, tools and limits of completions of several turns.
 
-    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. Each call has ``tool_seconds``. Where the
-    environment fails the episode is played again, ``retries`` times.
+    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. ``tool_seconds``: of a call. ``retries``: of
+    an episode whose environment failed.
     """
 
     toolset: Toolset
@@ -170,11 +170,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Episodes:
-    """The completions of some prompts, played; ``seeds`` are those of the prompts, shared by their completions.
-
-    Args:
-        room: tokens that a prompt may have.
-    """
+    """Plays the completions of some prompts. ``room``: tokens that a prompt may have."""
 
     stage: Stage
     engine: Engine
@@ -186,7 +182,7 @@ class Episodes:
     def play(
         self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
     ) -> list[list[Episode]]:
-        """Return one episode per key, grouped by prompt.
+        """Return one episode per key, grouped by prompt; ``seeds``: of each prompt, shared by its completions.
 
         Raises:
             UsageError: an environment opens a group's episodes with different texts.

@@ -34,14 +34,12 @@ def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0
 class FakeEngine(Engine):
     """Completions from a script.
 
-    Args:
-        choices: token ids to choose from; or a mapping from a prompt's ids (a tuple) to its own
-            choices; or a function of (prompt, key) that gives the ids themselves.
-        logprob: the log-probability of every token.
+    ``choices``: token ids to choose from; or a mapping from a prompt's ids to its own choices; or a function of
+    (prompt, key) that gives the ids. ``logprob``: of every token. ``calls`` keeps the arguments, for tests.
 
     A completion whose key's first uniform number is u takes choice ``floor(u * len(choices))``. It is cut after the
     first of ``sampling.stop_ids`` (finish ``stop``) or at ``sampling.max_tokens`` (finish ``length``); one that ends
-    without either counts as stopped. ``calls`` keeps the arguments, for tests.
+    without either counts as stopped.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class Grade:
 class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
-    Two parts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where an example has an
-    answer) and the format of a template that asks for one. ``folder``: the run's own, for rewards that store something.
+    ``correct`` and the format of a template that asks for one are always measured, at weight 0 unless the recipe
+    rewards them. ``folder``: the run's own, for rewards that store something.
     """
 
     template: Template
@@ -160,9 +160,8 @@ class Sampler:
 class RolloutRequest:
     """``group`` completions of every prompt, the token ids of which are ``prompts``.
 
-    ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together with its place
-    (prompt slot, sample). ``slots``: of the prompts (0, 1, ... by default), for requests in several calls.
-    ``prompt_indices``: under which they are recorded (0, 1, ... by default). ``epochs``: epochs (0 by default).
+    ``key``: (seed, purpose, counter); with slot and sample it decides a completion's random numbers. ``slots`` of the
+    prompts, ``prompt_indices`` under which they are recorded: 0, 1, ... by default. ``epochs``: 0 by default.
     """
 
     examples: Sequence[Example]

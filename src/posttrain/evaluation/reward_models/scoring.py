@@ -1,7 +1,7 @@
 """A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
 
-Rows of tokens are those of training (``render/rows.py``), and a score is read where training read it: at the end token
-of an answer, at the last token of each step. So a score here is the number that training saw.
+Rows of tokens are those of training (``render/rows.py``), and a score is read at the same place: the end token of an
+answer, the last token of each step.
 """
 
 from __future__ import annotations
@@ -161,12 +161,9 @@ class RewardModel:
 def load_reward_model(
     recipe: Recipe, checkpoints: str | Path, *, label: str, step: int | None = None, bits: int | None = None
 ) -> RewardModel:
-    """The reward model that a resolved recipe has trained, from the folder of its run's ``checkpoints``.
+    """Return the reward model that a resolved recipe has trained, from its run's ``checkpoints``.
 
-    Args:
-        label: what it is called in messages.
-        step: of which step; the best one by default, else the newest.
-        bits: the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
+    ``label``: its name in messages. ``step``: by default the best, else the newest. ``bits``: of a quantized copy.
 
     Raises:
         UsageError: the recipe trains no reward model, or there is no such checkpoint.
@@ -206,11 +203,7 @@ def load_reward_model(
 
 
 def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: str | None = None) -> RewardModel:
-    """The reward model of a run, or of one of its checkpoints, with its own template.
-
-    Args:
-        source: a run, or the folder of a checkpoint in it.
-        dtype, device: other than those of the run.
+    """Return the reward model of a run, or of a checkpoint in it, with its own template.
 
     Raises:
         UsageError: no run, or one that trained a policy.
@@ -239,10 +232,9 @@ def reasoning_of(template: Template, text: str) -> str:
 
 
 def split_steps(text: str) -> list[str]:
-    """A solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
+    """Return a solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
 
-    The first of these that cuts the text is used. White space stands at the beginning of the step that it leads to,
-    as in given steps; pieces of white space alone go to the step before them.
+    The first of these that cuts the text is used. White space belongs to the step after it.
     """
     for pattern in (r"(?<=\S)(?=\s*\n\s*\n)", r"(?<=\S)(?=[ \t]*\n)", _SENTENCE):
         parts = [part for part in re.split(pattern, text.rstrip()) if part.strip()]

@@ -53,9 +53,9 @@ _ELLIPSIS = Expression("\\dots")
 class Statement:
     """The content of a relation.
 
-    ``name`` and ``content``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``. The name is
-    empty where the left side is a calculation (``1+2 = 3``), ``content`` is None of an equation or inequality between
-    expressions. ``sides`` and ``operators``: the whole, never with ``>`` or ``>=``.
+    ``name`` and ``content``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``; "" where
+    the left side is a calculation (``1+2 = 3``), None of an equation or inequality between expressions. ``sides`` and
+    ``operators``: the whole, never with ``>`` or ``>=``.
     """
 
     name: str

@@ -1,9 +1,8 @@
 """Equality of the values of mathematical expressions. sympy works here and in ``magnitudes``.
 
-LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
-compared by number: both sides are evaluated at the same points, exactly enough to tell integers of
-thousands of digits apart. Expressions that differ are so refuted at the first point; simplification, which may take for
-ever, is not needed. Runs in the worker processes of ``graders.math``, because even reading and evaluating may hang.
+LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. Both sides are
+evaluated at the same points, exactly enough to tell integers of thousands of digits apart; simplification, which may
+take for ever, is not needed. Runs in the worker processes of ``graders.math``: even reading and evaluating may hang.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from posttrain.graders.answers import parse_quantity
 from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, same_beyond_digits
 from posttrain.graders.math.reading import NotUnderstood
 
-# Where two expressions are compared, and which of these points count.
+# Points at which two expressions are compared.
 #
-# **Equal means equal wherever both sides are real throughout**, every root, logarithm and power of them: the common
-# domain, as school mathematics has it (√x·√x = x, √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Where only one side is real
-# the other has no say, with one exception. Who writes |x| says that x takes both signs, so a side that allows only
-# one of them says something else: ln|x| is not ln x. So it is with √(x²), another way to write |x|. Odd roots are real.
+# Equal means equal wherever both sides are real throughout, every root, logarithm and power of them (√x·√x = x,
+# √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Points where only one side is real do not count, with one exception: |x| and
+# √(x²) say that x takes both signs, so a side that allows only one differs (ln|x| is not ln x). Odd roots are real.
 #
-# Two sides that are smooth need few points. Signs, parity and steps need more: powers such as (−1)^n are compared at
-# whole numbers of all residues modulo 12, positive and negative, in several variables at all combinations of parities;
-# bars, floors and domains also on both sides of every number that stands in the expressions, far out and close to 0.
+# Smooth sides need few points. Powers such as (−1)^n are compared at whole numbers of all residues modulo 12, positive
+# and negative, in several variables at all combinations of parities; bars, floors and domains also on both sides of
+# every number in the expressions, far out and close to 0.
 
 DIGITS = 60  # of an evaluation, besides those that lie between the terms (``digits_spanned``); more for large numbers
 CLOSE_DIGITS = 50  # two values that agree to this many decimals, and this many digits, are the same
@@ -261,9 +259,8 @@ class _Reader(_Latex2Sympy):
     def parse(self, latex_str: str) -> sympy.Basic:
         """One value and nothing behind it.
 
-        Read first without looking at the context of a rule, which is many times faster and gives the same tree where it
-        gives one (Parr, Harwell and Fisher 2014, section 3.2), and with it where that fails. It fails at each letter
-        with a power, where the grammar waits for a subscript; ``{x}^2`` says the same and does not.
+        Read first without the context of a rule, which is many times faster and gives the same tree where it gives one
+        (Parr, Harwell and Fisher 2014, section 3.2). It fails at a letter with a power, but not at ``{x}^2``.
         """
         try:
             tree = self._read(_POWER_OF_LETTER.sub(r"{\g<0>}", latex_str), PredictionMode.SLL)

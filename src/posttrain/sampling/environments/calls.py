@@ -25,10 +25,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call as it was written. ``wrong`` is the reason why it is no call; then there are no arguments.
-
-    ``place``: where it begins and ends in the text, its tags included.
-    """
+    """A call as it was written. ``wrong``: the reason why it is none. ``place``: its start and end, with its tags."""
 
     tool: str
     raw_arguments: str

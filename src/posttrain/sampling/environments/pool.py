@@ -1,8 +1,7 @@
 """Threads that run environments: a limited number at a time, and a hanging call delays no other.
 
-Each job may run for a time of its own, counted from when it begins. A late job is given up: its thread is left alone
-(Python cannot end it) and another takes its place. A caller waits for one job alone, so no result depends on which of
-them finishes first.
+The time of a job counts from its beginning. A late job is given up: its thread is left alone (Python cannot end it)
+and another takes its place. A caller waits for one job, so no result depends on the order in which jobs finish.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ NUM_THREADS = 16
 
 
 class Job:
-    """A function in the pool: its ``result``, or the ``error`` that it raised, once it is ``done``.
-
-    ``late``: it took longer than its time. It may still become done later.
-    """
+    """A function in the pool: its ``result`` or ``error`` once it is ``done``. A ``late`` one may become done later."""
 
     def __init__(self, function: Callable[[], Any], seconds: float) -> None:
         self.function, self.seconds = function, seconds

@@ -1,9 +1,8 @@
 """The engine in the trainer's process: samples with the trainer's own weights, by reference.
 
-Nothing is copied, synchronized or merged: every generation reads the parameters where they are. There are a fast path
-for one family of blocks, a reference path over the model's own modules for every architecture, and a plain path for
-models whose state is not keys and values. Their log-probabilities, compared with the model's own forward pass, decide
-which one samples.
+There are a fast path for one family of blocks, a reference path over the model's own modules, and a plain path for
+models whose state is not keys and values. The first whose log-probabilities are those of the model's own forward pass
+samples.
 """
 
 from __future__ import annotations

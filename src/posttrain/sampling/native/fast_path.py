@@ -1,9 +1,7 @@
 """The fast decoding path for one family of blocks: Qwen3, Qwen2, Llama and their like.
 
-At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path issues few operations a
-layer and reads a group's prompt once, over the very same parameters (nothing is copied, merged or fused, so nothing can
-be stale). Projections are separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of
-41 microseconds and would have to be kept in step.
+It issues few operations a layer and reads a group's prompt once, over the very same parameters. Projections are
+separate products written side by side into one buffer: at 64 rows a fused weight would save 2 of 41 microseconds.
 
 The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qwen3)::
 

@@ -34,15 +34,11 @@ def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]
 def probe(
     model: PreTrainedModel, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
 ) -> tuple[float, float]:
-    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward.
+    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward, and its limit.
 
-    The caller sees to full precision: TF32 rounds the same function in two orders by more than a wrong function may
-    differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
-    with given tokens, and every step's full distribution is compared.
-
-    Returns:
-        (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
-        that a freshly initialized model, whose distribution is almost uniform, is held to it too.
+    Both in nats. Prompts of different lengths are prefilled and decoded together for a few steps with given tokens; the
+    full distribution of every step is compared. The limit follows the spread of the logits, which is small in a fresh
+    model. The caller sets full precision: TF32 rounds by more than a wrong function may differ.
     """
     steps = min(STEPS, max(1, context // 2))
     lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]

@@ -1,11 +1,11 @@
 """The decoding paths for every architecture: the model's own modules, over our key/value cache or over their own.
 
-``ModulesDecoder``: the forward pass is the model's; only where keys and values are kept is ours. Serves any causal
-language model whose state is keys and values, with sliding windows where its configuration names them.
+``ModulesDecoder``: the model's forward pass over our cache, for any causal language model whose state is keys and
+values, with sliding windows where its configuration names them.
 
-``PlainRows``: the cache is the model's, too. States of linear attention, convolutions and the like tolerate neither
-padding nor rows that join later, so rows of one prompt length are decoded together. A model without a cache that can be
-used reads all tokens anew at every step.
+``PlainRows``: the cache is the model's, too. States of linear attention, convolutions and the like allow neither
+padding nor rows that join later, so rows of one prompt length are decoded together. A model without a usable cache
+reads all tokens at every step.
 """
 
 from __future__ import annotations

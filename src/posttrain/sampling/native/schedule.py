@@ -1,11 +1,8 @@
 """Continuous batching: rows join and leave the batch at any step of one generation.
 
-A row enters with its prompt's keys and values (computed once per prompt, all but the last token),
-feeds the last prompt token first and then whatever it drew. The rows in flight are always the first
-slots, so a finished row costs nothing once its place is taken by another.
-
-On a GPU the host looks at the drawn tokens only every few steps; tokens past the end of a row are
-discarded, so the completions are the same.
+A row enters with its prompt's keys and values (computed once per prompt, all but the last token), feeds the last prompt
+token first and then whatever it drew. The rows in flight are always the first slots. On a GPU the host reads the drawn
+tokens only every few steps; tokens past the end of a row are discarded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The command line of a vLLM server, the name of a model there, and a server that a run starts and that ends with it.
 
-The name has a fingerprint of the weights, so that a server that was started before a folder's weights were written
-again does not pass for one that has them.
+The name has a fingerprint of the weights: a server with older weights of the same folder has another name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A vLLM server whose weights follow a model in training: a user's, or the run's own.
 
-The server names its weights by the label of the last transfer, and is asked for it before and after every batch: a
-server that was started anew, or that got weights from elsewhere, is refused. After every transfer both sides score a
-fixed batch, which finds what no label can: a tensor that did not arrive, a head that was packed before, a cache of
-prompts that was kept.
+The server names its weights by the label of the last transfer. It is asked for it before and after every batch, so that
+a restarted server, or one with weights from elsewhere, is refused. After every transfer both sides score a fixed batch,
+which finds a tensor that did not arrive, a head that was packed before, or a cache of prompts that was kept.
 """
 
 from __future__ import annotations

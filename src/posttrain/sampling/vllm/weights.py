@@ -32,9 +32,8 @@ WORKERS = "/get_world_size"
 def checkpoint_weights(model: PreTrainedModel, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every weight under its name in a checkpoint, always in the same order.
 
-    A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered, in step
-    by all processes; without ``gathers`` a weight is the shard, which has the shape of the whole, and each process may
-    read them alone.
+    A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered by all
+    processes together; without ``gathers`` a weight is the shard, with the shape of the whole.
 
     Raises:
         UsageError: weights of 4 or 8 bits, which cannot be merged exactly.
