@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -150,7 +150,7 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     )
 
 
-def item_line(item: Item | Mapping[str, Any]) -> bytes:
+def item_line(item: Item | Mapping[str, object]) -> bytes:
     """The line of an item; items of other kinds of evaluations are plain data."""
     if isinstance(item, Item):
         item = asdict(item)
@@ -161,7 +161,7 @@ def item_line(item: Item | Mapping[str, Any]) -> bytes:
     return json.dumps(item).encode() + b"\n"
 
 
-def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
+def write_items(items: Sequence[Item | Mapping[str, object]], path: Path) -> None:
     """``items.jsonl``, in one step.
 
     Raises:

@@ -305,7 +305,7 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
     return pairs
 
 
-def settings_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def settings_apart(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     """The settings that may differ, and do.
 
     Raises:

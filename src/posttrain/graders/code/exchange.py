@@ -32,6 +32,13 @@ _EXACT = 2**53  # smaller integers stand as they are
 _NOT_RAISED = ("StopIteration", "StopAsyncIteration")
 _CONTAINERS: tuple[tuple[str, Any], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
 _OF_ITEMS = {"list", "tuple", "set", "frozenset", "iterator", "keys"}
+_WRITE: dict[Any, Callable[[Any], Any]] = {  # codes of values without items of their own
+    str: str.__str__,
+    float: lambda value: ["float", float.hex(value)],
+    complex: lambda value: ["complex", [float.hex(value.real), float.hex(value.imag)]],
+    (bytes, bytearray): lambda value: ["bytes", bytes(value).hex()],
+    range: lambda value: ["range", [encode(value.start), encode(value.stop), encode(value.step)]],
+}
 _KEYS: Any = type({}.keys())
 _MAKE: dict[str, Callable[[Any], Any]] = {  # values from their codes; containers from a list of values
     **dict(_CONTAINERS),
@@ -80,19 +87,12 @@ def encode(value: Any, *, strict: bool = False) -> Any:
     """
     if value is None or value is True or value is False:
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
     if isinstance(value, int):
         number = int.__int__(value)
         return number if -_EXACT < number < _EXACT else ["int", hex(number)]
-    if isinstance(value, float):
-        return ["float", float.hex(value)]
-    if isinstance(value, complex):
-        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", bytes(value).hex()]
-    if isinstance(value, range):
-        return ["range", [encode(value.start), encode(value.stop), encode(value.step)]]
+    for plain, write in _WRITE.items():
+        if isinstance(value, plain):
+            return write(value)
     if isinstance(value, dict):
         return ["dict", [[encode(key, strict=strict), encode(item, strict=strict)] for key, item in value.items()]]
     for name, kind in (*_CONTAINERS, ("keys", _KEYS), ("iterator", Iterator)):

@@ -109,12 +109,7 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
         names = ", ".join(f'"{name}": ...' for name in parameters)
         raise ValueError(f"{tool}: give its arguments as {{{names}}}")
     ((name, is_text),) = parameters.items()
-    if is_text:
-        return {name: text}
-    try:
-        return {name: json.loads(text)}
-    except (ValueError, RecursionError):
-        return {name: text}
+    return {name: read_text(ArgumentText(text), is_text)}
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
