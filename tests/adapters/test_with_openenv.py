@@ -58,7 +58,7 @@ def toolset(url: str, **options: Any) -> Toolset:
 
 
 def begun(built: Toolset, pool: Pool, seed: int = 98) -> Session:
-    session = built.open(pool, 60.0)
+    session = Session(built, pool, 60.0)
     session.begin(EXAMPLE, seed)
     session.said = session.opening()  # type: ignore[attr-defined]
     return session

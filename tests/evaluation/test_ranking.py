@@ -10,13 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.evaluation.statistics import (
-    area_under_curve,
-    best_of_n,
-    first_error,
-    pair_wins,
-    score_first_errors,
-)
+from posttrain.evaluation.statistics import area_under_curve, best_of_n, first_error, pair_wins, score_first_errors
 
 
 def rough_scores(rng: random.Random, n: int) -> list[float]:
@@ -106,7 +100,6 @@ def test_the_first_error_is_the_first_below_one_half() -> None:
     assert first_error([0.9, 0.4, 0.1]) == 1
     assert first_error([0.5, 0.6]) is None
     assert first_error([]) is None
-    assert first_error([0.9, 0.8], threshold=0.85) == 1
 
 
 def test_errors_by_hand() -> None:

@@ -10,24 +10,19 @@ import pytest
 
 from posttrain.evaluation.statistics import majority_at_k, vote_key
 
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ("1/2", "0.5"),
-        (".50", "\\frac{1}{2}"),
-        ("1,000", "1000.0"),
-        ("$5", "5 dollars"),
-        ("50%", "50"),
-        ("-3", "\u22123"),
-    ],
-)
-def test_equal_numbers_vote_alike(left: str, right: str) -> None:
-    assert vote_key(left) == vote_key(right)
+NUMBERS = [
+    ("1/2", "0.5"),
+    (".50", "\\frac{1}{2}"),
+    ("1,000", "1000.0"),
+    ("$5", "5 dollars"),
+    ("50%", "50"),
+    ("-3", "\u22123"),
+]
+TEXTS = [("Paris", " paris. "), ("x + 1", "x+1"), ("$\\text{yes}$", "Yes")]
 
 
-@pytest.mark.parametrize(("left", "right"), [("Paris", " paris. "), ("x + 1", "x+1"), ("$\\text{yes}$", "Yes")])
-def test_equal_texts_vote_alike(left: str, right: str) -> None:
+@pytest.mark.parametrize(("left", "right"), [*NUMBERS, *TEXTS])
+def test_vote_key_of_equal_answers_is_the_same(left: str, right: str) -> None:
     assert vote_key(left) == vote_key(right)
 
 

@@ -1,4 +1,4 @@
-"""Tables of claims in files beside the tests: sections of lines, each JSON or a pair."""
+"""Tables of claims in files next to the tests: sections of lines, each JSON or a pair."""
 
 from __future__ import annotations
 

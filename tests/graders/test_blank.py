@@ -1,4 +1,4 @@
-"""What can be seen: the one meaning of a blank answer, in every place that asks for an answer."""
+"""Blank answers: one meaning in every grader, reward and template."""
 
 from __future__ import annotations
 
@@ -24,19 +24,8 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
     assert tagged_answer(answered, "think") is None
     assert chat().extract(answered) is None
     assert boxed_answer(f"\\boxed{{{text}}}") is None
-    for grader in (
-        "numeric",
-        "exact",
-        "scored",
-        "multiple_choice",
-        "refusal",
-        "code_tests",
-    ):
-        meta = {
-            "score": lambda _: 1.0,
-            "kind": "harmful",
-            "tests": {"names": ["f"], "code": "assert f() == 1"},
-        }
+    for grader in ("numeric", "exact", "scored", "multiple_choice", "refusal", "code_tests"):
+        meta = {"score": lambda _: 1.0, "kind": "harmful", "tests": {"names": ["f"], "code": "assert f() == 1"}}
         assert grade(grader, [Submission(answered, text, "B", meta)])[0].outcome == "no_answer", grader
         assert grade(grader, [Submission(text, text, "B", meta)])[0].outcome == "no_answer"
 

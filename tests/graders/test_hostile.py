@@ -17,7 +17,7 @@ from posttrain.graders.math.grader import COMPARE, math
 from posttrain.graders.numeric import exact, numeric
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
 
-# Right answers that need a worker, beside what they are right for.
+# Gold answers, each with a right answer that needs a worker.
 HONEST = (("\\sqrt{12}", "2\\sqrt{3}"), ("(r+5)^2", "(r+5)(r+5)"), ("\\{1,2\\}", "2, 1"), ("x+1", "1+x"))
 
 
@@ -83,9 +83,9 @@ def test_no_hostile_answer_scores_with_the_fast_graders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [10_000, 40_000])
 def test_finding_an_answer_takes_time_in_proportion_to_the_text(size: int) -> None:
-    """What is quadratic in the length takes minutes for the larger size."""
+    """Quadratic work would take minutes for the larger size."""
     start = time.process_time()
-    for unit in (
+    units = [
         "\\boxed{",
         "{",
         "}",
@@ -99,7 +99,8 @@ def test_finding_an_answer_takes_time_in_proportion_to_the_text(size: int) -> No
         "<answer>",
         "</answer>",
         "1,",
-    ):
+    ]
+    for unit in units:
         find_answer(unit * size, None)
         find_answer(unit * size, "x")
     assert time.process_time() - start < size / 2000
@@ -124,7 +125,7 @@ REVERSED = (
 @pytest.mark.parametrize("text", REVERSED)
 @pytest.mark.parametrize("extracted", [None, "42"])
 def test_tags_that_are_reversed_repeated_or_cut_off_do_not_score(text: str, extracted: str | None) -> None:
-    """Whether the template finds nothing, or 42; only a complete answer that the template itself chose counts."""
+    """Only a complete answer that the template itself chose counts, if it finds 42 or nothing."""
     (verdict,) = math([Submission(text, extracted, "42")])
     chosen = extracted is not None and text.endswith("</answer> <answer> 42 </answer>")
     assert verdict.outcome == "right" if chosen else verdict.outcome in ("no_answer", "wrong")

@@ -1,4 +1,4 @@
-"""Which answers mean the same, by hand: each line is a claim about mathematics or about what people leave out."""
+"""Answers that mean the same, by hand: each line is a claim about mathematics or about what people leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which answer a solution gives: one candidate, found by rules that more text cannot improve on."""
+"""The answer of a solution: one candidate, by rules that more text cannot improve on."""
 
 from __future__ import annotations
 

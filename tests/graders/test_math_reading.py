@@ -9,6 +9,7 @@ from grader_tables import read_cases
 
 from posttrain.graders.answers import Quantity
 from posttrain.graders.math.equality import Statement, is_name, resolve
+from posttrain.graders.math.notation import unify
 from posttrain.graders.math.reading import (
     MAX_ITEMS,
     BasedNumber,
@@ -21,8 +22,9 @@ from posttrain.graders.math.reading import (
     Relation,
     Union,
     Words,
-    read_answer,
+    read_form,
     split,
+    undress,
 )
 
 
@@ -30,7 +32,7 @@ def number(value: int | Fraction, unit: str = "", percent: bool = False) -> Numb
     return Number(Quantity(Fraction(value), percent, unit))
 
 
-SINGLE_PROCESS, TWO, THREE = number(1), number(2), number(3)
+ONE, TWO, THREE = number(1), number(2), number(3)
 X = Expression("x")
 
 
@@ -61,34 +63,31 @@ X = Expression("x")
         ("No  solution", Words("no solution")),
         ("\\text{(C)}", Expression("C")),
         ("\\text{4:30 p.m.}", Words("4:30pm")),
-        ("1, 2", Collection("", "", (SINGLE_PROCESS, TWO))),
-        ("1 and 2", Collection("", "", (SINGLE_PROCESS, TWO))),
-        ("1\\text{, and }2", Collection("", "", (SINGLE_PROCESS, TWO))),
+        ("1, 2", Collection("", "", (ONE, TWO))),
+        ("1 and 2", Collection("", "", (ONE, TWO))),
+        ("1\\text{, and }2", Collection("", "", (ONE, TWO))),
         ("\\text{A,B}", Collection("", "", (Expression("A"), Expression("B")))),
-        ("(1, 2)", Collection("(", ")", (SINGLE_PROCESS, TWO))),
-        ("\\left[1, 2\\right)", Collection("[", ")", (SINGLE_PROCESS, TWO))),
-        ("\\{1, 2\\}", Collection("{", "}", (SINGLE_PROCESS, TWO))),
+        ("(1, 2)", Collection("(", ")", (ONE, TWO))),
+        ("\\left[1, 2\\right)", Collection("[", ")", (ONE, TWO))),
+        ("\\{1, 2\\}", Collection("{", "}", (ONE, TWO))),
         ("\\{\\}", Collection("{", "}", ())),
-        ("\\pm 1", Collection("", "", (SINGLE_PROCESS, number(-1)))),
-        ("2, \\pm 1", Collection("", "", (TWO, SINGLE_PROCESS, number(-1)))),
+        ("\\pm 1", Collection("", "", (ONE, number(-1)))),
+        ("2, \\pm 1", Collection("", "", (TWO, ONE, number(-1)))),
         (
             "(\\pm 1, 2)",
-            Collection("", "", (Collection("(", ")", (SINGLE_PROCESS, TWO)), Collection("(", ")", (number(-1), TWO)))),
+            Collection("", "", (Collection("(", ")", (ONE, TWO)), Collection("(", ")", (number(-1), TWO)))),
         ),
-        ("1:2", Collection(":", "", (SINGLE_PROCESS, TWO))),
-        (
-            "(1,2)\\cup[1,2]",
-            Union((Collection("(", ")", (SINGLE_PROCESS, TWO)), Collection("[", "]", (SINGLE_PROCESS, TWO)))),
-        ),
+        ("1:2", Collection(":", "", (ONE, TWO))),
+        ("(1,2)\\cup[1,2]", Union((Collection("(", ")", (ONE, TWO)), Collection("[", "]", (ONE, TWO))))),
         ("x = 1, 2", Relation(("x", "1, 2"), ("=",))),
         ("x = 1,000", Relation(("x", "1,000"), ("=",))),
         ("0 \\le x < 1", Relation(("0", "x", "1"), ("<=", "<"))),
         ("f(1,2) = 3", Relation(("f(1,2)", "3"), ("=",))),
-        ("\\begin{pmatrix} 1 & 2 \\\\ 3 & x \\end{pmatrix}", Matrix(((SINGLE_PROCESS, TWO), (THREE, X)), "")),
+        ("\\begin{pmatrix} 1 & 2 \\\\ 3 & x \\end{pmatrix}", Matrix(((ONE, TWO), (THREE, X)), "")),
     ],
 )
 def test_forms(text: str, form: Form) -> None:
-    read = read_answer(text)
+    read = read_form(undress(unify(text)))
     if isinstance(read, Matrix) and isinstance(form, Matrix):
         assert read.rows == form.rows
     else:
@@ -101,7 +100,7 @@ def test_forms(text: str, form: Form) -> None:
 )
 def test_refused(text: str) -> None:
     with pytest.raises(NotUnderstood):
-        read_answer(text)
+        read_form(undress(unify(text)))
 
 
 def test_pieces_are_separated_outside_of_brackets_only() -> None:
@@ -120,7 +119,7 @@ def test_pieces_are_separated_outside_of_brackets_only() -> None:
 
 def test_what_relations_say() -> None:
     def say(text: str) -> Statement:
-        relation = read_answer(text)
+        relation = read_form(undress(unify(text)))
         assert isinstance(relation, Relation)
         return resolve(relation)
 
@@ -132,13 +131,11 @@ def test_what_relations_say() -> None:
     assert (say("1 + 1 = 2").name, say("1 + 1 = 2").content) == ("", TWO)
     assert say("x + 1 = 2").content is None
     assert say("1 = x + 2").content is None
-    assert say("x \\in (1, 2]").content == Collection("(", "]", (SINGLE_PROCESS, TWO))
-    assert say("x > 1") == Statement("x", Collection("(", ")", (SINGLE_PROCESS, infinity)), ("1", "x"), ("<",))
-    assert say("1 \\ge x").content == Collection("(", "]", (minus, SINGLE_PROCESS))
-    assert say("2 > x \\ge 1").content == Collection("[", ")", (SINGLE_PROCESS, TWO))
-    assert say("x \\ne 1").content == Union(
-        (Collection("(", ")", (minus, SINGLE_PROCESS)), Collection("(", ")", (SINGLE_PROCESS, infinity)))
-    )
+    assert say("x \\in (1, 2]").content == Collection("(", "]", (ONE, TWO))
+    assert say("x > 1") == Statement("x", Collection("(", ")", (ONE, infinity)), ("1", "x"), ("<",))
+    assert say("1 \\ge x").content == Collection("(", "]", (minus, ONE))
+    assert say("2 > x \\ge 1").content == Collection("[", ")", (ONE, TWO))
+    assert say("x \\ne 1").content == Union((Collection("(", ")", (minus, ONE)), Collection("(", ")", (ONE, infinity))))
     assert say("x < y").content is None
     assert say("x + y < 1").content is None
     with pytest.raises(NotUnderstood):

@@ -1,4 +1,4 @@
-"""Where a response begins behind the thinking, and which part of it is the answer."""
+"""The response after the thinking, and the part of it that is the answer."""
 
 from __future__ import annotations
 

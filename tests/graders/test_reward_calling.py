@@ -15,7 +15,13 @@ import torch
 from posttrain import registry
 from posttrain.errors import RewardFailure, UnknownComponent, UsageError
 from posttrain.graders.rewards import BoundReward, bind_reward
+from posttrain.registry import Entry
 from posttrain.untrusted import declare_code
+
+
+def bound(function: Callable[..., Any], options: Mapping[str, Any] | None = None, where: str = "") -> BoundReward:
+    return bind_reward(Entry("reward", function.__name__, function, {}), options, where)
+
 
 GIVEN: dict[str, Any] = {
     "prompt": "1 + 1?",
@@ -38,15 +44,15 @@ def test_parameters_are_passed_by_name_in_any_order() -> None:
     def score(num_tokens: int, prompt: str, meta: Mapping[str, int], *, scale: float = 1.0) -> float:
         return scale * (100 * num_tokens + 10 * len(prompt) + meta["level"])
 
-    assert bind_reward(score)(GIVEN) == 763.0
-    assert bind_reward(score, {"scale": 2.0})(GIVEN) == 1526.0
+    assert bound(score)(GIVEN) == 763.0
+    assert bound(score, {"scale": 2.0})(GIVEN) == 1526.0
 
 
 def test_a_function_with_open_keywords_gets_everything() -> None:
     def score(num_tokens: int, **rest: Any) -> float:
         return num_tokens + 10 * len(rest)
 
-    assert bind_reward(score)(GIVEN) == 127.0
+    assert bound(score)(GIVEN) == 127.0
 
 
 def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +68,7 @@ def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         registry.find("reward", "shoutiness:shuot")
 
 
-def _asks_for_completion(completions: str) -> float:
+def _asks_for_completion(completion: str) -> float:
     return 0.0
 
 
@@ -81,7 +87,7 @@ def _star(*text: str) -> float:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_asks_for_completion, "asks for 'completions', which is not available.*Available: prompt, text, extracted"),
+        (_asks_for_completion, "asks for 'completion', which is not available.*Available: prompt, text, extracted"),
         (_asks_for_extractd, "Did you mean 'extracted'"),
         (_positional_only, "parameter 'text' cannot be passed by name"),
         (_star, "parameter 'text' cannot be passed by name"),
@@ -89,7 +95,7 @@ def _star(*text: str) -> float:
 )
 def test_unknown_parameters_are_refused_when_bound(function: Callable[..., float], message: str) -> None:
     with pytest.raises(UsageError, match=f"rewards.2: reward.*{message}"):
-        bind_reward(function, {}, "rewards.2")
+        bound(function, {}, "rewards.2")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
         return value
 
     with pytest.raises(RewardFailure, match=rf"reward 'odd', example 'e1': the function {message}"):
-        bind_reward(odd)(GIVEN, "e1")
+        bound(odd)(GIVEN, "e1")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,7 @@ def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None
     def fine(text: str) -> Any:
         return value
 
-    result = bind_reward(fine)(GIVEN)
+    result = bound(fine)(GIVEN)
     assert result == number
     assert type(result) is float
 
@@ -147,7 +153,7 @@ def ends(text: str) -> float:
 )
 def test_reward_that_fails_is_named_with_what_to_do(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(RewardFailure, match=f"^reward '.*', example 'a/1': the function {message}"):
-        bind_reward(function).grade([{"text": "x"}], ["a/1"])
+        bound(function).grade([{"text": "x"}], ["a/1"])
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], (1, 2), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])

@@ -1,4 +1,4 @@
-"""What is a unit behind a number, and what takes the number back."""
+"""Units after a number, and words that take the number back."""
 
 from __future__ import annotations
 

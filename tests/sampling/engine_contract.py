@@ -1,4 +1,4 @@
-"""What every engine promises (``engines/base.py``), as tests that run against any of them.
+"""Contract of every engine (``sampling/base.py``), as tests that run against any of them.
 
 A subclass gives the fixture ``case``; see ``test_contract.py`` and ``tests/vllm``.
 """
@@ -71,7 +71,7 @@ class EngineContract:
         for prompt, row, group in zip(case.prompts, keys, groups, strict=True):
             for key, completion in zip(row, group, strict=True):
                 ((alone,),) = case.engine.generate([prompt], [[key]], case.sampling)
-                assert completion.ids == alone.ids, "what stands beside a completion changed it"
+                assert completion.ids == alone.ids, "another completion of the batch changed it"
         assert len({completion.ids for completion in groups[0]}) > 1
 
     def test_engine_no_prompts_gives_no_completions(self, case: EngineCase) -> None:

@@ -55,8 +55,7 @@ class TestVllm(EngineContract):
 
 
 @pytest.mark.parametrize(
-    ("mode", "sampling"),
-    [("processed", Sampling(12, temperature=0.7)), ("raw", Sampling(12, temperature=0.0))],
+    ("mode", "sampling"), [("processed", Sampling(12, temperature=0.7)), ("raw", Sampling(12, temperature=0.0))]
 )
 def test_a_server_with_the_native_engine_behind_it_is_the_native_engine(tiny, mode, sampling):
     case = tiny_case(tiny.model, tiny.tokenizer, NativeEngine(tiny.model))

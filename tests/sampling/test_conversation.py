@@ -161,7 +161,7 @@ def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_limits() -> None:
-    """Of turns, of all turns, and of the context; a reply that leaves no room is not said."""
+    """Limits of a turn, of all turns, and of the context; a reply that leaves no room is left out."""
     model = exact("qwen3", max_position_embeddings=50)
     engine = NativeEngine(model)
     prompts, keys = make_prompts((4, 40)), make_keys(2, 4)

@@ -1,4 +1,4 @@
-"""Which path the native engine takes: past windows and scales, for states other than keys and values, after errors."""
+"""Choice of the native engine's path: past windows and scales, for states other than keys and values, after errors."""
 
 from __future__ import annotations
 

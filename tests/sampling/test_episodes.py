@@ -300,7 +300,7 @@ def runs_of(own: tuple[bool, ...], ids: tuple[int, ...]) -> list[tuple[bool, tup
     ends_chat=st.booleans(),
 )
 def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_chat) -> None:
-    """Of any ids and results: what was sampled stays as it was, and what was told is the frame around the result."""
+    """Sampled ids stay as they are, for any ids and results; the rest is the frame around the result."""
     made = recipe(name, max_turns=len(turns))
     template = registry.find("template", name).bind({})()
     stage = build_stage(made, template, tokenizer)
@@ -332,7 +332,7 @@ def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_ch
         assert prompt == (*one.prompt, *before), "a turn is sampled behind all that was said, as it was"
 
 
-CALLED: dict[str, tuple[dict[str, Any], str, str]] = {  # of each environment its options, a tool, and what it is told
+CALLED: dict[str, tuple[dict[str, Any], str, str]] = {  # of each environment: its options, a tool, and its arguments
     "calculator": ({}, "calculator", "1 + 1"),
     "python": ({"sandbox": "process"}, "python", "print(6 * 7)"),
     "search": ({"path": "."}, "search", "shells"),

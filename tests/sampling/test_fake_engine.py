@@ -1,4 +1,4 @@
-"""The scripted engine says what it is told, by key."""
+"""The engine with given answers draws them by key."""
 
 from __future__ import annotations
 

@@ -24,16 +24,7 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling import http
 from posttrain.sampling.http import Interrupted
-from posttrain.sampling.llm_judge import (
-    CACHE,
-    Judge,
-    PairJudge,
-    Question,
-    _judge_for,
-    compare,
-    mark_of,
-    rate,
-)
+from posttrain.sampling.llm_judge import CACHE, Judge, PairJudge, Question, _judge_for, compare, mark_of, rate
 from posttrain.sampling.rollout import Attempt, build_grader
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
@@ -166,7 +157,7 @@ def raising(error: Exception) -> Answer:
 
 
 FAULTS: dict[str, Answer] = {
-    "429": raising(Reply(429, {"error": {"output": "slow down"}})),
+    "429": raising(Reply(429, {"error": {"message": "slow down"}})),
     "503": raising(Reply(503, b"<html>ill</html>")),
     "reset": raising(Reset()),
     "garbage": lambda body, count: "I would say a ten." if count <= 2 else output(10),
@@ -192,7 +183,7 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         if answer == "slow":
             time.sleep(2.0)
         if answer == "long":
-            raise Reply(400, {"error": {"output": "maximum context length is 10"}})
+            raise Reply(400, {"error": {"message": "maximum context length is 10"}})
         return "I like it" if answer == "garbage" else output(10)
 
     with FakeJudge(reply) as server:
@@ -221,7 +212,7 @@ def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
             return f"your key is {key}"
         if answer == "escaped":
             return output(key)
-        raise Reply(400 if answer == "refused" else 503, {"error": {"output": f"bad request of Bearer {key}"}})
+        raise Reply(400 if answer == "refused" else 503, {"error": {"message": f"bad request of Bearer {key}"}})
 
     with FakeJudge(reply, key=key) as server:
         output = Judge(server.url, retries=1, folder=tmp_path).ask(ratings("text", "escaped", "refused", "busy"))
@@ -354,16 +345,8 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = [
-        "--rollout.num_prompts",
-        "2",
-        "--rollout.group_size",
-        "2",
-        "--rollout.max_tokens",
-        "8",
-        "--eval.every",
-        "0",
-    ]
+    limits = {"rollout.num_prompts": 2, "rollout.group_size": 2, "rollout.max_tokens": 8, "eval.every": 0}
+    options = [word for key, value in limits.items() for word in (f"--{key}", str(value))]
     with FakeJudge(by_length) as server:
         rewards = f"[{{name: judge, weight: 1.0, url: '{server.url}'}}]"
         (tmp_path / "mine.yaml").write_text(f"extends: tiny/grpo\nrewards: {rewards}\ntrain: {{steps: 2}}\n")

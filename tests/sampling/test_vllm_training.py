@@ -174,7 +174,7 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
 
 
 def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
-    """Of two updates a batch, those before the first of them."""
+    """With two updates a batch, the weights before the first of them."""
     evaluation = {"every": 3, "num_examples": 2, "max_tokens": 4}
     run(tmp_path / "own", make_recipe("grpo", eval=evaluation, train={"ppo_epochs": 2, "steps": 4}))
     training, evaluations = recorded(tmp_path / "own")

@@ -24,7 +24,7 @@ ITEMS, RESULTS, SUMMARY = "items.jsonl", "results.json", "summary.md"
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
 # ``summary.md`` of an evaluation, from it, its settings and its environment (``reports.evaluation.write_page``).
-WritePage = Callable[[Evaluation, Mapping[str, Any], Mapping[str, Any]], str]
+WritePage = Callable[[Evaluation, Mapping[str, object], Mapping[str, object]], str]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class _Written(_Strict):
     timing: dict[str, float] = {}
 
 
-def write_evaluation(folder: Path, settings: Mapping[str, Any], evaluation: Evaluation, write_page: WritePage) -> None:
+def write_evaluation(
+    folder: Path, settings: Mapping[str, object], evaluation: Evaluation, write_page: WritePage
+) -> None:
     """Write the items, the page and the results; ``settings`` are all that decides about the answers."""
     refuse_links(folder)
     environment = describe_environment()
@@ -97,7 +99,7 @@ def write_evaluation(folder: Path, settings: Mapping[str, Any], evaluation: Eval
 
 
 def write_records(
-    folder: Path, items: Sequence[Item | Mapping[str, Any]], page: str, content: Mapping[str, Any]
+    folder: Path, items: Sequence[Item | Mapping[str, object]], page: str, content: Mapping[str, object]
 ) -> None:
     """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
 
@@ -146,7 +148,7 @@ def is_evaluation(folder: str | Path) -> bool:
     return (path / RESULTS).is_file() and not ((path / "recipe.yaml").is_file() or (path / "config.json").is_file())
 
 
-def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | None:
+def finished_before(folder: Path, settings: Mapping[str, object]) -> Finished | None:
     """The evaluation in a folder, if it was finished with the same settings; else None."""
     if not (folder / RESULTS).is_file():
         return None
@@ -154,7 +156,7 @@ def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | Non
     return finished if _deciding(finished.settings) == _deciding(settings) else None
 
 
-def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+def settings_replaced(folder: Path, settings: Mapping[str, object]) -> list[str]:
     """Return the settings in which an evaluation in ``folder`` differs from this one; none where they are not read."""
     try:
         before = _deciding(dict(json.loads(read_record(folder / RESULTS))["settings"]))
@@ -164,7 +166,7 @@ def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
-def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, Any]]) -> Path:
+def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, object]]) -> Path:
     """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... without an evaluation of another question.
 
     Newer weights of the same model are the same question: their results replace the older ones.
@@ -179,11 +181,8 @@ def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, A
     return folder
 
 
-def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be the same for an evaluation to count as the same, as JSON has them.
-
-    Without the address of a server: the same model answers the same wherever it is served.
-    """
+def _deciding(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the settings that identify an evaluation, as JSON has them, without the address of a server."""
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     engine = plain.get("engine")
     return plain | ({"engine": {k: v for k, v in engine.items() if k != "url"}} if isinstance(engine, dict) else {})

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -47,10 +47,10 @@ _OPTIONAL = ("transcript", "response_ids")  # fields of a sample that are writte
 class ItemSample:
     """One sampled answer to an item, graded.
 
-    ``text``: the graded text (``Rollout.text``). ``extracted``: the answer in it. ``outcome``: the grader's verdict.
-    ``in_format``: the template's format was kept; None for a template without one. ``parts``: the unweighted rewards
-    and the grader's facts. ``score``: that of a reward model (``--best-of``). ``transcript``: all turns, of an answer
-    with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to others.
+    ``text``: the graded text (``Rollout.text``). ``in_format``: the template's format was kept; None without one.
+    ``parts``: the unweighted rewards and the grader's numbers. ``score``: of a reward model (``--best-of``).
+    ``transcript``: all turns, with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to
+    others.
     """
 
     text: str
@@ -123,7 +123,7 @@ def digest_of(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value that JSON does not know, in a form that is the same in every process."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -150,7 +150,7 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     )
 
 
-def item_line(item: Item | Mapping[str, Any]) -> bytes:
+def item_line(item: Item | Mapping[str, object]) -> bytes:
     """The line of an item; items of other kinds of evaluations are plain data."""
     if isinstance(item, Item):
         item = asdict(item)
@@ -161,16 +161,7 @@ def item_line(item: Item | Mapping[str, Any]) -> bytes:
     return json.dumps(item).encode() + b"\n"
 
 
-def parse_item(line: bytes | str) -> Item:
-    """The item of a line.
-
-    Raises:
-        ValidationError: it is none.
-    """
-    return _ITEM.validate_json(line, strict=True)
-
-
-def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
+def write_items(items: Sequence[Item | Mapping[str, object]], path: Path) -> None:
     """``items.jsonl``, in one step.
 
     Raises:
@@ -195,7 +186,7 @@ def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
     items = []
     for number, line in enumerate(lines, 1):
         try:
-            items.append(parse_item(line))
+            items.append(_ITEM.validate_json(line, strict=True))
         except ValidationError as error:
             what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
             raise DataError(path, what, number) from None

@@ -1,7 +1,4 @@
-"""Models × tasks × templates as single evaluations (cells), and how they are carried out.
-
-Callers hand in what higher layers know: models found by name, the reward model that chooses, and who writes pages.
-"""
+"""Models × tasks × templates as single evaluations (trials), and their execution."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ MAX_NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class Drawing:
-    """Settings of drawing and counting answers, the same for every cell.
+    """Settings of drawing and counting answers, the same for every trial.
 
     ``max_tokens`` None: each model's own. ``batch`` None: all answers at once.
     """
@@ -133,10 +130,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationTrial:
-    """One evaluation: a model on a task under a template, with the folder for its files.
-
-    ``data`` is the digest of the examples that are asked (``evals/items.py``).
-    """
+    """One evaluation: a model on a task under a template. ``data``: digest of the examples (``digest_of``)."""
 
     source: ModelSource
     task: Task
@@ -153,7 +147,7 @@ class EvaluationTrial:
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells, by model and task and template in the order of the request; ``folder`` holds them."""
+    """All trials, by model and task and template in the order of the request; ``folder`` holds them."""
 
     trials: list[EvaluationTrial]
     folder: Path
@@ -165,7 +159,7 @@ class Plan:
         return len(self.trials) > 1
 
     def settings(self, trial: EvaluationTrial) -> dict[str, Any]:
-        """All that decides about a cell's answers, as plain data; what is not set is left out."""
+        """Return all that decides about a trial's answers, as plain data; what is not set is left out."""
         checkpoint = resolve_model_name(trial.source.path)
         request, recipe = self.request, trial.source.recipe
         settings: dict[str, Any] = {
@@ -195,10 +189,10 @@ class Plan:
 
 
 def make_plan(request: EvaluationRequest) -> Plan:
-    """Check what was asked for as far as that goes without loading a model.
+    """Check a request as far as that goes without loading a model.
 
     Raises:
-        UsageError: words, options or combinations that cannot be.
+        UsageError: components, options or combinations that cannot be.
     """
     drawing = request.drawing
     if request.best_of is not None and drawing.samples == 1:
@@ -255,16 +249,16 @@ def make_plan(request: EvaluationRequest) -> Plan:
 
 
 def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]:
-    """The task on which models are compared where none is named: the own task of the last that is a run.
+    """Return the task on which models are compared where none is named: the own task of the last that is a run.
 
-    None, and each has its own, where their runs learnt different tasks; runs of one task may differ in its options.
+    None, so that each has its own, where their runs learnt different tasks.
     """
     own = [choose_task(None, source.name, source.recipe) for source in sources if source.recipe is not None]
     return [own[-1]] if own and len({task.name for task in own}) == 1 else [None]
 
 
 class EvaluationProgress:
-    """Called as an evaluation goes on; this one shows nothing. One cell after the other is begun and observed."""
+    """Shows the progress of an evaluation, trial by trial; this one shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -273,19 +267,19 @@ class EvaluationProgress:
         self.close()
 
     def begin(self, title: str) -> None:
-        """A cell begins."""
+        """Begin a trial."""
 
     def observe(self, advance: Advance) -> None:
-        """See ``evals.generation.evaluate``."""
+        """Take the progress of ``evaluation.generation.evaluate``."""
 
     def tell(self, line: str) -> None:
-        """A message that a person should read."""
+        """Show a message."""
 
     def close(self) -> None:
-        """The end of all cells."""
+        """End after all trials."""
 
 
-# ``summary.md`` of a table, from its rows, its notes and the pages of its cells.
+# ``summary.md`` of a table, from its rows, its notes and the pages of its trials.
 WriteTablePage = Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
 
 
@@ -296,10 +290,9 @@ def run_plan(
     open_scorer: Callable[[ModelSource], Scorer],
     progress: EvaluationProgress,
 ) -> list[Finished]:
-    """Every cell in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
+    """Run every trial in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
 
-    Cells that an interrupted table has finished with the same settings are kept; a complete table, which has its
-    ``summary.md``, is made anew.
+    Trials of an interrupted table with the same settings are kept; a complete table (with ``summary.md``) is made anew.
     """
     finished: dict[Path, Finished] = {}
     if plan.is_table and (plan.folder / SUMMARY).is_file():
@@ -331,7 +324,7 @@ def _run_trials(
     scorer: Scorer | None,
     progress: EvaluationProgress,
 ) -> dict[Path, Finished]:
-    """The cells of one model; before the first is sampled, one prompt of each is encoded."""
+    """Run the trials of one model; before the first is sampled, one prompt of each is encoded."""
     request = plan.request
     model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
     models = [model.on_stage(trial.template) for trial in trials]
@@ -362,7 +355,7 @@ def measure(
     scorer: Scorer | None = None,
     progress: EvaluationProgress | None = None,
 ) -> Evaluation:
-    """Evaluate a model on a task (``evals/generation.py``)."""
+    """Evaluate a model on a task (``evaluation/generation.py``)."""
     progress = progress or EvaluationProgress()
     progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}")
     max_tokens = drawing.max_tokens or model.source.max_tokens
@@ -433,7 +426,7 @@ def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
 
 
 def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tuple[Path, list[str]]:
-    """The folder for everything, and below it the name of each cell's (none for a single cell).
+    """Return the folder for everything, and below it the name of each trial's (none for a single trial).
 
     By default it lies in the run, where there is one run alone, and is named by task and template.
     """

@@ -1,8 +1,7 @@
 """Statistics of held-out numbers: intervals, several samples per item, paired tests, voting, ranking by score.
 
-Pure functions of numbers. An item is the unit of chance: samples of one item depend on one another, so an interval
-counts items, never answers. Averages over all ways to take k of an item's samples are exact, without drawing. A tie
-counts one half, or is shared by those who are tied; an answer without a score has −inf and is chosen last.
+Samples of one item depend on one another, so an interval counts items. Averages over all ways to take k of an item's
+samples are exact. A tie counts one half, or is shared; an answer without a score has −inf.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, f
             disjoint groups of k in them.
 
     Source: Korn & Graubard (1998), with Wilson's interval in place of Clopper and Pearson's (Franco et al. 2019).
-    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evals``).
+    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evaluation``).
 
     Raises:
         ValueError: no value.
@@ -124,8 +123,8 @@ def paired_bootstrap(
     """Compare two means over the same items, by resampling items with what both got on them.
 
     The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of resamples on
-    either side of 0 (one is added to each count), at most 1. It is deterministic, for any order of the items. Where all
-    items differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
+    either side of 0 (one is added to each count), at most 1. The order of the items does not matter. Where all items
+    differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
 
     Source: Efron & Tibshirani (1993), chapters 13 and 15.3; pairing as in Koehn (2004).
 
@@ -261,10 +260,7 @@ def summarize_seeds(values: Sequence[float]) -> Summary | None:
     """Mean and 95 % Student-t interval of the mean: ``t · s / √n`` with s² over n − 1; None for no value."""
     if not values:
         return None
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Summary(mean, None, 1)
-    return Summary(mean, half_width(values), len(values))
+    return Summary(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
 
 
 def sigmoid(logit: float) -> float:
@@ -383,9 +379,9 @@ def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> floa
     return total
 
 
-def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """The first step (from 0) whose probability of being good is below ``threshold``; None where there is none."""
-    return next((index for index, p in enumerate(probabilities) if p < threshold), None)
+def first_error(probabilities: Sequence[float]) -> int | None:
+    """Return the first step (from 0) whose probability of being good is below one half; None where there is none."""
+    return next((index for index, p in enumerate(probabilities) if p < 0.5), None)
 
 
 def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
@@ -399,15 +395,13 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     """
     if not actual:
         raise ValueError("no solution to find errors in")
-    hits = [float(p == a) for p, a in zip(predicted, actual, strict=True)]
-    erroneous = [hit for hit, a in zip(hits, actual, strict=True) if a is not None]
-    correct = [hit for hit, a in zip(hits, actual, strict=True) if a is None]
-    rates: dict[str, float] = {}
-    if erroneous:
-        rates["accuracy_erroneous"] = statistics.fmean(erroneous)
-    if correct:
-        rates["accuracy_correct"] = statistics.fmean(correct)
-    if erroneous and correct:
-        left, right = rates["accuracy_erroneous"], rates["accuracy_correct"]
+    pairs = list(zip(predicted, actual, strict=True))
+    hits = {
+        "accuracy_erroneous": [float(p == a) for p, a in pairs if a is not None],
+        "accuracy_correct": [float(p == a) for p, a in pairs if a is None],
+    }
+    rates = {name: statistics.fmean(values) for name, values in hits.items() if values}
+    if len(rates) == 2:
+        left, right = rates.values()
         rates["error_f1"] = 2.0 * left * right / (left + right) if left + right else 0.0
     return rates

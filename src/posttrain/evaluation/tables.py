@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,6 +147,18 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
     return tables
 
 
+# Notes by the result that, where it is not 0, asks for them.
+_NOTES = {
+    "prompts_too_long": "prompts that do not fit into the model's context: {prompts_too_long:.0f}; they count as wrong",
+    "trained_rows": "{trained_rows:.0f} of {n:.0f} rows were in the training data of this run",
+    "grading_failures": "{grading_failures:.1%} of the gradings were stopped or crashed",
+    "out_of_tokens": "{out_of_tokens:.1%} of the answers were cut off; --max-tokens lets them grow longer",
+    "out_of_turns": "{out_of_turns:.1%} of the answers came to the limit of turns (rollout.max_turns)",
+    "tool_failed": "{tool_failed:.1%} of the answers ended as tools were too slow (rollout.tool_seconds)",
+    "unscored": "{unscored:.1%} of the answers could not be scored; they are chosen last",
+}
+
+
 def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Notes under the figures; ``dropped`` by evaluation, counts by reason."""
     notes = []
@@ -156,24 +169,10 @@ def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> l
             notes.append(f"{name}: nothing was graded, as the items have no gold answer; only lengths and format count")
         elif (ungraded := results["n"] - results.get("num_graded", results["n"])) > 0:
             notes.append(f"{name}: items without a gold answer: {ungraded:.0f}; they do not count in accuracy")
-        if too_long := results.get("prompts_too_long"):
-            notes.append(
-                f"{name}: prompts that do not fit into the model's context: {too_long:.0f}; they count as wrong"
-            )
-        if trained := results.get("trained_rows"):
-            notes.append(f"{name}: {trained:.0f} of {results['n']:.0f} rows were in the training data of this run")
-        if results.get("grading_failures"):
-            notes.append(f"{name}: {results['grading_failures']:.1%} of the gradings were stopped or crashed")
-        of_turns, of_tools = results.get("out_of_turns", 0.0), results.get("tool_failed", 0.0)
-        out_of_tokens = results["truncated"] - of_turns - of_tools
-        if out_of_tokens > MAX_TOO_MANY_CUT:
-            notes.append(f"{name}: {out_of_tokens:.1%} of the answers were cut off; --max-tokens lets them grow longer")
-        if of_turns:
-            notes.append(f"{name}: {of_turns:.1%} of the answers came to the limit of turns (rollout.max_turns)")
-        if of_tools:
-            notes.append(f"{name}: {of_tools:.1%} of the answers ended as tools were too slow (rollout.tool_seconds)")
-        if results.get("unscored"):
-            notes.append(f"{name}: {results['unscored']:.1%} of the answers could not be scored; they are chosen last")
+        known = defaultdict(float, results)
+        out_of_tokens = results["truncated"] - known["out_of_turns"] - known["tool_failed"]
+        known["out_of_tokens"] = out_of_tokens if out_of_tokens > MAX_TOO_MANY_CUT else 0.0
+        notes += [f"{name}: {text.format(**known)}" for result, text in _NOTES.items() if known[result]]
     for evaluation, counts in dropped.items():
         left = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         if left:
@@ -291,7 +290,7 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
     left, right = ({item.id: item for item in items} for items in (a, b))
     for which, items, by_id in (("A", a, left), ("B", b, right)):
         if len(by_id) < len(items):
-            raise UsageError(f"{len(items)} items of {which} have {len(by_id)} ids, so that they cannot be told apart")
+            raise UsageError(f"{len(items)} items of {which} have {len(by_id)} ids; each item needs an id of its own")
     only_a, only_b = [key for key in left if key not in right], [key for key in right if key not in left]
     if only_a or only_b:
         named = ", ".join((only_a or only_b)[:3])
@@ -306,7 +305,7 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
     return pairs
 
 
-def settings_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def settings_apart(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     """The settings that may differ, and do.
 
     Raises:

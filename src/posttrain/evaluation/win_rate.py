@@ -181,17 +181,20 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
 
 def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, items: Sequence[HeadToHeadItem]) -> str | None:
     """Return why the KL between two models cannot be measured here; None where it can."""
-    if a.model is None or b.model is None:
-        return "it needs both models in this process; use --engine native"
-    if drawing.temperature == 0:
-        return "greedy decoding draws from no distribution; give --temperature above 0"
-    if drawing.top_k is not None or drawing.top_p < 1.0:
-        return "the answers are drawn from cut distributions; leave --top-k and --top-p out"
-    if a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
-        return "the two models have different tokenizers, so their distributions are over different tokens"
-    if any(item.a[0].prompt_ids != item.b[0].prompt_ids for item in items):
-        return "the two models are asked under different templates; give both one with --template"
-    return None
+    reasons = {
+        "it needs both models in this process; use --engine native": a.model is None or b.model is None,
+        "greedy decoding draws from no distribution; give --temperature above 0": drawing.temperature == 0,
+        "the answers are drawn from cut distributions; leave --top-k and --top-p out": (
+            drawing.top_k is not None or drawing.top_p < 1.0
+        ),
+        "the two models have different tokenizers, so their distributions are over different tokens": (
+            a.tokenizer.get_vocab() != b.tokenizer.get_vocab()
+        ),
+        "the two models are asked under different templates; give both one with --template": any(
+            item.a[0].prompt_ids != item.b[0].prompt_ids for item in items
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,7 @@ def run_head_to_head(
 
 
 def graded(items: Sequence[HeadToHeadItem], task: Task) -> list[HeadToHeadItem]:
-    """The contests whose answers were all graded.
+    """The items whose answers were all graded.
 
     Raises:
         UsageError: none was; a judge is needed.

@@ -12,11 +12,9 @@ from fractions import Fraction
 
 from posttrain.graders.grading import Submission, is_blank
 
-# What may stand behind a number without changing what it says: units, and the things that are counted.
-# A unit that only one of two answers states is forgiven, so what counts as a unit decides what is right. Units are a
-# list. No list holds all that can be counted: of other nouns a plural is known by its form (``17 storks``), a singular
-# by the number before it (``1 robot``, ``1/2 pizza``). ``17 maybe``, ``17 no sixteen`` and ``17 wrong`` are no
-# quantities.
+# Units, and nouns of things that are counted. A unit that only one of two answers states is forgiven, so this decides
+# what is right. Units are a list; of other nouns a plural is known by its form (``17 storks``), a singular by the
+# number before it (``1 robot``, ``1/2 pizza``). ``17 maybe``, ``17 no sixteen`` and ``17 wrong`` are no quantities.
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -109,10 +107,9 @@ def is_known_unit(word: str) -> bool:
 
 
 def is_unit(text: str, value: Fraction | None = None) -> bool:
-    """Return whether words behind a number say what it counts or measures: ``miles per hour``, ``red marbles left``.
+    """Return whether words after the number ``value`` name what it counts or measures: ``red marbles left``.
 
     One of the first words is a noun, or the first is one of ``left``, ``per``, ``in``, ...; none takes the number back.
-    ``value``: the number before them, if it is known.
     """
     words = [word.strip("'-").lower() for word in re.split(r"[\s/.]+", text.replace("°", " ° "))]
     words = [word for word in words if word]
@@ -121,7 +118,7 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
     if not words or len(words) > MAX_WORDS or words in (["a", "m"], ["p", "m"]):
         return bool(words) and len(words) == 2
     for place, word in enumerate(words):
-        is_number = _is_number(word)
+        is_number = not {singular(word), singular(word).removesuffix("e")}.isdisjoint(_NUMBERS)
         takes_back = word in CONNECTIVES or word in _HEDGES or (is_number and word != "ones")
         if takes_back and not (place in times and is_number):
             return False
@@ -133,10 +130,6 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
         if len(word) <= 2:  # a symbol; with more behind it, it may be a variable
             return word not in _STARTS | {"to"} and (len(words) == 1 or (place == 0 and words[1] in _STARTS))
     return False
-
-
-def _is_number(word: str) -> bool:
-    return singular(word) in _NUMBERS or singular(word).removesuffix("e") in _NUMBERS
 
 
 def _is_noun(word: str, value: Fraction | None) -> bool:
@@ -435,9 +428,7 @@ def find_boxes(text: str) -> list[Box]:
     return sorted(boxes)
 
 
-# What a completion says once its thinking is over, and the part of it that is the answer.
-# For graders that read whole responses (letters of choices, lists of names, instructions). Linear in the length of the
-# text.
+# The response after the thinking, and the part of it that is the answer: for graders that read whole responses.
 
 _THINKING = ("think", "reasoning")
 
@@ -453,10 +444,9 @@ def final_response(text: str) -> str | None:
 
 
 def tagged_response(text: str) -> str | None:
-    """``final_response``, or what is between its first ``<answer>`` and the next ``</answer>`` where it has these tags.
+    """Return ``final_response``, or what is between its first ``<answer>`` and the next ``</answer>``, maybe nothing.
 
-    So a prompt template that asks for the tags does not count as part of the response; with nothing between them it
-    is empty. Answer tags that are reversed, or of which one is missing, are text.
+    Answer tags that are reversed, or of which one is missing, are text.
     """
     response = final_response(text)
     if response is None:
@@ -466,10 +456,10 @@ def tagged_response(text: str) -> str | None:
 
 
 def answer_region(submission: Submission) -> tuple[str, bool] | None:
-    """Return the text in which the answer stands, and whether it is marked: nothing but the answer should be in it.
+    """Return the text with the answer, and whether it is marked as nothing but the answer.
 
-    Marked are the answer tags, the last box, and what the prompt template found by a rule of its own (its last number
-    is no such rule). Otherwise it is the whole final response. None where nothing was written or thinking never ends.
+    Marked are the answer tags, the last box, and what the prompt template found by a rule of its own (not its last
+    number). Otherwise it is the final response. None where nothing was written or thinking never ends.
     """
     response = final_response(submission.text)
     if response is None:

@@ -144,15 +144,19 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
     if found is None:
         return None
     start, end, letter = found
-    if _DENIED.search(text[max(0, start - _BEFORE_CHARS) : start]):
-        return None
-    return letter if _stands(letter, text[end : end + TAIL_CHARS], choices) else None
+    is_answer = not _is_denied(text, start) and _stands(letter, text[end : end + TAIL_CHARS], choices)
+    return letter if is_answer else None
+
+
+def _is_denied(text: str, start: int) -> bool:
+    """Return whether what is before a statement makes it none."""
+    return _DENIED.search(text[max(0, start - _BEFORE_CHARS) : start]) is not None
 
 
 def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     """Yield where the sentences that state an answer begin and end, and their letters."""
     for head in _HEAD.finditer(text):
-        if _DENIED.search(text[max(0, head.start() - _BEFORE_CHARS) : head.start()]):
+        if _is_denied(text, head.start()):
             continue
         line = text[head.end() :].partition("\n")[0]
         own = next((one for one in (line, re.split(r"[.;!]\s", line)[0]) if _letter_of_text(one, choices)), None)
@@ -163,13 +167,9 @@ def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, s
             yield head.start(), head.end() + len(own), _letter_of_text(own, choices) or ""
         elif match is not None and (match[1] or not _GOES_ON.match(text, match.end())):
             yield head.start(), match.end(), _letter(match)
-    for pattern in (_JUDGED, _CONCLUSION):
-        for match in pattern.finditer(text):
-            is_denied = pattern is _JUDGED and _DENIED.search(
-                text[max(0, match.start() - _BEFORE_CHARS) : match.start()]
-            )
-            if not is_denied:
-                yield match.start(), match.end(), _letter(match)
+    judged = (match for match in _JUDGED.finditer(text) if not _is_denied(text, match.start()))
+    for match in (*judged, *_CONCLUSION.finditer(text)):
+        yield match.start(), match.end(), _letter(match)
 
 
 def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:

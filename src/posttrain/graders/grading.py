@@ -38,9 +38,8 @@ class Submission:
 class Verdict:
     """The finding of a grader.
 
-    ``extracted`` is the answer that was graded, where the grader read the text by a rule of its own (None: that
-    of the submission stands). ``info`` are further numbers by name, the same names for every submission of a
-    grader, recorded next to the rewards.
+    ``extracted``: the graded answer, where the grader read the text by a rule of its own (None: that of the
+    submission). ``info``: further numbers, recorded next to the rewards; a grader always gives the same names.
     """
 
     outcome: Outcome
@@ -55,10 +54,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A reward that is a number, with further numbers by name that are recorded next to it (as ``Verdict.facts``).
+    """A reward that is a number, with further numbers (as ``Verdict.info``).
 
-    ``failure``: the answer could not be measured, and the value stands in for that; it is recorded as the outcome
-    of an answer that nothing else grades.
+    ``failure``: the answer could not be measured; it is the outcome of an answer that nothing else grades.
     """
 
     value: float
@@ -83,9 +81,8 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, An
     return verdicts
 
 
-# What can be seen: one meaning of "there is an answer" for all graders and rewards.
-# Controls, formats (zero-width space, byte order mark), surrogates, private and unassigned characters, separators;
-# marks, which are seen only on a letter.
+# Categories of characters without ink: controls, formats (zero-width space, byte order mark), surrogates, private and
+# unassigned characters, separators; marks, which are seen only on a letter.
 _UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp", "Mn", "Mc", "Me"))
 # Of other categories and yet without ink: Hangul fillers, the Braille cell without dots, a note without a head, and
 # what stands for an object or for bytes that are no text.

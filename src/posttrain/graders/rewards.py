@@ -44,10 +44,6 @@ AVAILABLE: dict[str, str] = {
     "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
-# Templates without tags that ask for a format, and the reward that measures it.
-_FORMATS = {"boxed": "boxed_format"}
-
-
 Result = float | Verdict | Measured
 MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
 
@@ -109,33 +105,22 @@ class BoundReward:
             ) from error
 
 
-def bind_reward(
-    reward: Entry | Callable[..., Any], options: Mapping[str, Any] | None = None, where: str = ""
-) -> BoundReward:
-    """Fill in the options and check that the reward asks only for what there is.
+def bind_reward(reward: Entry, options: Mapping[str, Any] | None = None, where: str = "") -> BoundReward:
+    """Fill in the recipe's options and check that the reward asks only for what there is.
 
-    Args:
-        reward: an entry of the registry, or a plain function.
-        options: the recipe's options; of an entry they are validated.
-        where: the recipe's key (``rewards.0``), for messages.
+    ``where``: the recipe's key (``rewards.0``), for messages.
 
     Raises:
         RecipeError: an option is unknown, missing or of the wrong type.
         UsageError: a parameter of the function is nothing that can be provided.
     """
-    if isinstance(reward, Entry):
-        name, function, bound = reward.name, reward.function, reward.bind(options or {}, where)
-        batched = bool(reward.traits.get("batched"))
-        prepare = reward.traits.get("prepare")
-        if prepare is not None:
-            prepare(**bound.keywords)
-    else:
-        name, function = getattr(reward, "__name__", repr(reward)), reward
-        bound, batched = partial(reward, **(options or {})), False
-    requested = _requested_arguments(name, function, where, bound.keywords)
-    if takes_columns(function):
-        return BoundReward(name, partial(_call_with_columns, bound), requested, batched=True)
-    return BoundReward(name, bound, requested, batched)
+    bound = reward.bind(options or {}, where)
+    if (prepare := reward.traits.get("prepare")) is not None:
+        prepare(**bound.keywords)
+    requested = _requested_arguments(reward.name, reward.function, where, bound.keywords)
+    if takes_columns(reward.function):
+        return BoundReward(reward.name, partial(_call_with_columns, bound), requested, batched=True)
+    return BoundReward(reward.name, bound, requested, bool(reward.traits.get("batched")))
 
 
 def takes_columns(function: Callable[..., Any]) -> bool:
@@ -189,7 +174,7 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
 
 def format_part(template: str, *, has_tags: bool) -> str | None:
     """Return the reward that measures the format that a prompt template asks for; None where it asks for none."""
-    return "xml_format" if has_tags else _FORMATS.get(template)
+    return "xml_format" if has_tags else "boxed_format" if template == "boxed" else None
 
 
 def _requested_arguments(
@@ -221,7 +206,7 @@ def _requested_arguments(
     return tuple(requested)
 
 
-def _check_result(value: Any, place: str) -> Result:
+def _check_result(value: object, place: str) -> Result:
     if not isinstance(value, Verdict | Measured):
         return _check_number(value, place)
     for number in (value.value, *value.info.values()):
@@ -229,7 +214,7 @@ def _check_result(value: Any, place: str) -> Result:
     return value
 
 
-def _check_number(value: Any, place: str) -> float:
+def _check_number(value: object, place: str) -> float:
     if not isinstance(value, Real):
         remedy = "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
         if value is None:
@@ -262,7 +247,7 @@ def check_size(reward: float, place: str) -> float:
     return reward
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value) if not isinstance(value, int) else f"an integer of {value.bit_length()} bits"
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
@@ -325,16 +310,12 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
     Raises:
         UsageError: the template has no tags.
     """
-    open_r, close_r, open_a, close_a = _marks(tags, "xml_format")
-    if any(text.count(mark) != 1 for mark in (open_r, close_r, open_a, close_a)):
+    marks = _marks(tags, "xml_format")
+    if any(text.count(mark) != 1 for mark in marks):
         return 0.0
-    before, _, rest = text.partition(open_r)
-    _, _, rest = rest.partition(close_r)
-    between, _, rest = rest.partition(open_a)
-    answer, closed, after = rest.partition(close_a)
-    if not closed or is_blank(answer):
-        return 0.0
-    return 0.0 if before.strip() or between.strip() or after.strip() else 1.0
+    open_r, close_r, open_a, close_a = map(re.escape, marks)
+    found = re.fullmatch(rf"\s*{open_r}.*{close_r}\s*{open_a}(.*){close_a}\s*", text, re.DOTALL)
+    return float(found is not None and not is_blank(found[1]))
 
 
 @register("reward")

@@ -1,8 +1,7 @@
 """Tasks that bring their own scorer: as a reward with partial credit, and as a grader.
 
-A scorer reads what a model wrote, and its author may not have thought of everything that can stand there. So one that
-a library brings (``WorkerScorer``) runs in processes that can be killed. A plain function, ``meta["score"]`` of a
-user's own task, is called as it is.
+A scorer of a library (``WorkerScorer``) runs in processes that can be killed, since a model may write anything. A plain
+function, ``meta["score"]`` of a user's own task, is called as it is.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ MAX_WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerScorer:
-    """A scorer that runs in a worker process.
-
-    ``target``: the ``module:function`` of ``[subject, answer]`` which gives the score, a number. ``subject``: what JSON
-    can hold. ``limits``: what one answer may use.
-    """
+    """A scorer in a worker process: ``target``, a ``module:function``, scores ``[subject, answer]``."""
 
     target: str
     subject: Any

@@ -24,12 +24,11 @@ SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
 class Sampling:
     """Options of sampling.
 
-    ``temperature`` 0 is greedy, and so is one below ``SMALLEST_TEMPERATURE``: logits divided by it are no numbers.
-    Log-probabilities are always those of the full distribution at ``temperature`` (at 1 when greedy), before
-    truncation by ``top_k`` or ``top_p``. Generation ends at any of ``stop_ids`` (kept as the completion's last id) or
-    after ``max_tokens``. ``max_total_tokens`` limits a prompt and its completion together. ``max_turn_tokens``: the
-    limit of each of several turns; ``max_tokens`` is then that of all turns and replies. ``num_tokens``: ids from here
-    on are never drawn, because the tokenizer has no text for them.
+    ``temperature``: 0, or below ``SMALLEST_TEMPERATURE``, is greedy. Log-probabilities are those of the full
+    distribution at ``temperature`` (at 1 when greedy), before truncation by ``top_k`` or ``top_p``. Generation ends at
+    any of ``stop_ids`` (the completion's last id) or after ``max_tokens``. ``max_total_tokens``: limit of prompt and
+    completion together. ``max_turn_tokens``: limit of each of several turns; ``max_tokens`` is then that of all turns
+    and replies. ``num_tokens``: ids from here on have no text and are never drawn.
     """
 
     max_tokens: int
@@ -152,12 +151,12 @@ def begin(
 
 
 class Engine(ABC):
-    """Samples completions. An engine never drops a row: every key gives one completion.
+    """Samples completions: one for every key.
 
-    ``version``: the number of updates of the weights that sample, kept with every completion. ``folder``: the run's,
-    for what the engine stores. ``process_group``: the processes that train, each of which has an engine and calls the
-    same methods of it in the same order. ``in_background``: the main process alone samples, in a thread, while the
-    model changes; the engine must then neither read the model nor wait for the others.
+    ``version``: the number of updates of the weights that sample. ``folder``: the run's, for files of the engine.
+    ``process_group``: the processes that train; each has an engine and calls the same methods in the same order.
+    ``in_background``: the main process alone samples, in a thread, while the model changes; the engine must then
+    neither read the model nor wait for the others.
     """
 
     version: int = 0
@@ -181,9 +180,7 @@ class Engine(ABC):
         return UNLIMITED_CONTEXT
 
     def sync(self, version: int) -> None:
-        """Sample with the trained model's weights as they are now, after ``version`` updates.
-
-        The same version means the same weights. An engine that reads the model itself has nothing else to do.
+        """Sample with the trained model's weights after ``version`` updates; the same version is the same weights.
 
         Raises:
             EngineMismatch: after the transfer, the engine's log-probabilities of a fixed batch are not the model's.
@@ -214,9 +211,8 @@ class Engine(ABC):
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """Return one completion per key, grouped by prompt.
 
-        ``keys[i]`` holds one 64-bit key per completion of ``prompts[i]``: token t of a completion
-        is drawn with the t-th uniform number of its key (``randomness.uniforms``), so it does not
-        depend on what else is in the batch.
+        ``keys[i]`` holds a 64-bit key per completion of ``prompts[i]``: token t is drawn with the t-th uniform number
+        of its key (``randomness.uniforms``), whatever else is in the batch.
 
         Raises:
             UsageError: an empty prompt, or one that leaves no room in the model's context.
@@ -246,16 +242,9 @@ class Engine(ABC):
         return [[row.completion(version) for row in group] for group in groups]
 
     def _converse(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[Conversation],
-        sampling: Sampling,
-        respondent: Respondent,
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
     ) -> int:
-        """Complete every row; return the version that sampled.
-
-        Here each turn is a generation over all ids before it, so whole prompts are read again at every turn.
-        """
+        """Complete every row, by a generation over all ids before each turn; return the version that sampled."""
         version = 0
         going = list(rows)
         while going:

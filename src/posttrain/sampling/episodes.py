@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.render import Template, decode_response, encode_prompt
 from posttrain.data.render.assistant import ReplyFrame, reply_frame
@@ -21,6 +21,9 @@ from posttrain.sampling.environments.pool import Job, Pool
 from posttrain.sampling.environments.tools import describe_tools
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 MAX_LATE = 2  # calls of a completion that may take too long: with this one it ends
 
 Place = tuple[int, int]  # (number of the prompt, number of the completion)
@@ -30,8 +33,8 @@ Place = tuple[int, int]  # (number of the prompt, number of the completion)
 class Stage:
     """The environment, tools and limits of completions of several turns.
 
-    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. Each call has ``tool_seconds``. Where the
-    environment fails the episode is played again, ``retries`` times.
+    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. ``tool_seconds``: of a call. ``retries``: of
+    an episode whose environment failed.
     """
 
     toolset: Toolset
@@ -44,7 +47,7 @@ class Stage:
     max_turn_tokens: int | None = None
 
 
-def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | None:
+def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokenizerBase) -> Stage | None:
     """Return the stage of a resolved recipe; None for one whose completions have one turn.
 
     Raises:
@@ -56,14 +59,13 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     toolset = build_toolset(recipe.environment, recipe.tools or ())
     form = call_form(tokenizer, template)
     if options.show_tools:
-        template = show_tools(template, toolset.schemas, form)
+        template = show_tools(template, [tool.schema for tool in toolset.tools.values()], form)
     refuse_unpaid(toolset, [component.name for component in recipe.rewards])
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
-    frame = reply_frame(tokenizer, template)
     limits = (options.max_turns, options.tool_seconds, options.retries, options.max_turn_tokens)
-    return Stage(toolset, template, form, frame, *limits)
+    return Stage(toolset, template, form, reply_frame(tokenizer, template), *limits)
 
 
 def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: CallForm) -> Template:
@@ -71,13 +73,17 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: C
     if form.is_native:
         variables = {**template.variables, "tools": list(schemas)}
 
-        def natively(messages: Sequence[Message], tokenizer: Any, own: Mapping[str, Any] | None = None) -> Any:
+        def natively(
+            messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, own: Mapping[str, Any] | None = None
+        ) -> Any:
             return template.prompt(messages, tokenizer, {**variables, **(own or {})})
 
         return replace(template, prompt=natively, variables=variables)
     described = describe_tools(schemas)
 
-    def described_first(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Any:
+    def described_first(
+        messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
+    ) -> Any:
         own = [message.content for message in messages[:1] if message.role == "system"]
         instructions = [Message("system", "\n\n".join([described, *own]))] if messages else []
         return template.prompt([*instructions, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
@@ -100,9 +106,9 @@ class _Actor:
 
 
 class Cast:
-    """Answers the turns of many completions (``engines.base.Respondent``)."""
+    """Answers the turns of many completions (``sampling.base.Respondent``)."""
 
-    def __init__(self, stage: Stage, tokenizer: Any, actors: Mapping[Place, _Actor]) -> None:
+    def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, _Actor]) -> None:
         self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
@@ -111,7 +117,7 @@ class Cast:
         actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
         actor.last = turn[-1] if len(turn) else None
         actor.requests, actor.first, actor.finish = [], None, None
-        if finish == "stop":  # of a turn that was cut off nothing may be what was meant
+        if finish == "stop":  # a turn that was cut off may hold half a call
             actor.requests = read_calls(actor.text.removeprefix(self.stage.template.opening), self.stage.form)
         if actor.requests:
             actor.first = self._begin(actor, actor.requests[0])
@@ -164,15 +170,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Episodes:
-    """The completions of some prompts, played; ``seeds`` are those of the prompts, shared by their completions.
-
-    Args:
-        room: tokens that a prompt may have.
-    """
+    """Plays the completions of some prompts. ``room``: tokens that a prompt may have."""
 
     stage: Stage
     engine: Engine
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     room: int
     process_group: ProcessGroup = SINGLE_PROCESS
@@ -180,7 +182,7 @@ class Episodes:
     def play(
         self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
     ) -> list[list[Episode]]:
-        """Return one episode per key, grouped by prompt.
+        """Return one episode per key, grouped by prompt; ``seeds``: of each prompt, shared by its completions.
 
         Raises:
             UsageError: an environment opens a group's episodes with different texts.
@@ -209,7 +211,7 @@ class Episodes:
         openings: dict[int, str],
     ) -> dict[Place, Episode]:
         """Play the completions at these places once, from the beginning."""
-        sessions = {place: self.stage.toolset.open(pool, self.stage.tool_seconds) for place in places}
+        sessions = {place: Session(self.stage.toolset, pool, self.stage.tool_seconds) for place in places}
         for (i, _), session in sessions.items():
             session.begin(examples[i], seeds[i])
         prompts = {(i, g): self._open(session, examples[i], i, openings) for (i, g), session in sessions.items()}
@@ -233,9 +235,17 @@ class Episodes:
         nothing = Completion((), (), "environment_failed", self.engine.version, ())
         episodes = {}
         for place, session in sessions.items():
-            played = self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
-            messages = tuple(opened(examples[place[0]], openings.get(place[0], "")))
-            episodes[place] = replace(played, messages=messages)
+            completion, reward = completions.get(place, nothing), session.reward()
+            if session.failure:
+                completion = replace(completion, finish="environment_failed")
+            episodes[place] = Episode(
+                tuple(prompts[place]),
+                completion,
+                tuple(of_place[place].turns) if place in of_place else (),
+                reward,
+                (session.failure,) if session.failure else (),
+                tuple(opened(examples[place[0]], openings.get(place[0], ""))),
+            )
         for closing in [session.close() for session in sessions.values()]:
             if closing is not None:  # the next to be played may need the place, or what it holds
                 pool.wait(closing)
@@ -256,11 +266,3 @@ class Episodes:
         if len(ids) > self.room:
             session.failure = f"with its opening the prompt has {len(ids)} tokens, and {self.room} have room"
         return ids
-
-    def _result(self, prompt: Sequence[int], completion: Completion, session: Session, actor: _Actor | None) -> Episode:
-        reward = session.reward()
-        turns = tuple(actor.turns) if actor is not None else ()
-        if session.failure:
-            completion = replace(completion, finish="environment_failed")
-        failures = (session.failure,) if session.failure else ()
-        return Episode(tuple(prompt), completion, turns, reward, failures)

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.randomness import uniforms
 from posttrain.registry import register
-from posttrain.sampling.base import Engine, Groups, Sampling
+from posttrain.sampling.base import Engine, Groups, Sampling, check_prompts
 from posttrain.types import Completion, Finish
 
 Ids = Sequence[int]
@@ -34,14 +34,12 @@ def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0
 class FakeEngine(Engine):
     """Completions from a script.
 
-    Args:
-        choices: token ids to choose from; or a mapping from a prompt's ids (a tuple) to its own
-            choices; or a function of (prompt, key) that gives the ids themselves.
-        logprob: the log-probability of every token.
+    ``choices``: token ids to choose from; or a mapping from a prompt's ids to its own choices; or a function of
+    (prompt, key) that gives the ids. ``logprob``: of every token. ``calls`` keeps the arguments, for tests.
 
     A completion whose key's first uniform number is u takes choice ``floor(u * len(choices))``. It is cut after the
     first of ``sampling.stop_ids`` (finish ``stop``) or at ``sampling.max_tokens`` (finish ``length``); one that ends
-    without either counts as stopped. ``calls`` keeps the arguments, for tests.
+    without either counts as stopped.
     """
 
     def __init__(
@@ -62,9 +60,7 @@ class FakeEngine(Engine):
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         self.calls.append(([tuple(p) for p in prompts], [tuple(k) for k in keys], sampling))
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
+        check_prompts(prompts, self.context_tokens, None)
         return [
             [self._complete(tuple(prompt), key, sampling) for key in row]
             for prompt, row in zip(prompts, keys, strict=True)

@@ -21,8 +21,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 64 << 20
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-# Raised by a reader of an answer that has another form.
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class Unanswered(Exception):
@@ -75,7 +73,7 @@ class HttpServer:
         await self._client.aclose()
 
     def call(
-        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+        self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
         """Ask once, with a connection of its own, from code that is not asynchronous (see ``ask``)."""
         return self.session(lambda: self.ask(method, path, body, read=read, retries=retries))
@@ -90,7 +88,7 @@ class HttpServer:
         return run(alone())
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+        self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
         """Return the result of ``read`` for the JSON of the answer.
 
@@ -111,7 +109,11 @@ class HttpServer:
                 async with self._places, asyncio.timeout(self.timeout_seconds):
                     status, content = await self._exchange(method, path, data)
                 if status == 200:
-                    return _read(read, read_json(content))
+                    answer = read_json(content)
+                    try:
+                        return read(answer)
+                    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None
                 message = read_error(content)
                 failure = f"HTTP {status}: {message}"
                 if status not in RETRIED_STATUSES:
@@ -187,10 +189,3 @@ def read_error(content: bytes) -> str:
     except (Interrupted, AttributeError):
         pass  # a proxy's page: shown as it is
     return harmless(" ".join(text.split())[:500]) or "no explanation"
-
-
-def _read(read: Callable[[Any], Result], answer: Any) -> Result:
-    try:
-        return read(answer)
-    except _MISFITS as error:
-        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None

@@ -143,8 +143,8 @@ def _question(
         "required": ["reasoning", answer],
         "additionalProperties": False,
     }
-    system = f"{_RULES.format(mark=mark)}{reply}"
-    return Question(system, f"{quoted}\n\nJudge by this: {rubric}\n\n{reply}", schema, answer, values)
+    text = f"{quoted}\n\nJudge by this: {rubric}\n\n{reply}"
+    return Question(_RULES.format(mark=mark) + reply, text, schema, answer, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,13 @@ class Judge:
         return f"{self.url} {self.model or ''}".strip()
 
     def _open(self) -> HttpServer:
-        options: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "retries": self.retries}
-        return HttpServer(self.url, concurrency=self.concurrency, token=self._key, **options)
+        return HttpServer(
+            self.url,
+            timeout_seconds=self.timeout_seconds,
+            retries=self.retries,
+            concurrency=self.concurrency,
+            token=self._key,
+        )
 
     def find_model(self, retries: int | None = None) -> str:
         """Return the name of the model at the server.
@@ -296,7 +301,7 @@ class Judge:
     async def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
         spent = [0, 0]
 
-        def read(content: Any) -> float:
+        def read(content: object) -> float:
             try:
                 answer = _Answer.model_validate(content)
             except ValidationError as error:
@@ -380,8 +385,9 @@ def prepare(*, where: str = "judge", url: str | None = None, scale: tuple[int, i
         raise RecipeError(
             f"{where}.url: say where a judge answers; a model of this machine is one behind `posttrain serve MODEL`"
         )
-    judge = Judge(url, where=where, **{name: value for name, value in options.items() if name not in _HOW})
-    judge.find_model(retries=0)
+    Judge(url, where=where, **{name: value for name, value in options.items() if name not in _HOW}).find_model(
+        retries=0
+    )
 
 
 @register("reward", batched=True, asks_a_model=True, prepare=prepare)
@@ -428,10 +434,18 @@ def judge(
     Raises:
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
-    asking: dict[str, Any] = {"url": url, "where": where, "model": model, "structured": structured}
-    asking |= {"temperature": temperature, "max_tokens": max_tokens}
-    asking |= {"concurrency": concurrency, "retries": retries, "timeout_seconds": timeout_seconds}
-    judge = _judge_for(folder=folder[0], **asking)
+    judge = _judge_for(
+        url=url,
+        model=model,
+        structured=structured,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        retries=retries,
+        timeout_seconds=timeout_seconds,
+        where=where,
+        folder=folder[0],
+    )
     judged = judge.ask(
         [
             rate(prompt_text(one), answer, rubric=rubric, scale=scale, gold=one.answer if known_answer else None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain import registry
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
@@ -21,6 +21,8 @@ from posttrain.sampling.base import Engine, Episode, Sampling
 from posttrain.types import Completion, Example, Rollout, Turn
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from transformers import PreTrainedTokenizerBase
+
     from posttrain.sampling.episodes import Stage
 
 SEEDS = 1 << 31  # of environments: the range of every generator of random numbers
@@ -52,8 +54,8 @@ class Grade:
 class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
-    Two parts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where an example has an
-    answer) and the format of a template that asks for one. ``folder``: the run's own, for rewards that store something.
+    ``correct`` and the format of a template that asks for one are always measured, at weight 0 unless the recipe
+    rewards them. ``folder``: the run's own, for rewards that store something.
     """
 
     template: Template
@@ -87,10 +89,8 @@ class Grader:
             for attempt, final_answer in zip(attempts, extracted, strict=True)
         ]
         ids = [attempt.example.id for attempt in attempts]
-        columns: list[tuple[str, float, list[Result]]] = []
-        for name, weight, reward in self.rewards:
-            with redirect_stdout(sys.stderr):
-                columns.append((name, weight, reward.grade(available, ids)))
+        with redirect_stdout(sys.stderr):
+            columns = [(name, weight, reward.grade(available, ids)) for name, weight, reward in self.rewards]
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
             for i in range(len(attempts))
@@ -143,7 +143,7 @@ class Sampler:
     """
 
     engine: Engine
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     grader: Grader
     context_tokens: int
     process_group: ProcessGroup = field(default=SINGLE_PROCESS, kw_only=True)
@@ -160,9 +160,8 @@ class Sampler:
 class RolloutRequest:
     """``group`` completions of every prompt, the token ids of which are ``prompts``.
 
-    ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together with its place
-    (prompt slot, sample). ``slots``: of the prompts (0, 1, ... by default), for requests in several calls.
-    ``prompt_indices``: under which they are recorded (0, 1, ... by default). ``epochs``: epochs (0 by default).
+    ``key``: (seed, purpose, counter); with slot and sample it decides a completion's random numbers. ``slots`` of the
+    prompts, ``prompt_indices`` under which they are recorded: 0, 1, ... by default. ``epochs``: 0 by default.
     """
 
     examples: Sequence[Example]
@@ -192,9 +191,10 @@ def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollou
     mine = sampler.process_group.share(numbers)
     episodes = _play(sampler, request, mine, [request.keys(i) for i in mine], [slots[i] for i in mine])
     started = time.perf_counter()
-    played = [(i, one) for i, row in zip(mine, episodes, strict=True) for one in row]
-    grades = grader.grade([_attempt(sampler, request.examples[i], one) for i, one in played]) if played else []
-    graded = [(one, _text(sampler, one), grade) for (_, one), grade in zip(played, grades, strict=True)]
+    numbered = zip(mine, episodes, strict=True)
+    played = [(one, _attempt(sampler, request.examples[i], one)) for i, row in numbered for one in row]
+    grades = grader.grade([attempt for _, attempt in played]) if played else []
+    graded = [(one, attempt.text, grade) for (one, attempt), grade in zip(played, grades, strict=True)]
     seconds = time.perf_counter() - started
     groups = sampler.process_group.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
     return [
@@ -239,22 +239,20 @@ def _play(
     return episodes.play([request.examples[i] for i in mine], keys, seeds)
 
 
-def _text(sampler: Sampler, episode: Episode) -> str:
-    """Return the graded text of a completion."""
-    if episode.turns:
-        return episode.turns[-1].text
-    return decode_response(sampler.tokenizer, sampler.grader.template, episode.completion.ids, episode.prompt)
-
-
 def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
-    prompt = sampler.tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
-    has_failed = episode.completion.finish == "environment_failed"  # graded for the record, never trained on
+    completion, tokenizer, template = episode.completion, sampler.tokenizer, sampler.grader.template
+    prompt = tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
+    has_failed = completion.finish == "environment_failed"  # graded for the record, never trained on
     reward = 0.0 if has_failed and episode.reward is None else episode.reward
-    return Attempt(example, prompt, _text(sampler, episode), episode.completion, episode.turns, reward)
+    if episode.turns:
+        text = episode.turns[-1].text
+    else:
+        text = decode_response(tokenizer, template, completion.ids, episode.prompt)
+    return Attempt(example, prompt, text, completion, episode.turns, reward)
 
 
 def encode_prompts(
-    tokenizer: Any, template: Template, examples: Sequence[Example], limit: int
+    tokenizer: PreTrainedTokenizerBase, template: Template, examples: Sequence[Example], limit: int
 ) -> tuple[list[int], list[list[int]], int]:
     """Return the indices of the prompts of at most ``limit`` tokens, their ids, and how many were dropped."""
     encoded = [encode_prompt(tokenizer, template, example.messages, example.variables) for example in examples]

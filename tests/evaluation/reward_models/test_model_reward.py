@@ -58,14 +58,14 @@ def test_what_cannot_be_scored_gets_the_lowest_score_and_is_counted(judge: str) 
 
 
 def test_normalized_scores_of_the_held_out_answers_have_mean_0_and_deviation_1(judge: str) -> None:
-    scale = module.held_out_scale(judge)
+    mean, std = module.held_out_scale(judge)
     model = module.open_run(judge)
     task = registry.find("task", "small_runs:judged_sums").bind({}, "task")()
     scores = [s for e in task.examples for s in model.score_responses([e, e], e.responses)]
-    assert statistics.fmean(map(scale, scores)) == pytest.approx(0.0, abs=1e-5)
-    assert statistics.stdev(map(scale, scores)) == pytest.approx(1.0, abs=1e-5)
+    assert statistics.fmean((s - mean) / std for s in scores) == pytest.approx(0.0, abs=1e-5)
+    assert statistics.stdev((s - mean) / std for s in scores) == pytest.approx(1.0, abs=1e-5)
     plain, normal = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], normalize=True)
-    assert normal == pytest.approx([(s - scale.mean) / scale.std for s in plain])
+    assert normal == pytest.approx([(s - mean) / std for s in plain])
 
 
 def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ended(judge: str) -> None:

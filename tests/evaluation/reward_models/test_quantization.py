@@ -1,4 +1,4 @@
-"""What is said about a quantized model against slow references: divergences, agreement, intervals, accuracy."""
+"""Measures of a quantized model against slow references: divergences, agreement, intervals, accuracy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sums(size: int, question: str = "What is {} plus 1?") -> Task:
 
 
 def compare(tokenizer: Any, template: Any, before: Any, after: Any, n: int = 12, context: int = 200) -> Any:
-    """What is found, and the answers that it was found on."""
+    """Return the measures, and the answers that were compared."""
     engine = registry.find("engine", "native").bind({})(before, tokenizer)
     answers: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What a reward model is worth: results by hand from scores that are given, and what is refused."""
+"""Measures of a reward model: results by hand from given scores, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking a reward model: the scores of training, whatever stands beside them in the batch; what is refused."""
+"""Scores of a reward model: those of training, whatever else is in the batch; refusals."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_step_is_read_at_its_last_token(runs, models, name: str) -> None:
     assert model.score_responses([example], [Response("", 0.0, steps)]) == [pytest.approx(min(expected), abs=1e-5)]
 
 
-# --- what stands beside a row changes nothing ---
+# --- other rows of the batch change nothing ---
 
 
 @pytest.mark.parametrize("name", ["pair", "three"])
@@ -321,7 +321,7 @@ def test_a_head_of_another_shape_is_refused(runs) -> None:
 
 @pytest.mark.parametrize("name", ["pair", "adapter"])
 def test_weights_and_head_come_from_the_checkpoint(runs, models, name: str) -> None:
-    """What a recipe alone would give scores otherwise, or the tests above would say nothing."""
+    """A model built from the recipe alone scores otherwise."""
     _, recipe, _ = runs[name]
     example = Example("e", (Message("user", "What is 2 plus 3?"),))
     fresh = prepare(recipe)

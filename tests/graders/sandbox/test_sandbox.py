@@ -156,7 +156,7 @@ def test_refusal_without_bwrap_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 
 def run_filter(program: bytes, number: int, architecture: int, argument: int) -> int:
-    """What a classic BPF program says of a system call."""
+    """Return the verdict of a classic BPF program on a system call."""
     steps = list(struct.iter_unpack("=HBBI", program))
     seen = {0: number, 4: architecture, 16: argument}
     place, loaded = 0, 0

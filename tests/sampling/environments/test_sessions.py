@@ -52,7 +52,7 @@ def use(session: Session, name: str, given_arguments="", arguments=None):
 def test_a_class_written_for_trl_runs_as_it_is(pool: Pool) -> None:
     built = toolset("Echo")
     assert list(built.tools) == ["echo", "fail"]
-    session = built.open(pool, LONG)
+    session = Session(built, pool, LONG)
     session.begin(EXAMPLE, 98)
     assert session.opening() == "Echo 1."
     row = session.environment.row
@@ -65,13 +65,13 @@ def test_a_class_written_for_trl_runs_as_it_is(pool: Pool) -> None:
 
 
 def test_async_methods_share_a_loop(pool: Pool) -> None:
-    session = begun(toolset("Waiting").open(pool, LONG))
+    session = begun(Session(toolset("Waiting"), pool, LONG))
     assert use(session, "wait", "0.001").result == "True"
     assert session.failure == ""
 
 
 def test_tools_without_state(pool: Pool) -> None:
-    session = begun(toolset("Echo", "add").open(pool, LONG))
+    session = begun(Session(toolset("Echo", "add"), pool, LONG))
     assert use(session, "add", "{}", {"a": 2, "b": 3}).result == "5"
     with pytest.raises(RecipeError, match=r"tools\.0: .*named as module:function; got 'add'"):
         build_toolset(None, ["add"])
@@ -81,7 +81,7 @@ def test_tools_without_state(pool: Pool) -> None:
 
 
 def test_a_tool_that_hangs_is_answered_and_its_environment_is_broken_when_it_is_needed_again(pool: Pool) -> None:
-    session = begun(toolset("Hanging").open(pool, LONG))
+    session = begun(Session(toolset("Hanging"), pool, LONG))
     session.seconds = SHORT
     call = use(session, "hang")
     assert (call.outcome, call.result) == ("timeout", "hang took longer than 0.05 seconds and was given up")
@@ -91,9 +91,9 @@ def test_a_tool_that_hangs_is_answered_and_its_environment_is_broken_when_it_is_
 
 
 def test_a_reset_that_returns_no_text_is_a_failure_that_states_what_to_return(pool: Pool) -> None:
-    session = begun(toolset("ShowsNoText").open(pool, LONG))
+    session = begun(Session(toolset("ShowsNoText"), pool, LONG))
     assert session.failure == "reset returned dict, which is no text; return what the model is to read, or None"
-    silent = begun(toolset("Waiting").open(pool, LONG))
+    silent = begun(Session(toolset("Waiting"), pool, LONG))
     assert (silent.opening(), silent.failure) == ("", ""), "None opens with nothing"
 
 
@@ -162,7 +162,7 @@ def test_the_class_of_the_guide_is_an_environment(pool: Pool, tmp_path: Path, mo
     (tmp_path / "guide_mine.py").write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))
     declare_code("guide_mine:Counter")
-    session = build_toolset(Component(name="guide_mine:Counter")).open(pool, LONG)
+    session = Session(build_toolset(Component(name="guide_mine:Counter")), pool, LONG)
     session.begin(EXAMPLE, 11)
     assert session.opening() == "Count down from 2."
     assert use(session, "say", "2").result == "ValueError: that was not the next number"

@@ -53,11 +53,7 @@ def test_a_tool_without_types_or_docstring_is_refused(function, message: str) ->
 
 @pytest.mark.parametrize(
     ("given_arguments", "arguments"),
-    [
-        ({"a": 2, "b": 3}, {"a": 2, "b": 3}),
-        ({"a": "2"}, {"a": 2, "b": 0}),
-        ('{"a": 2, "b": 3}', {"a": 2, "b": 3}),
-    ],
+    [({"a": 2, "b": 3}, {"a": 2, "b": 3}), ({"a": "2"}, {"a": 2, "b": 0}), ('{"a": 2, "b": 3}', {"a": 2, "b": 3})],
 )
 def test_arguments_are_of_the_types_requested(given_arguments, arguments) -> None:
     assert make_tool(mine.add, "here").read(given_arguments) == arguments

@@ -90,7 +90,7 @@ def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[s
 
 
 def break_down(items: Sequence[dict[str, Any]], name: str) -> Kinds:
-    """The accuracy ``name`` (of ``right``) by kind of item (``evals.items.by_kind``), of the items with a verdict."""
+    """Return the accuracy ``name`` (of ``right``) by kind of item (``items.by_kind``), of the items with a verdict."""
     judged = [item for item in items if item["right"] is not None]
 
     def measure(places: Sequence[int]) -> dict[str, float]:

@@ -55,10 +55,7 @@ def compare_policies(
     answers = evaluation.rollouts
     results = summarize_kl("kl", answers, measure_kl(answers, before, after))
     results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))
-    return results | {
-        "num_answers": float(len(answers)),
-        "prompts_too_long": evaluation.results["prompts_too_long"],
-    }
+    return results | {"num_answers": float(len(answers)), "prompts_too_long": evaluation.results["prompts_too_long"]}
 
 
 def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
 
-Rows of tokens are those of training (``render/rows.py``), and a score is read where training read it: at the end token
-of an answer, at the last token of each step. So a score here is the number that training saw.
+Rows of tokens are those of training (``render/rows.py``), and a score is read at the same place: the end token of an
+answer, the last token of each step.
 """
 
 from __future__ import annotations
@@ -161,12 +161,9 @@ class RewardModel:
 def load_reward_model(
     recipe: Recipe, checkpoints: str | Path, *, label: str, step: int | None = None, bits: int | None = None
 ) -> RewardModel:
-    """The reward model that a resolved recipe has trained, from the folder of its run's ``checkpoints``.
+    """Return the reward model that a resolved recipe has trained, from its run's ``checkpoints``.
 
-    Args:
-        label: what it is called in messages.
-        step: of which step; the best one by default, else the newest.
-        bits: the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
+    ``label``: its name in messages. ``step``: by default the best, else the newest. ``bits``: of a quantized copy.
 
     Raises:
         UsageError: the recipe trains no reward model, or there is no such checkpoint.
@@ -190,14 +187,14 @@ def load_reward_model(
     if bits is not None:
         if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
             raise UsageError(
-                f"{label}: no copy in {bits} bits beside the weights of step {chosen}; make it with: "
+                f"{label}: no copy in {bits} bits next to the weights of step {chosen}; make it with: "
                 f"posttrain quantize {label} --bits {bits}"
             )
         changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
     section = recipe.model.model_copy(update=changes)
     loaded = load_model(section, seed=recipe.train.seed)
     forward, heads = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
-    assert isinstance(forward, Forward), "a reward head stands on one model"
+    assert isinstance(forward, Forward), "a reward head has one model"
     restore_heads(heads, load_file(folder / HEADS))
     template = build_template(recipe.prompt.template)
     return RewardModel(
@@ -206,11 +203,7 @@ def load_reward_model(
 
 
 def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: str | None = None) -> RewardModel:
-    """The reward model of a run, or of one of its checkpoints, with its own template.
-
-    Args:
-        source: a run, or the folder of a checkpoint in it.
-        dtype, device: other than those of the run.
+    """Return the reward model of a run, or of a checkpoint in it, with its own template.
 
     Raises:
         UsageError: no run, or one that trained a policy.
@@ -239,10 +232,9 @@ def reasoning_of(template: Template, text: str) -> str:
 
 
 def split_steps(text: str) -> list[str]:
-    """A solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
+    """Return a solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
 
-    The first of these that cuts the text is used. White space stands at the beginning of the step that it leads to,
-    as in given steps; pieces of white space alone go to the step before them.
+    The first of these that cuts the text is used. White space belongs to the step after it.
     """
     for pattern in (r"(?<=\S)(?=\s*\n\s*\n)", r"(?<=\S)(?=[ \t]*\n)", _SENTENCE):
         parts = [part for part in re.split(pattern, text.rstrip()) if part.strip()]
@@ -299,17 +291,6 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
 NUM_CALIBRATED = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """``(score − mean) / std``."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    def __call__(self, score: float) -> float:
-        return (score - self.mean) / self.std
-
-
 def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run)
@@ -319,12 +300,7 @@ def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
 
 @register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
 def reward_model(
-    example: Sequence[Example],
-    text: Sequence[str],
-    finish: Sequence[str],
-    *,
-    run: str,
-    normalize: bool = False,
+    example: Sequence[Example], text: Sequence[str], finish: Sequence[str], *, run: str, normalize: bool = False
 ) -> list[Measured]:
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 
@@ -344,10 +320,13 @@ def reward_model(
     Raises:
         UsageError: no such run, or it trained no reward model.
     """
-    scale = held_out_scale(run) if normalize else Scale()
+    mean, std = held_out_scale(run) if normalize else (0.0, 1.0)
     scores = open_run(run).score(example, text, finish)
     lowest = min((score for score in scores if score is not None), default=0.0)
-    return [Measured(scale(lowest if score is None else score), {"unscored": float(score is None)}) for score in scores]
+    return [
+        Measured(((lowest if score is None else score) - mean) / std, {"unscored": float(score is None)})
+        for score in scores
+    ]
 
 
 @cache
@@ -369,7 +348,7 @@ def open_run(run: str) -> RewardModel:
 
 
 @cache
-def held_out_scale(run: str) -> Scale:
+def held_out_scale(run: str) -> tuple[float, float]:
     """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
 
     Of at most 256 examples, which are those that every evaluation of that size uses.
@@ -394,7 +373,7 @@ def held_out_scale(run: str) -> Scale:
             f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
             "whose scores differ; leave normalize out"
         )
-    return Scale(statistics.fmean(scores), statistics.stdev(scores))
+    return statistics.fmean(scores), statistics.stdev(scores)
 
 
 def _recipe_of(run: Path) -> Recipe:

@@ -31,11 +31,26 @@ _EXACT = 2**53  # smaller integers stand as they are
 # What ends an iteration or a program is no ordinary error: raised in a test, it could end the test early.
 _NOT_RAISED = ("StopIteration", "StopAsyncIteration")
 _CONTAINERS: tuple[tuple[str, Any], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
+_OF_ITEMS = {"list", "tuple", "set", "frozenset", "iterator", "keys"}
+_WRITE: dict[Any, Callable[[Any], Any]] = {  # codes of values without items of their own
+    str: str.__str__,
+    float: lambda value: ["float", float.hex(value)],
+    complex: lambda value: ["complex", [float.hex(value.real), float.hex(value.imag)]],
+    (bytes, bytearray): lambda value: ["bytes", bytes(value).hex()],
+    range: lambda value: ["range", [encode(value.start), encode(value.stop), encode(value.step)]],
+}
 _KEYS: Any = type({}.keys())
-_MAKE: dict[str, Callable[[Any], Any]] = {
+_MAKE: dict[str, Callable[[Any], Any]] = {  # values from their codes; containers from a list of values
     **dict(_CONTAINERS),
     "iterator": iter,
     "keys": lambda items: dict.fromkeys(items).keys(),
+    "int": lambda content: int(content, 16),
+    "float": float.fromhex,
+    "complex": lambda content: complex(float.fromhex(content[0]), float.fromhex(content[1])),
+    "bytes": bytes.fromhex,
+    "other": lambda content: Other(content is True),
+    "range": lambda content: range(*(decode(item) for item in content)),
+    "dict": lambda content: {decode(key): decode(item) for key, item in content},
 }
 
 
@@ -72,19 +87,12 @@ def encode(value: Any, *, strict: bool = False) -> Any:
     """
     if value is None or value is True or value is False:
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
     if isinstance(value, int):
         number = int.__int__(value)
         return number if -_EXACT < number < _EXACT else ["int", hex(number)]
-    if isinstance(value, float):
-        return ["float", float.hex(value)]
-    if isinstance(value, complex):
-        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", bytes(value).hex()]
-    if isinstance(value, range):
-        return ["range", [encode(value.start), encode(value.stop), encode(value.step)]]
+    for plain, write in _WRITE.items():
+        if isinstance(value, plain):
+            return write(value)
     if isinstance(value, dict):
         return ["dict", [[encode(key, strict=strict), encode(item, strict=strict)] for key, item in value.items()]]
     for name, kind in (*_CONTAINERS, ("keys", _KEYS), ("iterator", Iterator)):
@@ -104,24 +112,10 @@ def decode(code: Any) -> Any:
     if code is None or isinstance(code, bool | str | int):
         return code
     kind, content = code
-    if kind == "int":
-        return int(content, 16)
-    if kind == "float":
-        return float.fromhex(content)
-    if kind == "complex":
-        return complex(float.fromhex(content[0]), float.fromhex(content[1]))
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "other":
-        return Other(content is True)
-    if kind == "range":
-        return range(*(decode(item) for item in content))
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    return _MAKE[kind]([decode(item) for item in content])
+    return _MAKE[kind]([decode(item) for item in content] if kind in _OF_ITEMS else content)
 
 
-def send(descriptor: int, message: Any) -> None:
+def send(descriptor: int, message: object) -> None:
     """Write one message.
 
     Raises:

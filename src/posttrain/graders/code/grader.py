@@ -56,7 +56,8 @@ def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_o
         if definition.search(response):
             program = response
         elif goes_on:
-            body = "".join(itertools.takewhile(_is_indented, response.splitlines(keepends=True)))
+            lines = response.splitlines(keepends=True)
+            body = "".join(itertools.takewhile(lambda line: not line.strip() or line[0] in " \t", lines))
             program = None if is_blank(body) else body.strip("\n")
     if program is None:
         return None
@@ -72,10 +73,6 @@ def last_program(text: str) -> str | None:
 
 def _programs(response: str) -> list[str]:
     return [content for language, content in fenced_blocks(response) if language in _PYTHON and not is_blank(content)]
-
-
-def _is_indented(line: str) -> bool:
-    return not line.strip() or line.startswith((" ", "\t"))
 
 
 @register("grader", batched=True)

@@ -53,9 +53,9 @@ _ELLIPSIS = Expression("\\dots")
 class Statement:
     """The content of a relation.
 
-    ``name`` and ``content``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``. The name is
-    empty where the left side is a calculation (``1+2 = 3``), ``content`` is None of an equation or inequality between
-    expressions. ``sides`` and ``operators``: the whole, never with ``>`` or ``>=``.
+    ``name`` and ``content``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``; "" where
+    the left side is a calculation (``1+2 = 3``), None of an equation or inequality between expressions. ``sides`` and
+    ``operators``: the whole, never with ``>`` or ``>=``.
     """
 
     name: str
@@ -237,7 +237,9 @@ class Comparison:
             gold, answer = _grouped(gold, answer), _grouped(answer, gold)
             if _ELLIPSIS in (*gold.items, *answer.items):
                 return self._same_ordered(gold.items, answer.items)
-            if kinds == ("", "") and _names_differ(gold, answer):
+            # One list names its values (a = 4, b = 5) and the other does not: their order counts.
+            names_differ = any(len(_names(a)) > 1 and not _names(b) for a, b in ((gold, answer), (answer, gold)))
+            if kinds == ("", "") and names_differ:
                 return self._same_ordered(gold.items, answer.items)
             return self._same_unordered(gold.items, answer.items)
         if set(kinds) == {"", "("} and {gold.closing, answer.closing} == {"", ")"}:
@@ -395,13 +397,6 @@ def _parts(form: Form) -> tuple[Form, ...]:
     if isinstance(form, Relation) and (content := resolve(form).content) is not None:
         return _parts(content)
     return (form,)
-
-
-def _names_differ(gold: Collection, answer: Collection) -> bool:
-    """Return whether one list names its values (``a = 4, b = 5``) and the other does not: then their order counts."""
-    return any(
-        len(_names(named)) > 1 and not _names(other) for named, other in ((gold, answer), (answer, gold))
-    )  # fmt: skip
 
 
 def _grouped(named: Collection, other: Collection) -> Collection:

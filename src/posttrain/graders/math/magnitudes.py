@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import mpmath
 import sympy
@@ -23,13 +22,13 @@ _UNBOUNDED = 1e9
 _DIGITS_PER_BIT = math.log10(2)
 
 
-def digits_spanned(*expressions: Any) -> int:
+def digits_spanned(*expressions: sympy.Basic) -> int:
     """Estimate how many decimal digits lie between the terms of an expression, of several the most; at most
     ``MAX_SPAN + 1``."""
     return int(min(max(map(_spread, expressions)), MAX_SPAN + 1))
 
 
-def _spread(node: Any) -> float:
+def _spread(node: sympy.Basic) -> float:
     if isinstance(node, sympy.MatrixBase):
         return max(map(_spread, node.flat()), default=0.0)
     if node.is_Rational:
@@ -44,7 +43,7 @@ def _spread(node: Any) -> float:
     return float(min(sum(map(_spread, node.args)), _UNBOUNDED))
 
 
-def _size(exponent: Any) -> float:
+def _size(exponent: sympy.Basic) -> float:
     """Upper estimate of the absolute value of an exponent."""
     if not exponent.args:
         if exponent.free_symbols:
@@ -65,7 +64,7 @@ def _log10(number: int) -> float:
     return number.bit_length() * _DIGITS_PER_BIT if number > 1 else 0.0
 
 
-def _log10_of(constant: Any) -> float:
+def _log10_of(constant: sympy.Basic) -> float:
     """The absolute logarithm of a constant of any size."""
     value = constant.evalf(15)
     if not value.is_number or not value.is_finite:
@@ -74,7 +73,7 @@ def _log10_of(constant: Any) -> float:
     return float(min(abs(mpmath.log10(size)), _UNBOUNDED)) if size else 0.0
 
 
-def same_beyond_digits(left: Any, right: Any, same: Callable[[Any, Any], bool]) -> bool:
+def same_beyond_digits(left: sympy.Basic, right: sympy.Basic, same: Callable[[sympy.Basic, sympy.Basic], bool]) -> bool:
     """Compare two expressions that span more than ``MAX_SPAN`` digits. ``same`` compares what is smaller."""
     if left == right:
         return True
@@ -97,7 +96,7 @@ def same_beyond_digits(left: Any, right: Any, same: Callable[[Any, Any], bool]) 
     return True
 
 
-def exact_value(node: Any) -> Fraction | None:
+def exact_value(node: sympy.Basic) -> Fraction | None:
     """The rational number that an expression without variables is; None of all others, and beyond the limit of bits."""
     if node.is_Rational:
         return Fraction(int(node.p), int(node.q))
@@ -123,7 +122,7 @@ def exact_value(node: Any) -> Fraction | None:
     return total
 
 
-def _logarithm(node: Any) -> tuple[Any, Any] | None:
+def _logarithm(node: sympy.Basic) -> tuple[sympy.Basic, sympy.Basic] | None:
     """(sign, logarithm of the absolute value) of a product of powers; None of a sum that spans too much."""
     if node.is_Mul:
         parts = [_logarithm(part) for part in node.args]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.graders.answers import Quantity, is_known_unit, is_unit, parse_quantity
-from posttrain.graders.math.notation import unify
 
 MAX_DEPTH = 30
 MAX_ITEMS = 64
@@ -121,15 +120,6 @@ class Matrix:
 Form = Words | Number | BasedNumber | Expression | Collection | Union | Relation | Matrix
 
 
-def read_answer(text: str) -> Form:
-    """The form of an answer.
-
-    Raises:
-        NotUnderstood: nested too deeply, too many items, unbalanced brackets, or nothing there.
-    """
-    return read_form(undress(unify(text)))
-
-
 def undress(text: str) -> str:
     """Unified text without math delimiters, quotes and a final period or comma."""
     for mark in ("\\(", "\\)", "\\[", "\\]"):
@@ -138,7 +128,11 @@ def undress(text: str) -> str:
 
 
 def read_form(text: str, depth: int = 0) -> Form:
-    """The form of unified text; see ``read_answer``."""
+    """Return the form of an answer, given as unified text without math delimiters.
+
+    Raises:
+        NotUnderstood: nested too deeply, too many items, unbalanced brackets, or nothing there.
+    """
     text = _unwrap(text.strip())
     if not text or depth > MAX_DEPTH:
         raise NotUnderstood("nested too deeply" if text else "nothing there")

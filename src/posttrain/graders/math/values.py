@@ -1,9 +1,8 @@
 """Equality of the values of mathematical expressions. sympy works here and in ``magnitudes``.
 
-LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
-compared by number: both sides are evaluated at the same points, exactly enough to tell integers of
-thousands of digits apart. Expressions that differ are so refuted at the first point; simplification, which may take for
-ever, is not needed. Runs in the worker processes of ``graders.math``, because even reading and evaluating may hang.
+LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. Both sides are
+evaluated at the same points, exactly enough to tell integers of thousands of digits apart; simplification, which may
+take for ever, is not needed. Runs in the worker processes of ``graders.math``: even reading and evaluating may hang.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import mpmath
 import sympy
-from antlr4 import Token
+from antlr4 import ParserRuleContext, Token
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
@@ -26,16 +24,15 @@ from posttrain.graders.answers import parse_quantity
 from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, same_beyond_digits
 from posttrain.graders.math.reading import NotUnderstood
 
-# Where two expressions are compared, and which of these points count.
+# Points at which two expressions are compared.
 #
-# **Equal means equal wherever both sides are real throughout**, every root, logarithm and power of them: the common
-# domain, as school mathematics has it (√x·√x = x, √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Where only one side is real
-# the other has no say, with one exception. Who writes |x| says that x takes both signs, so a side that allows only
-# one of them says something else: ln|x| is not ln x. So it is with √(x²), another way to write |x|. Odd roots are real.
+# Equal means equal wherever both sides are real throughout, every root, logarithm and power of them (√x·√x = x,
+# √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Points where only one side is real do not count, with one exception: |x| and
+# √(x²) say that x takes both signs, so a side that allows only one differs (ln|x| is not ln x). Odd roots are real.
 #
-# Two sides that are smooth need few points. Signs, parity and steps need more: powers such as (−1)^n are compared at
-# whole numbers of all residues modulo 12, positive and negative, in several variables at all combinations of parities;
-# bars, floors and domains also on both sides of every number that stands in the expressions, far out and close to 0.
+# Smooth sides need few points. Powers such as (−1)^n are compared at whole numbers of all residues modulo 12, positive
+# and negative, in several variables at all combinations of parities; bars, floors and domains also on both sides of
+# every number in the expressions, far out and close to 0.
 
 DIGITS = 60  # of an evaluation, besides those that lie between the terms (``digits_spanned``); more for large numbers
 CLOSE_DIGITS = 50  # two values that agree to this many decimals, and this many digits, are the same
@@ -55,18 +52,24 @@ _WHOLE = (*_STEPS, sympy.factorial, sympy.binomial, sympy.gamma, sympy.Sum, symp
 _GATES = (sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc, sympy.acosh, sympy.atanh, sympy.acoth, sympy.asech)
 
 
+Point = dict[sympy.Symbol, sympy.Rational]  # values of the variables
+Values = tuple[mpmath.mpc, mpmath.mpc]  # of both sides at a point
+
+
 class PointComparison:
     """Iterates over (point, values of both sides) where both count. ``is_decided`` afterwards: there were enough.
 
     ``skip_zeros``: points at which both are 0 say nothing.
     """
 
-    def __init__(self, left: Any, right: Any, names: Sequence[Any], *, skip_zeros: bool = False) -> None:
+    def __init__(
+        self, left: sympy.Basic, right: sympy.Basic, names: Sequence[sympy.Symbol], *, skip_zeros: bool = False
+    ) -> None:
         self.names, self.skip_zeros, self.is_decided = names, skip_zeros, False
         self.span = digits_spanned(left, right) * (2 if skip_zeros else 1)  # a ratio changes by the square of that
         self.whole = self.uneven = False
-        self.barred: set[Any] = set()
-        self.gates: list[list[Any]] = [[], []]
+        self.barred: set[sympy.Symbol] = set()
+        self.gates: list[list[sympy.Basic]] = [[], []]
         nodes = [list(sympy.preorder_traversal(side)) for side in (left, right)]
         roots = [any(_is_odd_root(node) for node in side) for side in nodes]
         self.left, self.right = (
@@ -90,11 +93,11 @@ class PointComparison:
             :MAX_CONSTANTS
         ]
 
-    def __iter__(self) -> Iterator[tuple[dict[Any, Any], tuple[Any, Any]]]:
+    def __iter__(self) -> Iterator[tuple[Point, Values]]:
         enough = len(self.names) and (
             NUM_POINTS if not self.whole and not self.uneven else NUM_GENERAL + NUM_WHOLE + NUM_FAR
         )
-        undefined: list[tuple[dict[Any, Any], tuple[Any, Any]]] = []  # nowhere real: compared as complex functions
+        undefined: list[tuple[Point, Values]] = []  # nowhere real: compared as complex functions
         counted, one_sided = 0, False
         for point in self._points():
             values = self._values(point)
@@ -117,7 +120,7 @@ class PointComparison:
             yield from undefined
         self.is_decided = counted >= (MIN_POINTS if self.names else 1)
 
-    def _values(self, point: dict[Any, Any]) -> tuple[Any, Any] | None:
+    def _values(self, point: Point) -> Values | None:
         left = number_at(self.left, point, DIGITS + self.span)
         right = number_at(self.right, point, DIGITS + self.span) if left is not None else None
         if left is None or right is None or (self.skip_zeros and not left and not right):
@@ -126,7 +129,7 @@ class PointComparison:
             return None  # more digits than are compared
         return left, right
 
-    def _points(self) -> Iterator[dict[Any, Any]]:
+    def _points(self) -> Iterator[Point]:
         """Values of the variables; one point without any for constants."""
         for number in range(NUM_GENERAL if self.names else 1):
             yield {name: _general(number, place) for place, name in enumerate(self.names)}
@@ -143,7 +146,7 @@ class PointComparison:
                 }
 
 
-def _general(number: int, place: int) -> Any:
+def _general(number: int, place: int) -> sympy.Rational:
     """The value of variable ``place`` at point ``number``: between 0 and 1, above 1, below 0, mixed, whole."""
     kind = number % 6
     low, high = sorted(_PRIMES[(5 * number + 3 * place + shift) % len(_PRIMES)] for shift in (0, 7))
@@ -153,7 +156,7 @@ def _general(number: int, place: int) -> Any:
     return -value if kind in (2, 3) or (kind == 4 and place % 2) else value
 
 
-def _whole(number: int, place: int, num_names: int) -> Any:
+def _whole(number: int, place: int, num_names: int) -> sympy.Integer:
     """1 to 12 and, from 16 on, −12 to −1. The bits of ``number`` are the parities; two of them make it modulo 4."""
     bits = [number >> shift & 1 for shift in range(4)]
     modulo_4 = bits[place % 4] + 2 * bits[(place + num_names) % 4]
@@ -162,28 +165,28 @@ def _whole(number: int, place: int, num_names: int) -> Any:
     return sympy.Integer(value if number < 16 else -value)
 
 
-def _around(constant: Any) -> tuple[Any, ...]:
+def _around(constant: sympy.Basic) -> tuple[sympy.Basic, ...]:
     near, far = sympy.Rational(1, 7), sympy.Rational(7, 5)
     return (constant + near, constant - near, -constant + near, -constant - near, constant * far, constant / 3 / far)
 
 
-def _is_odd_root(node: Any) -> bool:
+def _is_odd_root(node: sympy.Basic) -> bool:
     return (
         node.is_Pow and node.exp.is_Rational and node.exp.q % 2 == 1 and node.exp.q > 1 and not node.base.has(sympy.I)
     )
 
 
-def _with_real_roots(expression: Any) -> Any:
+def _with_real_roots(expression: sympy.Basic) -> sympy.Basic:
     """With real odd roots: x^(1/3) is sign(x)·|x|^(1/3)."""
 
-    def real(node: Any) -> Any:
+    def real(node: sympy.Basic) -> sympy.Basic:
         size = sympy.Pow(sympy.Abs(node.base), node.exp, evaluate=False)
         return size if node.exp.p % 2 == 0 else sympy.Mul(sympy.sign(node.base), size, evaluate=False)
 
     return expression.replace(_is_odd_root, real)
 
 
-def _gates(nodes: Iterable[Any]) -> list[Any]:
+def _gates(nodes: Iterable[sympy.Basic]) -> list[sympy.Basic]:
     """The parts in variables that are not real everywhere, without those that contain i."""
     gates = []
     for node in nodes:
@@ -195,7 +198,7 @@ def _gates(nodes: Iterable[Any]) -> list[Any]:
     return gates
 
 
-def _closed(gates: Sequence[Any], point: dict[Any, Any]) -> set[Any] | None:
+def _closed(gates: Sequence[sympy.Basic], point: Point) -> set[sympy.Symbol] | None:
     """The variables of the first part that is not real at a point; None where all are."""
     for gate in gates:
         value = gate.evalf(GATE_DIGITS, subs=point)
@@ -204,7 +207,7 @@ def _closed(gates: Sequence[Any], point: dict[Any, Any]) -> set[Any] | None:
     return None
 
 
-def number_at(expression: Any, point: dict[Any, Any], digits: int) -> Any:
+def number_at(expression: sympy.Basic, point: Point, digits: int) -> mpmath.mpc | None:
     """The complex number at a point, as mpmath's. None where it is not defined, or cancels too far to be known.
 
     What cancels to less than 10^-50, and further than 400 digits show, is 0.
@@ -245,7 +248,7 @@ _MIXED = re.compile(r"([0-9]{1,9})\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\}")
 _OPERATIONS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative, sympy.UnevaluatedExpr)
 
 
-def rational(value: Fraction) -> Any:
+def rational(value: Fraction) -> sympy.Rational:
     """An exact number of sympy's."""
     return sympy.Rational(value.numerator, value.denominator)
 
@@ -253,12 +256,11 @@ def rational(value: Fraction) -> Any:
 class _Reader(_Latex2Sympy):
     """The parser for one value: lists, sets and relations have been taken apart before."""
 
-    def parse(self, latex_str: str) -> Any:
+    def parse(self, latex_str: str) -> sympy.Basic:
         """One value and nothing behind it.
 
-        Read first without looking at the context of a rule, which is many times faster and gives the same tree where it
-        gives one (Parr, Harwell and Fisher 2014, section 3.2), and with it where that fails. It fails at each letter
-        with a power, where the grammar waits for a subscript; ``{x}^2`` says the same and does not.
+        Read first without the context of a rule, which is many times faster and gives the same tree where it gives one
+        (Parr, Harwell and Fisher 2014, section 3.2). It fails at a letter with a power, but not at ``{x}^2``.
         """
         try:
             tree = self._read(_POWER_OF_LETTER.sub(r"{\g<0>}", latex_str), PredictionMode.SLL)
@@ -266,7 +268,7 @@ class _Reader(_Latex2Sympy):
             tree = self._read(latex_str, PredictionMode.LL)
         return self.convert_expr(tree)
 
-    def _read(self, latex: str, mode: Any) -> Any:
+    def _read(self, latex: str, mode: int) -> ParserRuleContext:
         parser = self.create_parser(latex)
         parser._interp.predictionMode = mode
         try:
@@ -279,7 +281,7 @@ class _Reader(_Latex2Sympy):
             raise NotUnderstood("more than one value")
         return tree
 
-    def convert_postfix_list(self, arr: Sequence[Any], i: int = 0) -> Any:
+    def convert_postfix_list(self, arr: Sequence[ParserRuleContext], i: int = 0) -> sympy.Basic:
         """A product without a sign; a whole number with a fraction below one behind it is a mixed number.
 
         The parser's own adds any whole number to what follows it: 9(7) would be 16.
@@ -298,7 +300,7 @@ class _Reader(_Latex2Sympy):
         multiply = self.mat_mul_flat if head.is_Matrix or getattr(tail, "is_Matrix", False) else self.mul_flat
         return multiply(head, tail)
 
-    def convert_postfix(self, postfix: Any) -> Any:
+    def convert_postfix(self, postfix: ParserRuleContext) -> sympy.Basic:
         """``A^T`` of a matrix is its transpose; of all else T is an exponent (as the parser has it 2^T would be 2)."""
         value = super().convert_postfix(postfix)
         marks = [op.getText() for op in postfix.postfix_op() if op.transpose()]
@@ -306,7 +308,7 @@ class _Reader(_Latex2Sympy):
             return value
         return sympy.Pow(value, sympy.Symbol(marks[0].strip("^{}")), evaluate=False)
 
-    def convert_func(self, func: Any) -> Any:
+    def convert_func(self, func: ParserRuleContext) -> sympy.Basic:
         """A logarithm to a base is a quotient: of sympy's own with a base e^{\\log_2 5} would be 5."""
         value = super().convert_func(func)
         inner = value.base if isinstance(value, sympy.Pow) else value
@@ -318,11 +320,11 @@ class _Reader(_Latex2Sympy):
         )
         return quotient if inner is value else sympy.Pow(quotient, value.exp, evaluate=False)
 
-    def convert_binom(self, binom: Any) -> Any:
+    def convert_binom(self, binom: ParserRuleContext) -> sympy.Basic:
         """Not evaluated."""
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
-    def parse_number(self, text: str) -> Any:
+    def parse_number(self, text: str) -> sympy.Basic:
         """An exact fraction. The parser's own way evaluates the digits as Python and makes decimals inexact."""
         quantity = parse_quantity(text)
         if quantity is None:
@@ -342,7 +344,7 @@ def _understanding() -> Iterator[None]:
 
 
 @lru_cache(maxsize=512)
-def parse_latex(latex: str) -> Any:
+def parse_latex(latex: str) -> sympy.Basic:
     """The sympy object, not evaluated. ``i`` is the imaginary unit; letters keep their case.
 
     Raises:
@@ -361,7 +363,7 @@ def parse_latex(latex: str) -> Any:
     return _as_variables(parsed)
 
 
-def _vanishes(node: Any, num_letters: int) -> bool:
+def _vanishes(node: sympy.Basic, num_letters: int) -> bool:
     """Return whether it is 0 times at least so many letters. sympy is asked about numbers alone, where it is fast."""
     if not isinstance(node, sympy.Mul):
         return False
@@ -370,7 +372,7 @@ def _vanishes(node: Any, num_letters: int) -> bool:
     return len(factors) - len(numbers) >= num_letters and any(number.is_zero for number in numbers)
 
 
-def _factors(product: Any) -> Iterator[Any]:
+def _factors(product: sympy.Basic) -> Iterator[sympy.Basic]:
     for factor in product.args:
         yield from _factors(factor) if isinstance(factor, sympy.Mul) else (factor,)
 
@@ -393,7 +395,7 @@ def _is_too_deep(latex: str) -> bool:
     return False
 
 
-def _as_variables(parsed: Any) -> Any:
+def _as_variables(parsed: sympy.Basic) -> sympy.Basic:
     """With ``i`` as the imaginary unit, where no sum runs over it, and ``f(x)`` of an unknown f as a variable.
 
     Likewise ``\\frac{d y}{d x}``, where y is a letter: sympy takes it for a constant, of which that would be 0.
@@ -407,7 +409,7 @@ def _as_variables(parsed: Any) -> Any:
     return parsed.xreplace(known) if known else parsed
 
 
-def same_value(left: Any, right: Any) -> bool:
+def same_value(left: sympy.Basic, right: sympy.Basic) -> bool:
     """Return whether two sympy objects are equal: numbers, expressions in the same variables, matrices.
 
     Raises:
@@ -417,7 +419,7 @@ def same_value(left: Any, right: Any) -> bool:
         return _same(_evaluated(left), _evaluated(right))
 
 
-def constant_ratio(left: Any, right: Any) -> Any | None:
+def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
     """left / right as a complex number of mpmath's where that is the same everywhere, else None.
 
     The equations ``left = 0`` and ``right = 0`` are then the same. Both must have the same variables, at least one.
@@ -429,7 +431,7 @@ def constant_ratio(left: Any, right: Any) -> Any | None:
         return _constant_ratio(_evaluated(left), _evaluated(right))
 
 
-def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
+def is_near(left: sympy.Basic, right: sympy.Basic, tolerance: Fraction) -> bool:
     """Return whether two constants differ by at most ``tolerance``.
 
     Raises:
@@ -445,14 +447,14 @@ def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
         return bool(abs(values[0] - values[1]) <= limit + mpmath.mpf(10) ** -CLOSE_DIGITS)
 
 
-def _evaluated(parsed: Any) -> Any:
+def _evaluated(parsed: sympy.Basic) -> sympy.Basic:
     """With sums, integrals, limits and matrix products carried out."""
     if isinstance(parsed, sympy.MatrixBase):
         return parsed.applyfunc(_evaluated)
     return parsed.doit() if isinstance(parsed, sympy.MatrixExpr) or parsed.has(*_OPERATIONS) else parsed
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
     if left == right:
         return True
     if isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase):
@@ -468,11 +470,11 @@ def _same(left: Any, right: Any) -> bool:
     return False
 
 
-def _constant_ratio(left: Any, right: Any) -> Any | None:
+def _constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
     if left.free_symbols != right.free_symbols or not left.free_symbols or digits_spanned(left, right) > MAX_SPAN:
         return None
     comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
-    first: Any = None
+    first: mpmath.mpc | None = None
     for _, values in comparison:
         if not values[0] or not values[1]:
             return None  # one holds where the other does not
@@ -486,7 +488,7 @@ def _constant_ratio(left: Any, right: Any) -> Any | None:
     return first if comparison.is_decided else None
 
 
-def _close(comparison: PointComparison, values: Sequence[Any], point: dict[Any, Any]) -> bool:
+def _close(comparison: PointComparison, values: Sequence[mpmath.mpc], point: Point) -> bool:
     """Agreement to ``CLOSE_DIGITS`` decimals and digits; large numbers are evaluated once more, to the end."""
     if not values[0] or not values[1]:
         return bool(values[0] == values[1])
@@ -500,6 +502,6 @@ def _close(comparison: PointComparison, values: Sequence[Any], point: dict[Any, 
     return again[0] is not None and again[1] is not None and _agree(again, 0, span)
 
 
-def _agree(values: Sequence[Any], magnitude: int, span: int) -> bool:
+def _agree(values: Sequence[mpmath.mpc], magnitude: int, span: int) -> bool:
     with mpmath.workdps(DIGITS + MAX_MAGNITUDE + 3 * span):
         return bool(abs(values[0] - values[1]) <= mpmath.mpf(10) ** (magnitude - CLOSE_DIGITS))

@@ -161,12 +161,7 @@ def refusal(kind: Kind) -> str:
 
 
 def run(
-    arguments: Sequence[str],
-    files: Mapping[str, bytes] | None = None,
-    *,
-    kind: Kind,
-    bounds: Bounds,
-    seconds: float,
+    arguments: Sequence[str], files: Mapping[str, bytes] | None = None, *, kind: Kind, bounds: Bounds, seconds: float
 ) -> Finished:
     """Run Python with these arguments to its end, in a folder with these files and without input.
 

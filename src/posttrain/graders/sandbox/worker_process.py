@@ -122,11 +122,10 @@ def _address_space() -> int:
 
 
 def _refuse_effects(compiles: bool) -> None:
-    """From here on no text is executed as code, and nothing is written or started.
+    """Refuse from here on to execute text as code, to write and to start anything.
 
-    Answers are data, read by a grammar and never evaluated; this holds the line once more, also for what a library
-    might do with them. Where the function ``compiles`` text, what it runs has none of these effects either, and reads
-    no files but those that an import could. It is no sandbox against machine code.
+    Where the function ``compiles`` text, its code has none of these effects either, and reads no files but those that
+    an import could. It is no sandbox against machine code.
     """
     readable = tuple(os.path.realpath(place) + os.sep for place in (*sys.path, sys.prefix, sys.base_prefix))
 

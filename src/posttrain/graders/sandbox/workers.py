@@ -1,12 +1,12 @@
 """A pool of worker processes that can be killed: for functions that may hang, or eat all memory, on some inputs.
 
 A worker is a fresh interpreter (no fork, so no threads, locks or device state of the parent) that imports one function
-and answers items one by one, as lines of JSON. It has none of the parent's environment, where passwords may stand, and
-a process group that is killed as a whole.
+and answers items one by one, as lines of JSON. It has nothing of the parent's environment, and a process group that is
+killed as a whole.
 
-The limit that counts is CPU time, measured by the kernel (``ITIMER_PROF``, whose signal ends the process even amid a
-long multiplication): it hardly depends on the load of the machine, so verdicts are repeatable. A much larger limit on
-elapsed time catches what waits. An item whose worker died for no known reason is tried once more.
+The main limit is CPU time, measured by the kernel (``ITIMER_PROF``, whose signal ends the process even amid a long
+multiplication), which hardly depends on the load of the machine. A much larger limit on elapsed time ends what waits.
+An item whose worker died for no known reason is tried once more.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class WorkerPool:
     """Calls one function on many items in killable processes; see the module.
 
     Args:
-        target: ``module:function``, of one argument. It must be importable in a new interpreter, and it should
-            import nothing heavy that it does not need.
+        target: ``module:function`` of one argument, importable in a new interpreter.
         num_workers: processes at most. They start when there is work, and stay.
         limits: for each item.
 

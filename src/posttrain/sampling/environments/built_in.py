@@ -199,8 +199,6 @@ class NumberGuess:
 
     def __init__(self, low: int, high: int, guesses: int) -> None:
         self.low, self.high, self.guesses = low, high, guesses
-        self.number, self.left = low, guesses
-        self.done, self.is_found = False, False
 
     def reset(self, *, seed: int) -> str:
         """Begin a new game."""

@@ -25,10 +25,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call as it was written. ``wrong`` is the reason why it is no call; then there are no arguments.
-
-    ``place``: where it begins and ends in the text, its tags included.
-    """
+    """A call as it was written. ``wrong``: the reason why it is none. ``place``: its start and end, with its tags."""
 
     tool: str
     raw_arguments: str
@@ -211,7 +208,7 @@ def _read(content: str, form: CallForm) -> Request:
     return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), raw_arguments)
 
 
-def _inner(call: Any, form: CallForm) -> dict[str, Any] | None:
+def _inner(call: object, form: CallForm) -> dict[str, Any] | None:
     """Return the object with the name and the arguments; None where there is none."""
     outer = form.name_key[0]
     inner = call.get(outer) if outer and isinstance(call, dict) else call
@@ -251,7 +248,7 @@ def _read_function(content: str) -> Request:
     return Request(ast.unparse(call.func), raw_arguments, arguments)
 
 
-def _written(arguments: Any) -> str:
+def _written(arguments: object) -> str:
     """Arguments as JSON.
 
     Raises:

@@ -54,14 +54,6 @@ class Toolset:
     gives_reward: bool
     pays_turns: bool = False
 
-    def open(self, pool: Pool, seconds: float) -> Session:
-        """Return the session of one completion; each of its calls runs in the pool, for at most ``seconds``."""
-        return Session(self, pool, seconds)
-
-    @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        return [tool.schema for tool in self.tools.values()]
-
 
 def build_toolset(environment: Component | None, functions: Sequence[str] = ()) -> Toolset:
     """Return the environment and the tools of a recipe, checked: one environment is made for that.
@@ -117,7 +109,10 @@ def refuse_unpaid(toolset: Toolset, rewards: Sequence[str]) -> None:
 
 
 class Session:
-    """One episode: an environment of its own, its calls, and its ``failure``, if it is broken."""
+    """One episode: an environment of its own, its calls, and its ``failure``, if it is broken.
+
+    Each call runs in the pool, for at most ``seconds``.
+    """
 
     def __init__(self, toolset: Toolset, pool: Pool, seconds: float) -> None:
         self.toolset, self.pool, self.seconds = toolset, pool, seconds

@@ -1,8 +1,7 @@
 """Threads that run environments: a limited number at a time, and a hanging call delays no other.
 
-Each job may run for a time of its own, counted from when it begins. A late job is given up: its thread is left alone
-(Python cannot end it) and another takes its place. A caller waits for one job alone, so no result depends on which of
-them finishes first.
+The time of a job counts from its beginning. A late job is given up: its thread is left alone (Python cannot end it)
+and another takes its place. A caller waits for one job, so no result depends on the order in which jobs finish.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ NUM_THREADS = 16
 
 
 class Job:
-    """A function in the pool: its ``result``, or the ``error`` that it raised, once it is ``done``.
-
-    ``late``: it took longer than its time. It may still become done later.
-    """
+    """A function in the pool: its ``result`` or ``error`` once it is ``done``. A ``late`` one may become done later."""
 
     def __init__(self, function: Callable[[], Any], seconds: float) -> None:
         self.function, self.seconds = function, seconds
@@ -30,20 +26,6 @@ class Job:
         self.done = self.late = False
         self.result: Any = None
         self.error: BaseException | None = None
-
-
-class _Kept:
-    """Keeps the error of a user's function, which may raise anything, for the caller of the job."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        self.job.error = error
-        return True
 
 
 class Pool:
@@ -75,7 +57,10 @@ class Pool:
                     self._changed.wait(max(0.0, min(ends) - time.monotonic()) if ends else None)
         return job
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Begin nothing more."""
         with self._changed:
             self._is_closed = True
@@ -83,12 +68,6 @@ class Pool:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _start(self) -> None:
         """Start a thread if there is work and room. The lock is held."""
@@ -117,10 +96,12 @@ class Pool:
                 self._running.append(job)
                 self._changed.notify_all()
                 self._start()
-            with _Kept(job):
+            try:
                 job.result = job.function()
                 if inspect.iscoroutine(job.result):
                     job.result = self._finish(job.result)
+            except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; the caller gets it
+                job.error = error
             with self._changed:
                 job.done = True
                 self._changed.notify_all()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from posttrain.errors import UsageError
 
@@ -40,7 +41,6 @@ class Tool:
     """
 
     name: str
-    description: str
     arguments: type[BaseModel]
     schema: Mapping[str, Any]
     function: Callable[..., Any]
@@ -71,7 +71,7 @@ class Tool:
         return name not in self.arguments.model_fields or self.arguments.model_fields[name].annotation is str
 
 
-def read_text(value: Any, is_text: bool) -> Any:
+def read_text(value: object, is_text: bool) -> object:
     """Return the value of an argument: an ``ArgumentText`` of a parameter that is no text is read as JSON."""
     if not isinstance(value, ArgumentText) or is_text:
         return str(value) if isinstance(value, ArgumentText) else value
@@ -109,12 +109,7 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
         names = ", ".join(f'"{name}": ...' for name in parameters)
         raise ValueError(f"{tool}: give its arguments as {{{names}}}")
     ((name, is_text),) = parameters.items()
-    if is_text:
-        return {name: text}
-    try:
-        return {name: json.loads(text)}
-    except (ValueError, RecursionError):
-        return {name: text}
+    return {name: read_text(ArgumentText(text), is_text)}
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,7 +128,7 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
     place = f"{place}, tool {name!r}"
     doc = inspect.getdoc(function) or ""
     if not doc.strip():
-        raise UsageError(f"{place}: it has no docstring, and the model is told what it says; write what the tool does")
+        raise UsageError(f"{place}: it has no docstring, which the model reads; write what the tool does")
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, SyntaxError, TypeError, ValueError) as error:
@@ -157,10 +152,10 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
         raise UsageError(f"{place}: its types cannot be described to a model ({reason}); use plain ones") from None
     description, values = _read_docstring(doc)
     function_schema = {"name": name, "description": description, "parameters": _plain_schema(schema, values)}
-    return Tool(name, description, arguments, {"type": "function", "function": function_schema}, function, method)
+    return Tool(name, arguments, {"type": "function", "function": function_schema}, function, method)
 
 
-def result_text(result: Any) -> str:
+def result_text(result: object) -> str:
     """Return a tool's result for the model: text as it is, anything else as JSON or as Python prints it."""
     if isinstance(result, str):
         text = result
@@ -196,7 +191,7 @@ def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> di
     return plain | {"properties": properties}
 
 
-def _type_of(schema: Any) -> str:
+def _type_of(schema: object) -> str:
     if not isinstance(schema, Mapping):
         return "anything"
     if isinstance(schema.get("enum"), list):
@@ -207,7 +202,7 @@ def _type_of(schema: Any) -> str:
     return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
 
 
-def _explain(item: Any) -> str:
+def _explain(item: ErrorDetails) -> str:
     name = ".".join(str(part) for part in item["loc"]) or "the arguments"
     if item["type"] == "extra_forbidden":
         return f"there is no argument {name!r}"
@@ -220,7 +215,7 @@ def describe_tools(schemas: Iterable[Mapping[str, Any]]) -> str:
     """Describe the tools, and how to call them, to a model whose chat template has no tools."""
     lines = [
         "You can use tools. To call one, write <tool>name: arguments</tool> and end your turn; its result follows "
-        "between <result> and </result>. Arguments are a JSON object, or the plain value of the only one.",
+        "between <result> and </result>. Arguments are a JSON object, or the plain value of the only one."
     ]
     for schema in schemas:
         name, about = schema["function"]["name"], schema["function"].get("description") or ""

@@ -1,10 +1,8 @@
 """A preallocated key/value cache whose rows share one write column.
 
-Every row of the batch writes its next key and value into the same column (``cursor``); a row's
-prompt is placed so that it *ends* at the cursor of the moment when it is admitted, and ``starts``
-remembers where. So a decode step writes one slice per layer instead of scattering, prompts of
-different lengths need no padding, and the mask changes only when the membership of the batch does.
-Positions (rotary or absolute) are the caller's and independent of the column.
+All rows write their next key and value into one column (``cursor``). A row's prompt ends at the cursor of the moment
+when it is admitted, and begins at its entry of ``starts``. So a decode step writes one slice per layer, prompts need no
+padding, and the mask changes only with the rows of the batch. Positions are the caller's, independent of columns.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ class SlotCache:
     Args:
         shapes: one entry per layer.
         capacity: columns to begin with; grows when needed.
-        transposed: keys are laid out ``[slots, heads, dim, columns]`` (for plain batched matrix
-            products) instead of ``[slots, heads, columns, dim]``, as values always are.
-        shared: where prompts are kept once for all their rows; without it every row has a copy of
-            its prompt in columns of its own.
+        transposed: keys are ``[slots, heads, dim, columns]`` and not ``[slots, heads, columns, dim]`` as values are.
+        shared: keeps prompts once for all their rows; without it every row has a copy in columns of its own.
     """
 
     def __init__(
@@ -66,15 +62,15 @@ class SlotCache:
         """Columns that a step reads, the one being written included."""
         return self.cursor + 1 - self.first
 
-    def bias(self) -> Tensor | None:
-        """Return ``[count, width]``: 0 where a row may look, -inf before its start; None when all may look anywhere."""
-        return None if self._bias is None else self._bias.narrow(1, self.first, self.width)
-
     def mask(self) -> Tensor | None:
-        """Return ``bias`` as attention takes it, ``[count, 1, 1, width]``; aligned on a GPU."""
-        bias = self.bias()
-        mask = None if bias is None else bias[:, None, None, :]
-        return mask if mask is None or mask.device.type == "cpu" else aligned(mask)
+        """Return ``[count, 1, 1, width]``: 0 where a row may look, -inf before its start; aligned on a GPU.
+
+        None when all rows may look anywhere.
+        """
+        if self._bias is None:
+            return None
+        mask = self._bias.narrow(1, self.first, self.width)[:, None, None, :]
+        return mask if mask.device.type == "cpu" else aligned(mask)
 
     def reserve(self, length: int) -> None:
         """Make prefixes of up to ``length`` tokens fit before the cursor."""
@@ -91,8 +87,7 @@ class SlotCache:
     def place(self, prefix: Prefix, names: Sequence[int], prompt_of_row: Sequence[int]) -> None:
         """Admit ``len(prompt_of_row)`` rows, each continuing from prompt ``prompt_of_row[i]`` of ``prefix``.
 
-        ``names`` tell prompts apart over the cache's life. ``reserve`` has made room. The caller
-        ends a round of placements with ``refresh``.
+        ``names`` identify prompts. ``reserve`` comes before, ``refresh`` after a round of placements.
         """
         rows = slice(self.count, self.count + len(prompt_of_row))
         if self.shared is not None:
@@ -219,14 +214,12 @@ class Decoder(Protocol):
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Return keys and values of P prompts (ragged, none empty)."""
-        ...
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Return logits ``[R, V]`` of one step: ``int64 [R]`` tokens at their positions ``int64 [R]``.
 
         Writes every layer's keys and values at the cache's cursor and does not advance it.
         """
-        ...
 
 
 def pad_right(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -265,14 +258,12 @@ class Prefix:
 
 
 class SharedPrefixes:
-    """E prompts in use, and which row of the batch continues from which.
+    """E prompts in use, and the prompt of each row of the batch.
 
-    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zeros past a prompt's length. All layers must
-    have the same number of key/value heads H.
-
-    After ``refresh``, with R rows and at most G of them per prompt: ``to_groups`` ``int64
-    [E*H*G]`` picks from rows ``[R*H]`` (places that no row takes repeat row 0), ``to_rows``
-    ``int64 [R*H]`` picks back; ``bias`` ``[E*H, 1, L]`` masks what lies past a shorter prompt.
+    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zeros past a prompt's length. All layers have
+    the same number of key/value heads H. After ``refresh``, with R rows and at most G per prompt: ``to_groups``
+    ``int64 [E*H*G]`` picks from rows ``[R*H]`` (free places repeat row 0), ``to_rows`` ``int64 [R*H]`` picks back;
+    ``bias`` ``[E*H, 1, L]`` masks what lies past a shorter prompt.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device) -> None:

@@ -1,17 +1,16 @@
 """The engine in the trainer's process: samples with the trainer's own weights, by reference.
 
-Nothing is copied, synchronized or merged: every generation reads the parameters where they are. There are a fast path
-for one family of blocks, a reference path over the model's own modules for every architecture, and a plain path for
-models whose state is not keys and values. Their log-probabilities, compared with the model's own forward pass, decide
-which one samples.
+There are a fast path for one family of blocks, a reference path over the model's own modules, and a plain path for
+models whose state is not keys and values. The first whose log-probabilities are those of the model's own forward pass
+samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -36,6 +35,9 @@ from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import probe, probe_lengths
 from posttrain.sampling.native.schedule import Schedule, check_finite
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
 PATHS: dict[Path, str] = {
@@ -48,12 +50,7 @@ _OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass fr
 
 
 @register("engine")
-def native(
-    model: Any,
-    tokenizer: Any,
-    *,
-    slots: Annotated[int, Field(ge=1)] = 64,
-) -> Engine:
+def native(model: Any, tokenizer: Any, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
@@ -74,9 +71,9 @@ class NativeEngine(Engine):
     ``path``: ``lean`` takes the fast path where it computes what the model does, ``modules`` never takes it.
     """
 
-    def __init__(self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
+    def __init__(self, model: PreTrainedModel, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
         self.model, self.slots, self.wanted = model, slots, path
-        self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+        self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
         self._known_warnings: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
         # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
@@ -277,7 +274,7 @@ def _probing() -> Iterator[None]:
 
 
 @contextmanager
-def sampling_mode(model: Any) -> Iterator[None]:
+def sampling_mode(model: PreTrainedModel) -> Iterator[None]:
     """Set evaluation mode, no gradients, no autocast; every module's own mode is put back.
 
     cuDNN's attention is off: it makes a plan for every shape, some 100 ms, and a cache is wider with every token.
@@ -296,14 +293,14 @@ def sampling_mode(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def _structure(model: Any) -> Any:
+def _structure(model: PreTrainedModel) -> tuple[Hashable, ...]:
     """Return the facts on which a path depends besides the parameters' values: modules, dtype, device, hooks."""
     parameter = next(model.parameters())
     kinds = tuple((name, type(module)) for name, module in model.named_modules())
     return kinds, parameter.dtype, parameter.device, _has_hooks(model)
 
 
-def _has_hooks(model: Any) -> bool:
+def _has_hooks(model: PreTrainedModel) -> bool:
     """Return True if anything watches or replaces the forward pass of a module."""
     return any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()

@@ -1,9 +1,7 @@
 """The fast decoding path for one family of blocks: Qwen3, Qwen2, Llama and their like.
 
-At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path issues few operations a
-layer and reads a group's prompt once, over the very same parameters (nothing is copied, merged or fused, so nothing can
-be stale). Projections are separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of
-41 microseconds and would have to be kept in step.
+It issues few operations a layer and reads a group's prompt once, over the very same parameters. Projections are
+separate products written side by side into one buffer: at 64 rows a fused weight would save 2 of 41 microseconds.
 
 The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qwen3)::
 
@@ -20,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +27,9 @@ from torch.nn import functional as F
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
 from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, pad_right
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -74,7 +75,7 @@ class FastDecoder:
 
     name = "lean"
 
-    def __init__(self, base: Any, head: nn.Linear, max_positions: int) -> None:
+    def __init__(self, base: PreTrainedModel, head: nn.Linear, max_positions: int) -> None:
         attention = base.layers[0].self_attn
         self.embedding: Tensor = base.embed_tokens.weight.detach()
         self.head: Tensor = head.weight.detach()
@@ -93,12 +94,16 @@ class FastDecoder:
         self.transposed = self.device.type == "cpu" and self.dtype == torch.float32
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
-        self._bind_rotary(base, max_positions)
+        cos, sin = base.rotary_emb(self.embedding[:1], torch.arange(max_positions, device=self.device)[None])
+        sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
+        sign[: self.head_dim // 2] = -1
+        # [max_positions, 1, head_dim]; sin has the sign of the half turn.
+        self.cos, self.sin = cos[0, :, None, :], (sin[0] * sign)[:, None, :]
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
     @staticmethod
-    def bind(model: Any, max_positions: int) -> FastDecoder | None:
+    def bind(model: PreTrainedModel, max_positions: int) -> FastDecoder | None:
         """Return a decoder for positions below ``max_positions``, or None if the model's parts are not ours."""
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
@@ -214,15 +219,6 @@ class FastDecoder:
             self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
 
-    def _bind_rotary(self, base: Any, max_positions: int) -> None:
-        """Compute cos and sin ``[max_positions, 1, head_dim]``; sin has the sign of the half turn."""
-        positions = torch.arange(max_positions, device=self.device)[None]
-        cos, sin = base.rotary_emb(self.embedding[:1], positions)
-        sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
-        sign[: self.head_dim // 2] = -1
-        self.cos = cos[0, :, None, :]
-        self.sin = (sin[0] * sign)[:, None, :]
-
 
 def _bind_layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
@@ -249,7 +245,7 @@ def _bind_layer(layer: Any) -> Layer:
     )
 
 
-def _fits(base: Any, config: Any) -> bool:
+def _fits(base: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return True if the parts are those of the block above, each of a known type."""
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     if not all(hasattr(base, name) for name in parts) or set(dict(base.named_children())) != set(parts):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from posttrain.randomness import generator
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT_TOKENS = (7, 3, 60)
 STEPS = 4
@@ -29,17 +32,13 @@ def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]
 
 
 def probe(
-    model: Any, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
+    model: PreTrainedModel, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
 ) -> tuple[float, float]:
-    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward.
+    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward, and its limit.
 
-    The caller sees to full precision: TF32 rounds the same function in two orders by more than a wrong function may
-    differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
-    with given tokens, and every step's full distribution is compared.
-
-    Returns:
-        (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
-        that a freshly initialized model, whose distribution is almost uniform, is held to it too.
+    Both in nats. Prompts of different lengths are prefilled and decoded together for a few steps with given tokens; the
+    full distribution of every step is compared. The limit follows the spread of the logits, which is small in a fresh
+    model. The caller sets full precision: TF32 rounds by more than a wrong function may differ.
     """
     steps = min(STEPS, max(1, context // 2))
     lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]
@@ -66,8 +65,8 @@ def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool)
     bodies = [row[: -steps - 1] for row in rows]
     longest = max(map(len, bodies))
     shared = SharedPrefixes(decoder.shapes, len(rows), device) if share else None
-    layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
-    cache = SlotCache(decoder.shapes, len(rows), longest + steps + 1, **layout)
+    size, transposed = longest + steps + 1, decoder.transposed
+    cache = SlotCache(decoder.shapes, len(rows), size, device=device, transposed=transposed, shared=shared)
     cache.reserve(longest)
     prefix = decoder.prefill([body or [0] for body in bodies])
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)

@@ -1,25 +1,25 @@
 """The decoding paths for every architecture: the model's own modules, over our key/value cache or over their own.
 
-``ModulesDecoder``: the forward pass is the model's; only where keys and values are kept is ours. Serves any causal
-language model whose state is keys and values, with sliding windows where its configuration names them.
+``ModulesDecoder``: the model's forward pass over our cache, for any causal language model whose state is keys and
+values, with sliding windows where its configuration names them.
 
-``PlainRows``: the cache is the model's, too. States of linear attention, convolutions and the like tolerate neither
-padding nor rows that join later, so rows of one prompt length are decoded together. A model without a cache that can be
-used reads all tokens anew at every step.
+``PlainRows``: the cache is the model's, too. States of linear attention, convolutions and the like allow neither
+padding nor rows that join later, so rows of one prompt length are decoded together. A model without a usable cache
+reads all tokens at every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from posttrain.errors import EngineMismatch
+from posttrain.models.forward.forward import causal_lm
 from posttrain.randomness import generator, uniforms
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.cache import LayerShape, Prefix, SlotCache, pad_right
@@ -37,7 +37,7 @@ class ColumnCache(Cache):
         self.slots = slots
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write ``[R, heads, 1, dim]`` at the cursor; return all columns of the batch."""
         return self.slots.write(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
@@ -53,7 +53,7 @@ class ModulesDecoder:
     transposed = False
     can_share = False
 
-    def __init__(self, model: Any, shapes: list[LayerShape] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, shapes: list[LayerShape] | None = None) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         config = model.config.get_text_config()
@@ -97,7 +97,7 @@ class ModulesDecoder:
         pairs = zip(prefix.keys, prefix.values, strict=True)
         return [LayerShape(k.shape[2], k.shape[3], v.shape[3], k.dtype) for k, v in pairs]
 
-    def _mask(self, rows: int, cache: SlotCache) -> Any:
+    def _mask(self, rows: int, cache: SlotCache) -> Tensor | dict[str, Tensor]:
         """Return the additive mask ``[R, 1, 1, width]`` in the form that the model takes."""
         full = cache.mask()
         if full is None:
@@ -120,9 +120,11 @@ class PlainRows:
         is_cached: keep the model's own cache; without it, every step reads all tokens.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, prompt_of_row: Sequence[int], *, is_cached: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokens: Tensor, prompt_of_row: Sequence[int], *, is_cached: bool
+    ) -> None:
         self.model, self.is_cached, self.tokens = model, is_cached, tokens[:, :0]
-        self.cache: dict[str, Any] = {}
+        self.cache: dict[str, Cache] = {}
         self.feed(tokens)
         self.keep(torch.tensor(list(prompt_of_row), device=tokens.device))
 
@@ -147,14 +149,13 @@ class PlainRows:
         self.logits = self.logits[rows]
 
 
-def _last_logits(model: Any, count: int) -> dict[str, int]:
+def _last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
     """Return the option for the logits of the last positions alone, if the model has it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return {"logits_to_keep": count} if "logits_to_keep" in signature(base.forward).parameters else {}
+    return {"logits_to_keep": count} if "logits_to_keep" in signature(causal_lm(model).forward).parameters else {}
 
 
 def sample_plainly(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     rows: Sequence[Conversation],
     sampling: Sampling,
@@ -172,7 +173,11 @@ def sample_plainly(
 
 
 def _sample_batch(
-    model: Any, prompts: Sequence[Sequence[int]], batch: list[Conversation], sampling: Sampling, is_cached: bool
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    batch: list[Conversation],
+    sampling: Sampling,
+    is_cached: bool,
 ) -> None:
     device = model.get_input_embeddings().weight.device
     order = list(dict.fromkeys(row.prompt for row in batch))
@@ -202,7 +207,9 @@ def _sample_batch(
         state.feed(ids[:, None])
 
 
-def probe_plainly(model: Any, reach: int, lengths: Sequence[int], *, is_cached: bool) -> tuple[float, float]:
+def probe_plainly(
+    model: PreTrainedModel, reach: int, lengths: Sequence[int], *, is_cached: bool
+) -> tuple[float, float]:
     """Return the largest difference in log-probability from the model's own forward, and its tolerance.
 
     Two rows of each length are decoded for a few steps with given tokens; then one is taken out.

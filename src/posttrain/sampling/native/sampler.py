@@ -1,8 +1,7 @@
 """Inverse-CDF sampling: one uniform number per row and token, nothing else decides.
 
-The cumulative distribution is summed in 64-bit integers (probabilities in units of 2^-40), so it is
-monotone and the same on every device and for every order of summation, and a token of probability
-zero (truncated, or below 2^-40) is never drawn.
+The cumulative distribution is summed in 64-bit integers (probabilities in units of 2^-40), so it is monotone and the
+same on every device; a token of probability zero (truncated, or below 2^-40) is never drawn.
 """
 
 from __future__ import annotations
@@ -70,11 +69,10 @@ def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def truncate(probabilities: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Zero outside the ``top_k`` most probable tokens and outside the nucleus (Holtzman et al. 2020).
+    """Set ``probabilities [R, V]`` to 0 outside the ``top_k`` most probable and the nucleus (Holtzman et al. 2020).
 
-    ``probabilities`` is ``[R, V]``. With both, the nucleus is taken of the renormalized top k. The
-    nucleus is the smallest set of most probable tokens whose mass reaches ``top_p``; it always
-    holds at least one token. Ties are broken by the smaller id. The result is not renormalized.
+    The nucleus: the smallest set of most probable tokens, at least one, whose mass reaches ``top_p``; with both, of the
+    renormalized top k. Ties are broken by the smaller id. The result is not renormalized.
     """
     size = probabilities.shape[-1]
     values, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -1,11 +1,8 @@
 """Continuous batching: rows join and leave the batch at any step of one generation.
 
-A row enters with its prompt's keys and values (computed once per prompt, all but the last token),
-feeds the last prompt token first and then whatever it drew. The rows in flight are always the first
-slots, so a finished row costs nothing once its place is taken by another.
-
-On a GPU the host looks at the drawn tokens only every few steps; tokens past the end of a row are
-discarded, so the completions are the same.
+A row enters with its prompt's keys and values (computed once per prompt, all but the last token), feeds the last prompt
+token first and then whatever it drew. The rows in flight are always the first slots. On a GPU the host reads the drawn
+tokens only every few steps; tokens past the end of a row are discarded.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,23 +48,15 @@ class Schedule:
         sampling: Sampling,
         num_slots: int,
     ) -> None:
-        self.decoder = decoder
-        self.prompts = prompts
-        self.sampling = sampling
+        self.decoder, self.prompts, self.sampling = decoder, prompts, sampling
         self.waiting = deque(rows)
         self.num_slots = min(num_slots, len(rows))
         self.batch: list[Conversation] = []
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
         self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
-        self._make_room(rows)
-
-    def _make_room(self, rows: Sequence[Conversation]) -> None:
-        """Allocate the state of the slots on the device."""
-        decoder, sampling, prompts = self.decoder, self.sampling, self.prompts
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
-        limit = max(row.limit for row in rows)
-        device = decoder.device
+        limit, device = max(row.limit for row in rows), decoder.device
         self.tokens = torch.zeros(self.num_slots, dtype=torch.long, device=device)
         # Per slot: the position of the next token to feed, and the number of tokens drawn.
         self.counters = torch.zeros((2, self.num_slots), dtype=torch.long, device=device)
@@ -78,8 +66,10 @@ class Schedule:
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         longest = 0 if share else max(map(len, prompts))
         shared = SharedPrefixes(decoder.shapes, self.num_slots, device) if share else None
-        layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
-        self.cache = SlotCache(decoder.shapes, self.num_slots, longest + min(limit, FIRST_COLUMNS) + 1, **layout)
+        size, transposed = longest + min(limit, FIRST_COLUMNS) + 1, decoder.transposed
+        self.cache = SlotCache(
+            decoder.shapes, self.num_slots, size, device=device, transposed=transposed, shared=shared
+        )
 
     def run(self) -> None:
         """Fill every row's ``ids``, ``logprobs`` and ``finish``."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.errors import RunFailure
 from posttrain.models.config import context_length
@@ -31,7 +30,9 @@ class StreamedToken:
     finish: Finish
 
 
-def stream(model: Any, prompt: Sequence[int], key: int, sampling: Sampling) -> Generator[StreamedToken, None, None]:
+def stream(
+    model: PreTrainedModel, prompt: Sequence[int], key: int, sampling: Sampling
+) -> Generator[StreamedToken, None, None]:
     """Draw one completion of ``prompt``: the tokens that the native engine draws for the same key.
 
     Closing the iterator ends the work.
@@ -47,7 +48,7 @@ def stream(model: Any, prompt: Sequence[int], key: int, sampling: Sampling) -> G
 
 
 def _decode(
-    model: Any, ids: list[int], key: int, limit: int, sampling: Sampling
+    model: PreTrainedModel, ids: list[int], key: int, limit: int, sampling: Sampling
 ) -> Generator[StreamedToken, None, None]:
     device, cache = next(model.parameters()).device, DynamicCache()
     numbers = None if sampling.temperature == 0 else torch.as_tensor(uniforms([key], limit), device=device)

@@ -1,9 +1,8 @@
 """Several turns in one generation: what was read and written stays in the cache, and a row goes on where it was.
 
-A row that has ended its turn keeps its slot. The reply is fed through the ordinary decode steps, each of its ids in the
-place of the one that would have been drawn, so nothing is read twice and no second path computes it. The host looks at
-every step, so no row goes on past the end of its turn. The batch waits for the replies, so that every bit of the result
-is a function of the keys and the replies, not of the clock.
+A row that has ended its turn keeps its slot. The reply is fed through the ordinary decode steps, each of its ids in
+place of a drawn one. The host looks at every step, so no row goes on past the end of its turn. The batch waits for the
+replies, so that the result is a function of the keys and the replies alone.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ class VllmEngine(Engine):
     ) -> None:
         self.where, self.tokenizer, self.vocab_size, self.wanted = where, tokenizer, vocab_size, tuple(wanted)
         self.num_tokens = None if tokenizer is None else num_tokens_of(tokenizer)
-        self.retries = retries
-        self._options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency}
+        self.retries, self.timeout_seconds, self.concurrency = retries, timeout_seconds, concurrency
         self._names_unused = True
         self._reach(url)
 
@@ -74,7 +73,13 @@ class VllmEngine(Engine):
         self._server: HttpServer | None = None
         if url is not None:
             token = key_for(url, f"{self.where}.url", KEY_VARIABLE)
-            self._server = HttpServer(url, retries=self.retries, token=token, **self._options)
+            self._server = HttpServer(
+                url,
+                timeout_seconds=self.timeout_seconds,
+                retries=self.retries,
+                concurrency=self.concurrency,
+                token=token,
+            )
 
     @property
     def server(self) -> HttpServer:

@@ -104,7 +104,7 @@ class _Completions(BaseModel):
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
-def read_models(answer: Any) -> list[ServedModel]:
+def read_models(answer: object) -> list[ServedModel]:
     """Return the models of ``/v1/models``; an adapter has the context of the model under it.
 
     Raises:
@@ -145,7 +145,7 @@ def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: st
     return models[0]
 
 
-def read_completion(answer: Any, request: CompletionRequest, vocab_size: int | None) -> Completion:
+def read_completion(answer: object, request: CompletionRequest, vocab_size: int | None) -> Completion:
     """Return the completion of an answer of ``/v1/completions``, compared with the request.
 
     Without log-probabilities in the request they are NaN, one per id.

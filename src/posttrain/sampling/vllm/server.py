@@ -1,7 +1,6 @@
 """The command line of a vLLM server, the name of a model there, and a server that a run starts and that ends with it.
 
-The name has a fingerprint of the weights, so that a server that was started before a folder's weights were written
-again does not pass for one that has them.
+The name has a fingerprint of the weights: a server with older weights of the same folder has another name.
 """
 
 from __future__ import annotations
@@ -164,11 +163,9 @@ def fingerprint(folder: Path) -> str:
     for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
-        if file.name in known:
-            digest.update(known[file.name].encode())
-            continue
+        digest.update(known.get(file.name, "").encode())
         with file.open("rb") as opened:
-            for i in range(NUM_BLOCKS):
+            for i in range(0 if file.name in known else NUM_BLOCKS):
                 opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
                 digest.update(opened.read(BLOCK_BYTES))
     return digest.hexdigest()

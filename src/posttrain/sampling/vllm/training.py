@@ -1,9 +1,8 @@
 """A vLLM server whose weights follow a model in training: a user's, or the run's own.
 
-The server names its weights by the label of the last transfer, and is asked for it before and after every batch: a
-server that was started anew, or that got weights from elsewhere, is refused. After every transfer both sides score a
-fixed batch, which finds what no label can: a tensor that did not arrive, a head that was packed before, a cache of
-prompts that was kept.
+The server names its weights by the label of the last transfer. It is asked for it before and after every batch, so that
+a restarted server, or one with weights from elsewhere, is refused. After every transfer both sides score a fixed batch,
+which finds a tensor that did not arrive, a head that was packed before, or a cache of prompts that was kept.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.forward.precision import DTYPES
@@ -54,8 +54,8 @@ class Trained(VllmEngine):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         url: str | None,
         own: dict[str, Any],
         *,
@@ -302,7 +302,7 @@ def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dic
     return bodies
 
 
-def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
+def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) -> Scores:
     """Return the scores of an answer to one of ``probe_bodies``.
 
     Raises:
@@ -325,7 +325,7 @@ def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
     return Scores(ids, places)
 
 
-def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> float:
+def largest_difference(model: PreTrainedModel, within: Within, scored: Sequence[Scores]) -> float:
     """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
 
     ``within``: gathers a sharded model around its forward passes.

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.cuda import nccl
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import RunFailure, UsageError, first_line
+from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import quantized_bits
 from posttrain.models.lora import has_adapter, merged_weights
 from posttrain.process_group import whole
@@ -27,12 +29,11 @@ MAX_WORKERS = 1 << 16
 WORKERS = "/get_world_size"
 
 
-def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(model: PreTrainedModel, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every weight under its name in a checkpoint, always in the same order.
 
-    A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered, in step
-    by all processes; without ``gathers`` a weight is the shard, which has the shape of the whole, and each process may
-    read them alone.
+    A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered by all
+    processes together; without ``gathers`` a weight is the shard, with the shape of the whole.
 
     Raises:
         UsageError: weights of 4 or 8 bits, which cannot be merged exactly.
@@ -46,20 +47,22 @@ def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[st
             yield name, whole(tensor.detach()) if gathers else tensor.detach()
 
 
-def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: bool = False) -> None:
+def save_without_weights(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, untie: bool = False
+) -> None:
     """Write configuration and tokenizer, from which a server builds the model. ``untie``: with a head of its own."""
-    config = copy.deepcopy(_base(model).config)
+    config = copy.deepcopy(causal_lm(model).config)
     if untie:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def untied(model: Any, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def untied(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights, with a tied head once more under its own name."""
     first: dict[int, str] = {}
     again: dict[str, list[str]] = {}
-    for name, weight in _base(model).named_parameters(remove_duplicate=False):
+    for name, weight in causal_lm(model).named_parameters(remove_duplicate=False):
         if first.setdefault(id(weight), name) != name:
             again.setdefault(first[id(weight)], []).append(name)
     for name, tensor in weights:
@@ -84,15 +87,11 @@ def save_weights(
         save_file(pending, folder / f"model-{num_files + 1:05d}.safetensors", metadata={"format": "pt"})
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if has_adapter(model) else model
-
-
 def control(
     server: HttpServer,
     method: Literal["GET", "POST"],
     path: str,
-    body: Any = None,
+    body: object = None,
     *,
     read: Callable[[Any], Any] = lambda answer: answer,
 ) -> Any:
@@ -149,10 +148,7 @@ class NcclGroup:
         torch.cuda.current_stream(self.device).synchronize()
 
     def send(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        dtype: torch.dtype,
-        announced: Sequence[tuple[str, torch.Size]],
+        self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype, announced: Sequence[tuple[str, torch.Size]]
     ) -> None:
         """Replace the weights of the server, which is paused; ``announced``: their names and shapes, in order."""
         about = {
@@ -173,11 +169,11 @@ class NcclGroup:
         )
         control(self.server, "POST", "/finish_weight_update", {})
 
-    def _together(self, *work: Callable[[], Any]) -> None:
+    def _together(self, *work: Callable[[], object]) -> None:
         """Do the work side by side, in threads that keep no process alive: a missing worker lets them wait for ever."""
-        futures = [Future[None]() for _ in work]
+        futures = [Future[object]() for _ in work]
 
-        def fill(future: Future[None], one: Callable[[], Any]) -> None:
+        def fill(future: Future[object], one: Callable[[], object]) -> None:
             try:
                 future.set_result(one())
             except (RunFailure, RuntimeError, OSError, ValueError) as error:
@@ -193,7 +189,7 @@ class NcclGroup:
             raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
 
 
-def read_num_workers(answer: Any) -> int:
+def read_num_workers(answer: dict[str, Any]) -> int:
     """Read the answer of ``WORKERS``."""
     count = answer["world_size"]
     if type(count) is not int or not 0 < count <= MAX_WORKERS:
