@@ -154,10 +154,10 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def plain_table(*columns: str, correct: Sequence[str] = (), **options: Any) -> Table:
-    """Return a table without rules; the columns on the ``correct`` hold numbers."""
+def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Table:
+    """Return a table without rules; the columns in ``right`` hold numbers and are aligned on the right."""
     table = Table(*columns, **{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
-    for column in correct:
+    for column in right:
         table.add_column(column, justify="right")
     return table
 

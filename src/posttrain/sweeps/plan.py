@@ -358,8 +358,9 @@ class _Builder:
         words = ["evaluate", *models, self.start.weights, "--task", settings.task.name]
         for key, value in settings.task.options.items():
             words += [f"--task.{key}", json.dumps(value)]
-        for key in ("n", "samples", "max_tokens", "temperature"):
-            words += [f"--{key.replace('_', '-')}", str(getattr(settings, key))]
+        drawing = {"limit": "n", "samples": "samples", "max-tokens": "max_tokens", "temperature": "temperature"}
+        for option, key in drawing.items():
+            words += [f"--{option}", str(getattr(settings, key))]
         command = (*words, *more, "--seed", str(seed), "--out", str(folder), "--quiet")
         needed = ("start", *(need.name for need in needs))
         return Trial(name=name, row=row, seed=seed, folder=folder, command=command, section=section, needs=needed)
