@@ -3,7 +3,7 @@
 The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), and sums are taken
 (``add``). All else every process computes for itself from the same numbers, so that all hold the same weights. Every
 call is made by all processes, in the same order; ``what`` names it in the message of a failure. The class for several
-processes is in ``train/distributed.py``; this module imports none of ours.
+processes is in ``training/distributed.py``; this module imports none of ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes records and checkpoints: rank 0."""
+        """True if this process writes records and checkpoints: rank 0."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
