@@ -85,7 +85,7 @@ class Options(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_size(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         field = cls.model_fields[info.field_name]
         marked = any(isinstance(item, AnySize) for item in field.metadata)
@@ -99,7 +99,7 @@ def _too_large() -> PydanticCustomError:
     return PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")
 
 
-def check_plain(value: Any) -> None:
+def check_plain(value: object) -> None:
     """Refuse texts that are no characters, and numbers that JSON has not, inside free-form values.
 
     Raises:
@@ -119,13 +119,13 @@ def check_plain(value: Any) -> None:
                 raise PydanticCustomError("finite", "Input should be a finite number")
 
 
-def _holds(value: Any, kind: type) -> bool:
+def _holds(value: object, kind: type) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(_holds(held, kind) for held in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, kind)
 
 
-def _types(annotation: Any) -> set[Any]:
+def _types(annotation: object) -> set[object]:
     """Return the types that an annotation is made of."""
     if isinstance(annotation, Unread):
         return {Unread}
@@ -158,7 +158,7 @@ def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
         yield from best
 
 
-def explain_type(message: str, value: Any) -> str:
+def explain_type(message: str, value: object) -> str:
     """Return pydantic's message about a value, with the value, or the kind and size of a large one.
 
     The message of a rule about a whole section stands alone.
@@ -173,7 +173,7 @@ def explain_type(message: str, value: Any) -> str:
     return f"{message}; got {describe_value(value)}"
 
 
-def describe_value(value: Any) -> str:
+def describe_value(value: object) -> str:
     """Return ``value`` as Python writes it, shortened; a mapping by its keys, a long list by its length."""
     if isinstance(value, dict):
         keys = ", ".join(repr(key) for key in value)
@@ -183,7 +183,7 @@ def describe_value(value: Any) -> str:
     return shorten(value)
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """Return ``value`` as Python writes it, the middle of a long one left out."""
     text = repr(value)
     half = _SHOWN_CHARS // 2

@@ -181,7 +181,7 @@ class Entry:
         return partial(self.function, **self.options(options, where), **place)
 
 
-def _check_component(value: Any, kind: str, where: str) -> None:
+def _check_component(value: str | Mapping[str, object], kind: str, where: str) -> None:
     """Refuse what is neither ``auto`` nor a component of the kind."""
     if value == "auto":
         return
@@ -374,7 +374,7 @@ def name_function(function: Callable[..., Any]) -> str:
     return path
 
 
-def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a component; ``where`` is its key in the recipe.
 
     Raises:
@@ -388,7 +388,7 @@ def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise RunFailure(f"{where}: the function raised {type(error).__name__}: {error}") from error
 
 
-def describe_result(value: Any) -> str:
+def describe_result(value: object) -> str:
     """Return ``shape (2, 4)`` for a tensor, the name of the type for anything else."""
     return f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
@@ -261,7 +262,7 @@ class Batch:
             weights=weights if weights is None else pick(weights) if weights.ndim == 2 else weights[units],
         )
 
-    def to(self, device: Any) -> Batch:
+    def to(self, device: torch.device | str) -> Batch:
         """Return the batch on another device; float64 becomes float32 where the device has none."""
         return replace(
             self,
@@ -280,7 +281,7 @@ def with_float64(x: Tensor) -> Tensor:
     return x.cpu() if x.device.type == "mps" else x
 
 
-def _moved(x: Tensor, device: Any) -> Tensor:
+def _moved(x: Tensor, device: torch.device | str) -> Tensor:
     has_float64 = getattr(device, "type", str(device).partition(":")[0]) != "mps"
     return x.to(device) if has_float64 or x.element_size() < 8 or not x.is_floating_point() else x.float().to(device)
 

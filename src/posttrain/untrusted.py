@@ -177,7 +177,7 @@ _IMPORTED: set[str] = set()
 _REMOTE_CODE = [False]
 
 
-def declare_code(content: Any, *folders: str | Path) -> None:
+def declare_code(content: object, *folders: str | Path) -> None:
     """Allow every ``module:function`` in ``content`` (text, or plain data of a document), from these folders on."""
     places = [os.path.abspath(folder) for folder in folders]
     for text in _texts(content):
@@ -269,7 +269,7 @@ def _is_record(path: Path) -> bool:
     )
 
 
-def refuse_remote_code(document: Any, overridden: Collection[str], place_of: Callable[[str], str]) -> None:
+def refuse_remote_code(document: object, overridden: Collection[str], place_of: Callable[[str], str]) -> None:
     """Refuse ``trust_remote_code: true`` anywhere in a document, but for keys of the command line (``overridden``).
 
     ``place_of`` a dotted key is what the message begins with.
@@ -292,7 +292,7 @@ def without_remote_code(document: Any) -> Any:
     return [without_remote_code(item) for item in document] if isinstance(document, list) else document
 
 
-def _remote_code_keys(document: Any, prefix: str = "") -> Iterator[str]:
+def _remote_code_keys(document: object, prefix: str = "") -> Iterator[str]:
     if isinstance(document, Mapping | list):
         for key, value in document.items() if isinstance(document, Mapping) else enumerate(document):
             if key == REMOTE_CODE and value not in (False, None):
@@ -300,7 +300,7 @@ def _remote_code_keys(document: Any, prefix: str = "") -> Iterator[str]:
             yield from _remote_code_keys(value, f"{prefix}{key}.")
 
 
-def _texts(content: Any) -> Iterator[str]:
+def _texts(content: object) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, Mapping | list | tuple):

@@ -32,7 +32,7 @@ from posttrain.sweeps.file import training_recipe_names
 # By kind: its key in a recipe, and its purpose.
 KINDS: dict[str, tuple[str, str]] = {
     "objective": ("objective", "a loss: one value per token (or pair, or row), never reduced"),
-    "advantage": ("advantage", "what a completion's reward is worth beside its group"),
+    "advantage": ("advantage", "what a completion's reward is worth next to its group"),
     "aggregation": ("aggregate", "the weights of the sum that is the loss"),
     "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
     "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
-    "batch_field": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
+    "batch_field": ("objective", "numbers next to the tokens, which objectives ask for (`needs`) and no recipe names"),
     "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
 
@@ -85,7 +85,7 @@ def without_arguments(doc: str) -> str:
     return _ARGUMENTS.sub("\n", doc).strip()
 
 
-def example_of(annotation: Any, default: Any) -> str:
+def example_of(annotation: object, default: object) -> str:
     """Return a value for a key, as it is typed on the command line."""
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
@@ -98,7 +98,7 @@ def example_of(annotation: Any, default: Any) -> str:
     return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
 
 
-def show_type(annotation: Any) -> str:
+def show_type(annotation: object) -> str:
     """Return an annotation in words: ``one of 'k1', 'k2'``, ``float or none``."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -121,7 +121,7 @@ def show_type(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-def show_default(value: Any) -> str:
+def show_default(value: object) -> str:
     """Return a default as it would stand in a recipe."""
     if isinstance(value, Component):
         return value.name
@@ -155,7 +155,7 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
     return options
 
 
-def _show_bounds(metadata: Iterable[Any]) -> str:
+def _show_bounds(metadata: Iterable[object]) -> str:
     phrases = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{phrase} {getattr(constraint, key):g}"
@@ -212,7 +212,7 @@ def all_names() -> set[str]:
     return known
 
 
-def _choices(annotation: Any) -> list[Any]:
+def _choices(annotation: object) -> list[object]:
     inner = list(typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Literal:
         return inner

@@ -167,7 +167,7 @@ def _samples(comparisons: Sequence[Comparison]) -> list[Sample]:
     ]
 
 
-def _plain(measures: Mapping[str, Estimate]) -> dict[str, Any]:
+def _plain(measures: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
     return {name: dict(zip(("mean", "low", "high"), e, strict=True)) for name, e in measures.items()}
 
 

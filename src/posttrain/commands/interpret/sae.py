@@ -129,7 +129,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     from posttrain.store.durable import replace_file
 
     started, console, root = time.monotonic(), open_console(), Path(arguments.runs_dir)
-    tell: Callable[[str], Any] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
+    tell: Callable[[str], object] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
     folder = root / _folder_name(arguments)
     base = find_model(recipe.base, root, None, arguments.quiet, tell)
     post = None if base is None else find_model(recipe.post, root, base, arguments.quiet, tell)
@@ -171,7 +171,9 @@ def _folder_name(arguments: argparse.Namespace) -> str:
     return f"diff-{labels[0]}-{labels[1]}"
 
 
-def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str | None:
+def find_model(
+    compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], object]
+) -> str | None:
     """Return the model of that name, or a finished run of that recipe under ``root``, trained where there is none.
 
     ``base``: what the recipe starts from. None: the training was interrupted.

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 
 from posttrain.commands.console import Text, counted, open_console, plain_table, say, write_json
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
@@ -82,7 +82,7 @@ def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[Sw
     table = plain_table()
     for name in ("run", "state", "step", "model", "objective", "held-out", "size"):
         is_name = name in ("run", "model", "held-out")  # broken into several lines in a narrow terminal
-        justify: Any = "right" if name in ("step", "size") else "left"
+        justify: JustifyMethod = "right" if name in ("step", "size") else "left"
         table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify)
     for name, state, *further, size in rows:
         columns = [Text(name, style="bold"), Text(state, style=STYLES[state]), *map(Text, further)]
@@ -254,7 +254,7 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
     say(console, "one run of each is an impression; `posttrain sweep` trains several seeds", "dim")
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = harmless(str(value))
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
 
