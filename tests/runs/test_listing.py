@@ -95,7 +95,7 @@ def test_sweeps_at_a_glance(root: Path) -> None:
 
 
 def test_runs_are_shown_and_sorted_by_their_primary_metric(tmp_path: Path) -> None:
-    """Of a run without gold answers nothing is called accuracy; with the same metric the better stands first."""
+    """A run without gold answers has no accuracy; with the same metric the better stands first."""
     for name, reward in (("low", 0.2), ("high", 0.9)):
         run = RunDirectory(make_run(tmp_path, name))
         status = run.read_status()

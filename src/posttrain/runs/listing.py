@@ -177,9 +177,7 @@ def show_run(path: str | Path) -> dict[str, Any]:
     rollouts: dict[int, int] = {}
     if (database := directory.folder / "rollouts.db").is_file():
         rollouts = _read_or(lambda: RolloutStore(database, read_only=True).count_training(), {}, unread)
-    checkpoints: list[dict[str, int | bool]] = _read_or(
-        lambda: _checkpoints(directory.folder / "checkpoints"), [], unread
-    )
+    saved: list[dict[str, int | bool]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], unread)
     problems += [problem for problem in unread if problem not in (summary.problem or "")]
     return asdict(summary) | {
         "path": str(directory.folder),
