@@ -52,12 +52,12 @@ from posttrain.untrusted import declare_from_command_line, guard_output
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
-DESCRIPTION = "The laboratory for language-model post-training: pure words, one loop."
+DESCRIPTION = "The laboratory for language-model post-training: pure components, one loop."
 EPILOG = """\
 start here:
   posttrain demo                              watch a small model learn to reason, in minutes
   posttrain recipes                           what can be trained
-  posttrain explain grpo                      a word of a recipe: its equation, its options
+  posttrain explain grpo                      a component: its equation, its options
   posttrain train tiny/grpo --train.lr 6e-5   train; any key of the recipe is an option
   posttrain runs                              what has been trained
 """
@@ -86,7 +86,6 @@ a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells
 # How often a waiting thread of torch's looks for work before it sleeps: read when torch is imported. With the library's
 # 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
-HOME = "posttrain.commands."
 ANY = ("",)
 
 
@@ -94,7 +93,7 @@ ANY = ("",)
 class Command:
     """A command, or an action of one.
 
-    ``body``: its module below ``HOME`` and the function that takes the namespace; None: its actions have them.
+    ``body``: its module in ``commands`` and the function that takes the namespace; None: its actions have them.
     ``options``: the place of its options, if they are not in ``_OPTIONS``; by default ``OPTIONS`` of the body's module.
     ``keys``: sections whose keys are options, too (ANY: all of a recipe; None: none). ``models``: options that
     name models or runs: a name that is nowhere is refused before a library is imported. ``tables``: it takes
@@ -111,9 +110,9 @@ class Command:
 
 
 def imported(place: str) -> Any:
-    """Return what ``module:name`` names below ``HOME``."""
+    """Return what ``module:name`` names in ``posttrain.commands``."""
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"{HOME}{module}"), name)
+    return getattr(importlib.import_module(f"posttrain.commands.{module}"), name)
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -214,7 +213,7 @@ _OPTIONS = {
     ),
     "recipes": Options(_LISTED, option("name", nargs="?", help="the recipe to show")),
     "explain": Options(
-        option("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
+        option("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all names")
     ),
     "data": Options(
         _LISTED,
@@ -254,7 +253,7 @@ COMMANDS = {
                       models=("models",)),
     "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes",
                        tables=True, runs=False),
-    "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
+    "explain": Command("explain a component or a section of a recipe: equation, options, recipes that use it",
                        "explain:run_explain", tables=True, runs=False),
     "exercise": Command("write a function of post-training, and compare it with the library's own",
                         "exercises.command:run_exercise", tables=True, runs=False),

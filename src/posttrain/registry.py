@@ -170,7 +170,7 @@ class Entry:
             label = f"{self.kind} {self.name!r}"
             raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}
-        for key, kind in self.traits.get("words", {}).items():
+        for key, kind in self.traits.get("components", {}).items():
             _check_component(filled[key], kind, f"{where}.{key}" if where else key)
         complete = self.traits.get("complete")
         return filled if complete is None else complete(filled, where or self.kind)
@@ -210,7 +210,7 @@ def register(
         home = known.function.__module__ if known else _MODULES[kind].get(entry.name, function.__module__)
         if home != function.__module__:
             raise RecipeError(
-                f"{function.__module__}: {kind} {entry.name!r} is a word of {home}; give yours another name"
+                f"{function.__module__}: {kind} {entry.name!r} is a component of {home}; give yours another name"
             )
         _ENTRIES[kind][entry.name] = entry
         return function

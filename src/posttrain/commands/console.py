@@ -119,14 +119,9 @@ def write_json(content: object) -> bool:
     return collected is not None
 
 
-def wants_json() -> bool:
-    """Return whether ``--format json`` was given."""
-    return _COLLECTED.get() is not None
-
-
 def leaves_out_tables(quiet: bool) -> bool:
     """Return whether ``--quiet`` holds for tables, too: not where ``--format json`` asks for them."""
-    return quiet and not wants_json()
+    return quiet and _COLLECTED.get() is None
 
 
 def read_table(table: Table) -> dict[str, object]:

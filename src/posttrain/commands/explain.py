@@ -107,7 +107,7 @@ def show_type(annotation: object) -> str:
     if annotation is Any:
         return "anything"
     if isinstance(annotation, type) and issubclass(annotation, Section | Component):
-        return "a section" if issubclass(annotation, Section) else "a word"
+        return "a section" if issubclass(annotation, Section) else "a component"
     if origin is typing.Annotated:
         constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [])]
         return show_type(arguments[0]) + _show_bounds(constraints)
@@ -298,11 +298,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
         say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
     if having:
         _print_heading(console, name.rpartition(".")[2], "option of")
-        table = plain_table("word", "kind", "type, default and meaning")
+        table = plain_table("component", "kind", "type, default and meaning")
         for entry, option in having:
             table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.line))
         console.print(table)
-        console.print(Text("posttrain explain WORD says what it is\n", style="dim"))
+        console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
     if metric is not None:
         _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
     for recipe in recipes:
@@ -318,7 +318,7 @@ def _print_heading(console: Console, name: str, what: str, doc: str | None = Non
 
 def _print_kind(console: Console, kind: str) -> None:
     key, purpose = KINDS[kind]
-    table = plain_table("word", "what it is", show_header=False, padding=(0, 1, 0, 2))
+    table = plain_table("component", "what it is", show_header=False, padding=(0, 1, 0, 2))
     table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
     table.title_style, table.columns[0].no_wrap = "none", True
     for name, entry in entries(kind).items():
@@ -344,7 +344,7 @@ def _print_recipe(console: Console, name: str) -> None:
     _print_heading(console, name, "recipe", recipe.description.strip())
     components = {kind: getattr(recipe, key) for key, kind in COMPONENT_KINDS.items() if kind in _IN_A_METHOD}
     components |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
-    table = plain_table("key", "word", "what it is", show_header=False)
+    table = plain_table("key", "component", "what it is", show_header=False)
     for kind, component in components.items():
         if component is not None and component.name != "every":
             options = ", ".join(f"{option} {value}" for option, value in component.options.items())

@@ -411,7 +411,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         child = target[int(part)] if isinstance(target, list) else target.get(part)
         if child is None:
             child = {}
-        elif isinstance(child, str):  # a bare word gains options
+        elif isinstance(child, str):  # a bare name gains options
             child = {"name": child}
         elif not isinstance(child, dict | list):
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
@@ -474,7 +474,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
     for key, value in above.items():
         known = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
-            known = {"name": known}  # a bare word, which may gain options
+            known = {"name": known}  # a bare name, which may gain options
         joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
         if joins and isinstance(known, Mapping):
             merged[key] = merge(known, value, inside=True)

@@ -57,7 +57,7 @@ def read_component(value: object, where: str) -> Component:
     try:
         return Component.model_validate(value)
     except ValidationError as error:
-        raise RecipeError(explain_validation(error, [], where, "a word")) from None
+        raise RecipeError(explain_validation(error, [], where, "a component")) from None
 
 
 class RewardComponent(Component):

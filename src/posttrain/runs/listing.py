@@ -12,7 +12,7 @@ from posttrain.errors import DataError, UsageError
 from posttrain.recipes.document import flatten
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, is_live, run_names
-from posttrain.runs.paths import every_run_name, fits, sweep_names, trial_names
+from posttrain.runs.paths import every_run_name, fits, trial_names
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps
 from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metric_names import metric_of
@@ -113,11 +113,6 @@ def list_runs(
     value, largest_first = SORT_KEYS[sort]
     ranked = [run for run in runs if value(run) is not None]
     return sorted(ranked, key=value, reverse=largest_first) + [run for run in runs if value(run) is None]
-
-
-def list_sweeps(root: str | Path) -> list[SweepSummary]:
-    """Return the sweeps under ``root``, in alphabetical order."""
-    return [summarize_sweep(root, name) for name in sweep_names(root)]
 
 
 def summarize_sweep(root: str | Path, name: str) -> SweepSummary:

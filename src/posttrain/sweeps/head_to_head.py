@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
+from posttrain.evaluation.files import ITEMS, RESULTS
 from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
-from posttrain.sweeps.plan import ITEMS, RESULTS
 from posttrain.sweeps.results import Answer, Part, Sample
 
 MAX_ITEMS_BYTES = 1 << 30

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evaluation.files import RESULTS
+from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardComponent
 from posttrain.runs.directory import RunDirectory, RunStatus
@@ -33,8 +35,6 @@ from posttrain.sweeps.file import (
 )
 
 State = Literal["new", "unfinished", "finished"]
-ITEMS, RESULTS = "items.jsonl", "results.json"  # of an evaluation; the latter is written last
-Rule = tuple[bool, str, str]  # broken if true, the key, what is wrong
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from posttrain.runs.listing import (
     SideBySide,
     SweepSummary,
     list_runs,
-    list_sweeps,
     put_side_by_side,
     show_run,
     summarize_sweep,
@@ -52,7 +51,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     """List runs and sweeps: as a table, or as data."""
     root, limit = arguments.runs_dir, NUM_LISTED if arguments.limit is None else arguments.limit
     runs = list_runs(root, patterns=arguments.names, states=arguments.state, sort=arguments.sort)
-    sweeps = [] if arguments.names or arguments.state else list_sweeps(root)
+    sweeps = [] if arguments.names or arguments.state else [summarize_sweep(root, name) for name in sweep_names(root)]
     if write_json({"runs": [asdict(run) for run in runs], "sweeps": [asdict(sweep) for sweep in sweeps]}):
         return 0
     if not runs and not sweeps:
@@ -103,11 +102,10 @@ def run_show(arguments: argparse.Namespace) -> int:
         _show_sweep(console, root, name)
         return 0
     folder = find_run(root, arguments.name)
-    name = folder.name
     if folder.resolve().is_relative_to(root.resolve()):
         name = folder.resolve().relative_to(root.resolve()).as_posix()
     else:
-        root = folder.parent
+        name, root = folder.name, folder.parent
     links = [link for link in find_links(root) if name in (link.child, link.parent)]
     info = show_run(folder) | {"name": name, "links": [asdict(link) for link in links]}
     if not write_json(info):
