@@ -51,7 +51,7 @@ def make_player(shown: Path, root: Path, name: str, *, show_tools: bool) -> Path
 
 
 def play(run: Path, question: str) -> Episode:
-    """What the engine of training makes of the question, greedily, with the run's environment."""
+    """Play the question greedily with the engine of training and the run's environment."""
     opened = open_model(find_source(str(run), str(run.parent))).on_stage(None)
     assert opened.stage is not None
     episodes = Episodes(opened.stage, opened.engine, opened.tokenizer, opened.sampling(200, 0.0), 1000)

@@ -58,7 +58,7 @@ def template() -> Any:
 
 @pytest.fixture(scope="module")
 def quick_stories() -> Iterator[None]:
-    """What is usual in stories is told from few of them: counting thousands takes longer than a small run."""
+    """Compute the statistics of stories from few of them: counting thousands takes longer than a small run."""
     from posttrain.data.stories import task as stories
 
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +78,7 @@ def no_curves() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def allowed_code_kept() -> Iterator[None]:
-    """What one test allows to be imported (``untrusted``) is not allowed in the next."""
+    """Restore the allowed code (``untrusted``) after each test."""
     from posttrain import untrusted
 
     folders, imported, remote_code = dict(untrusted._FOLDERS), set(untrusted._IMPORTED), list(untrusted._REMOTE_CODE)

@@ -128,7 +128,7 @@ class NoReset:
 
 
 class Drawing:
-    """What it opens with does not follow from the seed."""
+    """Opens with a text that does not follow from the seed."""
 
     count = 0
 

@@ -1,5 +1,5 @@
 """A stand-in for a GPU, for machines without one: its tensors say that they are on ``mps`` or ``cuda``, and refuse what
-one refuses as far as torch says it in advance: tensors of the CPU beside its own, being read as numpy, and on ``mps``
+one refuses as far as torch says it in advance: tensors of the CPU next to its own, being read as numpy, and on ``mps``
 float64 and operations that have no kernel there. What they compute is computed by the CPU, so that results can be
 compared bit for bit.
 
@@ -42,7 +42,7 @@ GIB = 2**30
 
 
 class _Device:
-    """Which GPU is stood in for, and what was asked of it: ``waits`` of the host for a number, calls of ``flash``."""
+    """The GPU that is faked, and its uses: ``waits`` of the host for a number, calls of ``flash``."""
 
     def __init__(self, name: torch.device) -> None:
         self.name = name
@@ -109,7 +109,7 @@ class _Factories(TorchDispatchMode):
 
 
 class _Devices(TorchFunctionMode):
-    """Whoever says ``mps`` or ``cuda`` in Python means the stand-in."""
+    """Let ``mps`` and ``cuda`` in Python mean the fake."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
@@ -130,7 +130,7 @@ def _inside(x: Any) -> Any:
 
 
 def _indices(index: Any) -> Any:
-    """Of a list of numbers torch itself would make a tensor inside, which has none."""
+    """Return a list of numbers as a tensor of the fake, which torch itself would not make."""
     if isinstance(index, tuple):
         return tuple(map(_indices, index))
     return torch.tensor(index) if isinstance(index, list) else index
@@ -176,7 +176,7 @@ def _reported_memory() -> dict[str, dict[str, Any]]:
 
 @cache
 def has_kernel(func: Any) -> bool:
-    """Whether torch's table has the operation for mps: its own, by one that it delegates to, or made of others."""
+    """Return True if torch has the operation for mps: its own, a delegated one, or one made of others."""
     row = _reported_memory().get(
         func._schema.name.removeprefix("aten::") + f".{func._overloadname}".removesuffix(".default")
     )

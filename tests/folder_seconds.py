@@ -1,4 +1,4 @@
-"""How long each folder of tests takes, so that a slow one is seen: a table at the end, and a file of it.
+"""Seconds of each folder of tests: a table at the end, and a file of it.
 
 ``--folder-seconds FILE`` asks for it; `make test` does. Seconds are those of set-up, test and tear-down, summed over
 all test processes.

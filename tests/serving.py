@@ -16,7 +16,7 @@ from posttrain.sampling.vllm.server import free_port as unused_port
 
 
 def free_port() -> int:
-    """Where nobody listens, and no connection goes out from while other tests run: see the server's own choice."""
+    """Return a port where nobody listens, and from which no connection of other tests goes out."""
     return unused_port()
 
 

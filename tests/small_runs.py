@@ -198,7 +198,7 @@ def save_perturbed(folder: Path, noise: float = 0.05) -> str:
 
 @cache
 def shallow(num_layers: int) -> str:
-    """Where the embedded model lies without its upper layers, as long as this process lives.
+    """Return the folder of the embedded model without its upper layers, which lives as long as this process.
 
     For runs that are compared with runs: of what they show the most is shown by one layer, and each layer costs.
     """

@@ -134,7 +134,7 @@ def imported_names(path: Path) -> tuple[str, ...]:
 
 
 def ours(names: Iterable[str]) -> set[str]:
-    """Of imported names, the modules of this package, as in ``MODULES``."""
+    """Return those of the imported names that are modules of this package, as in ``MODULES``."""
     found = set()
     for name in names:
         if name == "posttrain":
@@ -255,7 +255,7 @@ def test_listing_recipes_imports_no_torch() -> None:
 
 
 def test_no_command_line_is_made_up() -> None:
-    """What a command does with a command line, a library call does with a typed request."""
+    """A library call takes a typed request where a command takes a command line."""
     for module, path in MODULES.items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         assert component(module) in PACKAGES["cli"] or not any(call.endswith("Namespace") for call in calls), module

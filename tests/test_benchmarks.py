@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-# By script: the words behind it, what it needs beside us, and what its output says.
+# By script: its arguments, the package that it needs, and a text of its output.
 SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "checkpoints.py": ([["--width", "64", "--layers", "2"]], None, "sharded: {'seconds'"),
     "code_tests.py": (

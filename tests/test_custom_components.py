@@ -165,7 +165,7 @@ def test_it_trains_by_its_name_alone(kind: str, word: str, own: Own, capsys: pyt
     named = re.findall(r"mine:\w+", (run / "recipe.yaml").read_text())
     assert len(named) == 1
     check(run, own)
-    # Whoever runs the stored recipe again must name the code.
+    # To run the stored recipe again, the code must be named.
     untrusted._FOLDERS.clear()
     capsys.readouterr()
     stored = ["train", str(run / "recipe.yaml"), "--dry-run"]

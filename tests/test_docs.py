@@ -238,7 +238,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_the_files_of_the_book_path_are_there() -> None:
-    """Where a page names a file of the package by its folder."""
+    """Files of the package that a page names by their folder exist."""
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "book").glob("*.md"))
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", pages))
     assert len(named) >= 30

@@ -1,4 +1,4 @@
-"""What to type for an extra: from the checkout, or from where the package was installed; the index has no such name."""
+"""The command that installs an extra: from the checkout, or from where the package was installed, never the index."""
 
 from __future__ import annotations
 

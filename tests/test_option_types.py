@@ -1,4 +1,4 @@
-"""What keys of sections and options of words may hold, whatever their types let through."""
+"""Values that keys of sections and options of components may hold, whatever their types let through."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
 
 
 def small_changes(recipe: Recipe, models: dict[str, Path], data: dict[str, Path]) -> list[tuple[str, str]]:
-    """What is changed for that, as options."""
+    """Return the changes for that, as options."""
     changes: list[tuple[str, Any]] = [("train.steps", NUM_STEPS), ("train.warmup_steps", 0), ("train.save_every", 0)]
     if recipe.model.init is None:
         if not Path(recipe.model.name).is_dir():
@@ -282,7 +282,7 @@ def test_every_recipe_trains_two_steps(
 
 
 def check_first_step(name: str, recipe: Recipe, metrics: dict[str, float]) -> None:
-    """What must hold before any weight has moved."""
+    """Check the metrics before any weight has moved."""
     assert abs(metrics["kl_sampler"]) < 1e-8  # the trainer scores what the sampler sampled
     assert metrics.get("effective_sample_size", 1.0) == pytest.approx(1.0, abs=1e-6)
     assert metrics.get("ratio", 1.0) == pytest.approx(1.0, abs=1e-4)

@@ -96,7 +96,7 @@ class Command:
         return error.partition("posttrain: ")[2]
 
     def works(self, *arguments: str) -> str:
-        """What a command that ends well prints on both streams."""
+        """Return the output of a command that ends well, of both streams."""
         assert main(list(arguments)) == 0
         captured = self.capsys.readouterr()
         return captured.out + captured.err

@@ -176,12 +176,14 @@ print(*registry.names("advantage"))
 
 
 def test_a_word_belongs_to_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(RecipeError, match=r"'grpo' is a word of \S+\.policy_gradient; give"):
+    with pytest.raises(RecipeError, match=r"'grpo' is a component of \S+\.policy_gradient; give"):
         registry.register("objective", name="grpo")(sample_component)
     (tmp_path / "second_grpo.py").write_text(
         "from posttrain.registry import register\n\n@register('objective')\ndef grpo(outputs, batch):\n    pass\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     declare_code("second_grpo:grpo", tmp_path)
-    with pytest.raises(UnknownComponent, match=r"second_grpo.* 'grpo' is a word of posttrain.*give yours another name"):
+    with pytest.raises(
+        UnknownComponent, match=r"second_grpo.* 'grpo' is a component of posttrain.*give yours another name"
+    ):
         registry.find("objective", "second_grpo:grpo")

@@ -16,27 +16,31 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain import __version__
+from posttrain.commands.interpret.steering import STEERING
 from posttrain.commands.options import (
     ACCEPT_HELP,
+    ALLOW_CODE_OPTIONS,
+    MAX_TOKENS,
+    MODEL,
+    RUNS,
+    TEMPLATE,
+    Options,
     Parser,
-    add_address,
-    add_allow_code,
-    add_max_tokens,
-    add_model,
-    add_runs_dir,
-    add_seed,
-    add_template,
+    address,
     natural,
     new_place,
     nonnegative_float,
+    option,
     positive,
     refuse_action,
     refuse_command,
+    runs_dir,
+    seed_of,
     share,
     shown,
     spelled,
@@ -48,12 +52,12 @@ from posttrain.untrusted import declare_from_command_line, guard_output
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
-DESCRIPTION = "The laboratory for language-model post-training: pure words, one loop."
+DESCRIPTION = "The laboratory for language-model post-training: pure components, one loop."
 EPILOG = """\
 start here:
   posttrain demo                              watch a small model learn to reason, in minutes
   posttrain recipes                           what can be trained
-  posttrain explain grpo                      a word of a recipe: its equation, its options
+  posttrain explain grpo                      a component: its equation, its options
   posttrain train tiny/grpo --train.lr 6e-5   train; any key of the recipe is an option
   posttrain runs                              what has been trained
 """
@@ -69,10 +73,19 @@ options of the task follow its name:
   posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
 
+RUNS_EPILOG = """\
+a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells/ppo-seed0:
+  posttrain runs --state finished --sort metric
+  posttrain runs compare tiny-grpo tiny-grpo-2
+  posttrain runs prune --all --keep best,last --dry-run
+  posttrain runs delete 'test-*'
+  posttrain runs delete tiny-grpo --step 100
+  posttrain runs export tiny-grpo --to exported/tiny-grpo
+"""
+
 # How often a waiting thread of torch's looks for work before it sleeps: read when torch is imported. With the library's
 # 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
-HOME = "posttrain.commands."
 ANY = ("",)
 
 
@@ -80,27 +93,26 @@ ANY = ("",)
 class Command:
     """A command, or an action of one.
 
-    ``body``: its module below ``HOME`` and the function that takes the namespace; None: its actions have them.
-    ``options``: the function that adds its options, or the place of one; by default ``add_options`` of the body's
-    module. ``keys``: sections whose keys are options, too (ANY: all of a recipe; None: none). ``models``: options that
+    ``body``: its module in ``commands`` and the function that takes the namespace; None: its actions have them.
+    ``options``: the place of its options, if they are not in ``_OPTIONS``; by default ``OPTIONS`` of the body's module.
+    ``keys``: sections whose keys are options, too (ANY: all of a recipe; None: none). ``models``: options that
     name models or runs: a name that is nowhere is refused before a library is imported. ``tables``: it takes
     ``--format``. ``runs``: it opens runs.
     """
 
     help: str
     body: str | None = None
-    options: Callable[[argparse.ArgumentParser], None] | str | None = None
     keys: tuple[str, ...] | None = None
     models: tuple[str, ...] = ()
     tables: bool = False
     runs: bool = True
+    options: str | None = None
 
 
-def imported(place: str) -> Callable[..., Any]:
-    """Return the function ``module:name`` below ``HOME``."""
+def imported(place: str) -> Any:
+    """Return what ``module:name`` names in ``posttrain.commands``."""
     module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"{HOME}{module}"), name)
-    return function
+    return getattr(importlib.import_module(f"posttrain.commands.{module}"), name)
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -125,8 +137,8 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         parents = [common, *([form] if command.tables else [])]
         if command.runs:  # an action says where runs are if its command does not
             parents.append(Parser(add_help=False))
-            add_runs_dir(parents[-1], argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
-            add_allow_code(parents[-1])
+            where = runs_dir(argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
+            Options(where, *ALLOW_CODE_OPTIONS).add_to(parents[-1])
         description = f"{command.help[0].upper()}{command.help[1:]}."
         made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
         if command.body is None:
@@ -134,122 +146,121 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             groups[name] = made[name].add_subparsers(dest="action", metavar="ACTION", title=title, required=True)
         if wanted not in (None, name.partition(" ")[0]):
             continue
-        options = command.options or (command.body and f"{command.body.partition(':')[0]}:add_options")
-        if options:
-            (imported(options) if isinstance(options, str) else options)(made[name])
+        place = command.options or (command.body and f"{command.body.partition(':')[0]}:OPTIONS")
+        if name in _OPTIONS or place:
+            (_OPTIONS.get(name) or imported(str(place))).add_to(made[name])
     return parser, made
 
 
-def _add_demo_options(parser: argparse.ArgumentParser) -> None:
-    about = "what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)"
-    parser.add_argument("--story", choices=("reasoning", "tools"), default="reasoning", help=about)
-    add_seed(parser, "seed of both training runs")
-    parser.add_argument("--quiet", action="store_true", help="no live progress")
-
-
-def _add_train_options(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = TRAIN_EPILOG
-    parser.usage = "posttrain train RECIPE [options] [--section.key value ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file")
-    parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
-    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
-    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
-    parser.add_argument("--memory", action="store_true", help="with --dry-run: say the memory that it takes, by part")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
-
-
-def _add_generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]"
-    add_model(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)")
-    parser.add_argument("--task", help="whose example is asked (default: the run's, and stories for tiny)")
-    add_template(parser)
-    parser.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)")
-    about = "rows of the task that are answered (default: 1)"
-    parser.add_argument("--limit", type=positive, metavar="N", help=about)
-    add_max_tokens(parser)
-    parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
-    add_seed(parser, "seed of the sampling, and which example")
-    imported("interpret.steering:add_steering_options")(parser)
-
-
-def _add_chat_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]"
-    add_model(parser, "models", "+")
-    add_template(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message above the conversation")
-    parser.add_argument("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)")
-    parser.add_argument("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)")
-    parser.add_argument("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)")
-    add_max_tokens(parser)
-    add_seed(parser)
-
-
-def _add_studio_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
-    add_address(parser, 7860)
-    about = "admit only who logs in with it; needed with --host (without a value: made up)"
-    parser.add_argument("--token", nargs="?", const="", help=about)
-    about = "a dictionary to steer by, besides those of runs"
-    parser.add_argument("--sae", metavar="FOLDER", action="append", default=[], help=about)
-    parser.add_argument("--browser", action="store_true", help="open it in the browser")
-
-
-def _add_recipes_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    parser.add_argument("name", nargs="?", help="the recipe to show")
-
-
-def _add_explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
-
-
-def _add_data_options(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = DATA_EPILOG
-    parser.usage = "posttrain data {list,show} [TASK] [options] [--task.key value ...]"
-    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    parser.add_argument("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists")
-    parser.add_argument("--limit", type=positive, metavar="N", help="rows to read at most (default: all)")
-    parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
-    parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
-    add_seed(parser, "which examples are shown")
-    about = "draw lengths and labels as a PNG"
-    parser.add_argument("--plot", type=new_place, metavar="FILE", nargs="?", const="", help=about)
-
-
+_QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")
+_LISTED = option("action", nargs="?", choices=("list", "show"), default="list")
+_OPTIONS = {
+    "demo": Options(
+        option(
+            "--story", choices=("reasoning", "tools"), default="reasoning",
+            help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
+        ),
+        seed_of("seed of both training runs"),
+        option("--quiet", action="store_true", help="no live progress"),
+    ),
+    "train": Options(
+        option("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file"),
+        option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
+        option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
+        option("--accept-changes", action="store_true", help=ACCEPT_HELP),
+        option("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing"),
+        option("--memory", action="store_true", help="with --dry-run: say the memory that it takes, by part"),
+        _QUIET,
+        usage="posttrain train RECIPE [options] [--section.key value ...]",
+        epilog=TRAIN_EPILOG,
+    ),
+    "generate": Options(
+        MODEL,
+        option("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)"),
+        option("--task", help="whose example is asked (default: the run's, and stories for tiny)"),
+        TEMPLATE,
+        option("--samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)"),
+        option("--limit", type=positive, metavar="N", help="rows of the task that are answered (default: 1)"),
+        MAX_TOKENS,
+        option("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)"),
+        seed_of("seed of the sampling, and which example"),
+        usage="posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]",
+        groups=STEERING,
+    ),
+    "chat": Options(
+        ("models", MODEL[1] | {"nargs": "+"}),
+        TEMPLATE,
+        option("--system", metavar="TEXT", help="a system message above the conversation"),
+        option("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)"),
+        option("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)"),
+        option("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)"),
+        MAX_TOKENS,
+        seed_of(),
+        usage="posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]",
+    ),
+    "studio": Options(
+        option("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)"),
+        *address(7860),
+        option(
+            "--token", nargs="?", const="",
+            help="admit only who logs in with it; needed with --host (without a value: made up)",
+        ),
+        option(
+            "--sae", metavar="FOLDER", action="append", default=[],
+            help="a dictionary to steer by, besides those of runs",
+        ),
+        option("--browser", action="store_true", help="open it in the browser"),
+    ),
+    "recipes": Options(_LISTED, option("name", nargs="?", help="the recipe to show")),
+    "explain": Options(
+        option("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all names")
+    ),
+    "data": Options(
+        _LISTED,
+        option("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists"),
+        option("--limit", type=positive, metavar="N", help="rows to read at most (default: all)"),
+        option("--model", help="count tokens of this model's tokenizer (default: characters)"),
+        option("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this"),
+        option("--examples", type=natural, default=3, help="examples to show in full (default: 3)"),
+        seed_of("which examples are shown"),
+        option("--plot", type=new_place, metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG"),
+        usage="posttrain data {list,show} [TASK] [options] [--task.key value ...]",
+        epilog=DATA_EPILOG,
+    ),
+    "runs": Options(epilog=RUNS_EPILOG),
+    **{f"runs {name}": options for name, options in RUNS.items()},
+}  # fmt: skip
 _INPUT = ("task", "template")
 COMMANDS = {
-    "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
+    "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo"),
     "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
-    "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
+    "train": Command("train by a recipe", "train:run_train", keys=ANY),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
                      "sweeps:run_sweep", keys=ANY, tables=True),
     "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_INPUT, "engine"),
                         models=("models", "against", "best_of", "judge"), tables=True),
-    "generate": Command("sample answers from a model or a run", "generate:run_generate", _add_generate_options, _INPUT,
+    "generate": Command("sample answers from a model or a run", "generate:run_generate", keys=_INPUT,
                         models=("model",)),
-    "chat": Command("talk to a model, or to several at once", "chat.command:run_chat", _add_chat_options, ("template",),
+    "chat": Command("talk to a model, or to several at once", "chat.command:run_chat", keys=("template",),
                     models=("models",)),
     "serve": Command("let other programs ask a model over HTTP, as they ask OpenAI", "serve.command:run_serve",
                      keys=("template",), models=("model",)),
     "serve-command": Command("print the line that starts a vLLM server", "serve.command:run_serve_command",
-                             "serve.command:add_line_options"),
+                             options="serve.command:LINE_OPTIONS"),
     "quantize": Command("store a model in 8 or 4 bits, and say what that costs", "quantize:run_quantize", keys=_INPUT,
                         models=("model",), tables=True),
     "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
-                      _add_studio_options, models=("models",)),
-    "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes", _add_recipes_options,
+                      models=("models",)),
+    "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes",
                        tables=True, runs=False),
-    "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
-                       "explain:run_explain", _add_explain_options, tables=True, runs=False),
+    "explain": Command("explain a component or a section of a recipe: equation, options, recipes that use it",
+                       "explain:run_explain", tables=True, runs=False),
     "exercise": Command("write a function of post-training, and compare it with the library's own",
                         "exercises.command:run_exercise", tables=True, runs=False),
-    "data": Command("list the data sets, or show what is in one", "data:run_data", _add_data_options, ("task",),
+    "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
-    "runs": Command("list, compare, prune, delete, export and resume runs", options="options:add_runs_options"),
-    **{f"runs {name}": Command(text, f"runs.{body}", f"options:add_{name}_options", tables="show:" in body)
+    "runs": Command("list, compare, prune, delete, export and resume runs"),
+    **{f"runs {name}": Command(text, f"runs.{body}", tables="show:" in body)
        for name, body, text in (
            ("list", "show:run_list", "every run: its state, primary metric and size"),
            ("show", "show:run_show", "one run or sweep in full"),
@@ -264,11 +275,11 @@ COMMANDS = {
                            keys=_INPUT, models=("model", "paired")),
     "sae": Command("sparse autoencoders: train one, read its features, see what training changed", runs=False),
     "sae train": Command("train a sparse autoencoder on activations, by a recipe", "interpret.sae:run_sae_train",
-                         "interpret.sae:add_train_options", ANY),
+                         options="interpret.sae:TRAIN_OPTIONS", keys=ANY),
     "sae features": Command("what the features of a sparse autoencoder stand for, as one page",
                             "interpret.features:run_sae_features", keys=()),
     "sae diff": Command("what training changed: two models seen through the same features",
-                        "interpret.sae:run_sae_diff", "interpret.sae:add_diff_options", ANY),
+                        "interpret.sae:run_sae_diff", options="interpret.sae:DIFF_OPTIONS", keys=ANY),
 }  # fmt: skip
 
 

@@ -3,11 +3,11 @@
 ::
 
     PosttrainError                    exit code 1; base of everything below
-    ├── UsageError                    exit code 2; what was asked for cannot be done
-    │   ├── RecipeError               a recipe: unknown key, wrong type, words that do not fit
-    │   ├── UnknownComponent               a name that no registry knows (with a suggestion)
+    ├── UsageError                    exit code 2; the request cannot be carried out
+    │   ├── RecipeError               a recipe: unknown key, wrong type, components that do not fit
+    │   ├── UnknownComponent          a name that no registry knows (with a suggestion)
     │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
-    │   ├── DataError                 an input file: file, line, what stands there
+    │   ├── DataError                 an input file: file, line, what is wrong
     │   │   └── DataNotThere          it is not there, or the hub cannot be reached
     │   ├── MissingExtra              an optional dependency, with the command that installs it
     │   └── RunConflict               a run directory that belongs to another recipe or process
@@ -182,7 +182,7 @@ _LEAST_SECRET_CHARS = 8
 
 
 def hide_secrets(text: str) -> str:
-    """The text without passwords and keys: to be shown and to be stored.
+    """Return the text without passwords and keys: to be shown and to be stored.
 
     ``***`` stands for names, passwords and keys in URLs, and for what variables of the environment hold that are
     called like a key (``JUDGE_API_KEY``, ``HF_TOKEN``).
@@ -235,7 +235,7 @@ def _spelled(name: str) -> str:
 class PosttrainError(Exception):
     """Base of all errors that the command line shows as one message without a traceback.
 
-    What it says of a URL is without the secrets in it, wherever it is shown or stored.
+    Its message hides secrets in URLs.
     """
 
     exit_code = 1
@@ -245,7 +245,7 @@ class PosttrainError(Exception):
 
 
 class UsageError(PosttrainError):
-    """What was asked for cannot be done; nothing was changed."""
+    """The request cannot be carried out; nothing was changed."""
 
     exit_code = 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ class Options(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_size(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         field = cls.model_fields[info.field_name]
         marked = any(isinstance(item, AnySize) for item in field.metadata)
@@ -98,7 +99,7 @@ def _too_large() -> PydanticCustomError:
     return PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")
 
 
-def check_plain(value: Any) -> None:
+def check_plain(value: object) -> None:
     """Refuse texts that are no characters, and numbers that JSON has not, inside free-form values.
 
     Raises:
@@ -111,32 +112,21 @@ def check_plain(value: Any) -> None:
             raise PydanticCustomError(
                 "surrogate", "Input should be text; this holds half of a surrogate pair"
             ) from None
-    elif isinstance(value, dict):
-        for key, held in value.items():
-            check_plain(key)
+    elif isinstance(value, dict | list | tuple):
+        for held in [*value, *value.values()] if isinstance(value, dict) else value:
             check_plain(held)
-            _check_finite(held)
-    elif isinstance(value, list | tuple):
-        for held in value:
-            check_plain(held)
-            _check_finite(held)
+            if isinstance(held, float) and not math.isfinite(held):
+                raise PydanticCustomError("finite", "Input should be a finite number")
 
 
-def _check_finite(value: Any) -> None:
-    if isinstance(value, float) and value - value != 0:
-        raise PydanticCustomError("finite", "Input should be a finite number")
-
-
-def _holds(value: Any, kind: type) -> bool:
-    if isinstance(value, dict):
-        return any(_holds(held, kind) for held in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds(held, kind) for held in value)
+def _holds(value: object, kind: type) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(_holds(held, kind) for held in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, kind)
 
 
-def _types(annotation: Any) -> set[Any]:
-    """The types that an annotation is made of."""
+def _types(annotation: object) -> set[object]:
+    """Return the types that an annotation is made of."""
     if isinstance(annotation, Unread):
         return {Unread}
     inner = [_types(item) for item in get_args(annotation)]
@@ -144,9 +134,10 @@ def _types(annotation: Any) -> set[Any]:
 
 
 def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
-    """pydantic's faults (``loc``, ``type``, ``msg``, ``input``); of a value of several possible types, one.
+    """Yield pydantic's faults (``loc``, ``type``, ``msg``, ``input``); one for a value of several possible types.
 
-    That of the type that is wrong furthest inside, else all types that it could have. What a list lacks is the list's.
+    It is that of the type that is wrong furthest inside, else all types that it could have. A missing item of a list is
+    a fault of the list.
     """
     tried: dict[Any, list[dict[str, Any]]] = {}
     for fault in map(dict[str, Any], error.errors()):
@@ -167,10 +158,10 @@ def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
         yield from best
 
 
-def explain_type(message: str, value: Any) -> str:
-    """A message of pydantic's about a value, with what stands there: a value, or of something larger its kind and size.
+def explain_type(message: str, value: object) -> str:
+    """Return pydantic's message about a value, with the value, or the kind and size of a large one.
 
-    What a rule about a whole section says stands alone: the section is in the file.
+    The message of a rule about a whole section stands alone.
     """
     if message.startswith("Value error, "):
         rule = message.removeprefix("Value error, ")
@@ -182,8 +173,8 @@ def explain_type(message: str, value: Any) -> str:
     return f"{message}; got {describe_value(value)}"
 
 
-def describe_value(value: Any) -> str:
-    """``value`` as Python writes it, shortened; a mapping by its keys and a long list by its length."""
+def describe_value(value: object) -> str:
+    """Return ``value`` as Python writes it, shortened; a mapping by its keys, a long list by its length."""
     if isinstance(value, dict):
         keys = ", ".join(repr(key) for key in value)
         return f"a section with the keys {keys}"[:_SHOWN_CHARS] if value else "an empty section"
@@ -192,8 +183,8 @@ def describe_value(value: Any) -> str:
     return shorten(value)
 
 
-def shorten(value: Any) -> str:
-    """``value`` as Python writes it, the middle of a long one left out."""
+def shorten(value: object) -> str:
+    """Return ``value`` as Python writes it, the middle of a long one left out."""
     text = repr(value)
     half = _SHOWN_CHARS // 2
     return text if len(text) <= _SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}"
@@ -208,7 +199,7 @@ _PATH = re.compile(r"[!-~]*")
 def server_address(
     url: str, where: str = "engine.url", variable: str = "VLLM_API_KEY"
 ) -> tuple[str, str, int | None, str]:
-    """(scheme, host, port, path prefix) of a server's URL; an ending ``/v1`` is dropped.
+    """Return (scheme, host, port, path prefix) of a server's URL; an ending ``/v1`` is dropped.
 
     ``where`` is the key that it stands under, ``variable`` where a key for the server belongs, for messages.
 
@@ -253,7 +244,7 @@ def key_for(url: str, where: str, variable: str) -> str | None:
 
 
 def checked_url(url: str, about: ValidationInfo) -> str:
-    """The URL, if it is a server's and holds no secret: what recipes, records and results may keep.
+    """Return the URL, if it is a server's and holds no secret: recipes, records and results may keep it.
 
     Raises:
         UsageError: it is none, or a name, a password or a key stands in it.

@@ -3,7 +3,7 @@
 The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), and sums are taken
 (``add``). All else every process computes for itself from the same numbers, so that all hold the same weights. Every
 call is made by all processes, in the same order; ``what`` names it in the message of a failure. The class for several
-processes is in ``train/distributed.py``; this module imports none of ours.
+processes is in ``training/distributed.py``; this module imports none of ours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 Within = Callable[[Callable[[], Any]], Any]  # gathers a sharded model around what is computed
@@ -26,7 +29,7 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes records and checkpoints: rank 0."""
+        """True if this process writes records and checkpoints: rank 0."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
@@ -37,7 +40,7 @@ class ProcessGroup:
         """Return one result for each item of ``share``, from all processes, in the order of the items."""
         return list(mine)
 
-    def add(self, tensors: Sequence[Any], what: str) -> None:
+    def add(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace each tensor by the sum over all processes; shapes and types are the same everywhere."""
 
     def tell(self, value: T, what: str) -> T:
@@ -56,12 +59,12 @@ class ProcessGroup:
 SINGLE_PROCESS = ProcessGroup()
 
 
-def whole(tensor: Any) -> Any:
+def whole(tensor: Tensor) -> Any:
     """Return the tensor itself; a sharded one is gathered, which every process has to call."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def own_part(tensor: Any) -> Any:
+def own_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process has."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -18,7 +18,7 @@ MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def derive_key(seed: int, purpose: str, *counters: int) -> int:
-    """A 64-bit key from a seed, a purpose and any number of counters (step, row, ...).
+    """Return a 64-bit key from a seed, a purpose and any number of counters (step, row, ...).
 
     Distinct arguments give independent keys: the key is a BLAKE2b digest of an unambiguous
     encoding of them (each counter as a signed 64-bit integer, the purpose last).
@@ -30,12 +30,12 @@ def derive_key(seed: int, purpose: str, *counters: int) -> int:
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """A NumPy generator (Philox) that is a function of its arguments alone."""
+    """Return a NumPy generator (Philox) that is a function of its arguments alone."""
     return np.random.Generator(np.random.Philox(key=derive_key(seed, purpose, *counters)))
 
 
 def uniforms(keys: Sequence[int], count: int, start: int = 0) -> np.ndarray:
-    """Uniform numbers in [0, 1): ``float64 [len(keys), count]``.
+    """Return uniform numbers in [0, 1): ``float64 [len(keys), count]``.
 
     Entry (r, t) is the (start + t)-th output of SplitMix64 (Steele, Lea & Flood 2014) seeded with
     ``keys[r]``, so it depends on that key and on ``start + t`` alone.
@@ -51,23 +51,5 @@ def uniforms(keys: Sequence[int], count: int, start: int = 0) -> np.ndarray:
 
 
 def permutation(seed: int, purpose: str, epoch: int, size: int) -> np.ndarray:
-    """The order of ``size`` items in one epoch: a function of (seed, purpose, epoch, size)."""
+    """Return the order of ``size`` items in one epoch: a function of (seed, purpose, epoch, size)."""
     return generator(seed, purpose, epoch).permutation(size)
-
-
-def draw_indices(seed: int, purpose: str, start: int, count: int, size: int) -> list[int]:
-    """Items ``start .. start + count`` of an endless stream of shuffled epochs over ``size`` items.
-
-    Every epoch visits every item once; the order differs by epoch. Returns ``count`` indices in
-    ``0 .. size - 1``.
-    """
-    assert size > 0, "an empty data set is refused before anything is drawn from it"
-    drawn: list[int] = []
-    position = start
-    while len(drawn) < count:
-        epoch, offset = divmod(position, size)
-        take = min(size - offset, count - len(drawn))
-        order = permutation(seed, purpose, epoch, size)
-        drawn.extend(int(i) for i in order[offset : offset + take])
-        position += take
-    return drawn

@@ -170,7 +170,7 @@ class Entry:
             label = f"{self.kind} {self.name!r}"
             raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}
-        for key, kind in self.traits.get("words", {}).items():
+        for key, kind in self.traits.get("components", {}).items():
             _check_component(filled[key], kind, f"{where}.{key}" if where else key)
         complete = self.traits.get("complete")
         return filled if complete is None else complete(filled, where or self.kind)
@@ -181,7 +181,7 @@ class Entry:
         return partial(self.function, **self.options(options, where), **place)
 
 
-def _check_component(value: Any, kind: str, where: str) -> None:
+def _check_component(value: str | Mapping[str, object], kind: str, where: str) -> None:
     """Refuse what is neither ``auto`` nor a component of the kind."""
     if value == "auto":
         return
@@ -210,7 +210,7 @@ def register(
         home = known.function.__module__ if known else _MODULES[kind].get(entry.name, function.__module__)
         if home != function.__module__:
             raise RecipeError(
-                f"{function.__module__}: {kind} {entry.name!r} is a word of {home}; give yours another name"
+                f"{function.__module__}: {kind} {entry.name!r} is a component of {home}; give yours another name"
             )
         _ENTRIES[kind][entry.name] = entry
         return function
@@ -374,7 +374,7 @@ def name_function(function: Callable[..., Any]) -> str:
     return path
 
 
-def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a component; ``where`` is its key in the recipe.
 
     Raises:
@@ -388,7 +388,7 @@ def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise RunFailure(f"{where}: the function raised {type(error).__name__}: {error}") from error
 
 
-def describe_result(value: Any) -> str:
+def describe_result(value: object) -> str:
     """Return ``shape (2, 4)`` for a tensor, the name of the type for anything else."""
     return f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
 

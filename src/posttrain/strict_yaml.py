@@ -70,7 +70,7 @@ def read_option(text: str, key: str) -> Any:
     raise RecipeError(f"command line: {key}: {len(text):,} characters; a value has at most {MAX_CHARS:,}")
 
 
-def write_yaml(data: Any) -> str:
+def write_yaml(data: object) -> str:
     """Return plain data as YAML that ``read_yaml`` reads as the same."""
     return str(yaml.dump(data, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=100))
 

@@ -1,11 +1,11 @@
-"""What flows through the laboratory, from a row of data to a gradient.
+"""The data types of training, from a row of data to a gradient.
 
 Shape legend, everywhere: B rows, T tokens, G samples per prompt, V vocabulary, U units (rows or
 pairs), K candidate tokens, C classes.
 
 The one alignment rule, everywhere: ``x[b, t]`` describes the token *at* t. So
 ``logprobs[b, t] = log p(tokens[b, t] | tokens[b, :t])`` and ``mask[b, 0]`` is False. A mask is
-True where a token is trained. A stream's name says who made it: ``sampler_logprobs``,
+True where a token is trained. The name of a batch field says who computed it: ``sampler_logprobs``,
 ``ref_logprobs``, ``old_logprobs``.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
@@ -44,7 +45,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """What the assistant writes but for its calls: the reasoning between tags, then the content."""
+        """Return the text of the assistant without its calls: the reasoning between tags, then the content."""
         return self.content if self.reasoning is None else f"<think>\n{self.reasoning}\n</think>\n\n{self.content}"
 
 
@@ -113,17 +114,17 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit of the recipe cut it off."""
+        """True if a limit of the recipe cut it off."""
         return self.finish in TRUNCATED
 
     @property
     def num_own(self) -> int:
-        """How many of the ids the model wrote."""
+        """Return the number of ids that the model wrote."""
         return len(self.ids) if self.own is None else sum(self.own)
 
     @property
     def written(self) -> tuple[bool, ...]:
-        """For each of the ids, whether the model wrote it: where it is trained."""
+        """Return True for each id that the model wrote: these are trained."""
         return (True,) * len(self.ids) if self.own is None else self.own
 
 
@@ -133,7 +134,7 @@ CallOutcome = Literal["ok", "failed", "malformed", "unknown", "timeout"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool as the model stated it, and the result that it was told."""
+    """A call of a tool as the model wrote it, and the result that it got."""
 
     tool: str
     raw_arguments: str
@@ -181,7 +182,7 @@ class Rollout:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the environment failed to the end."""
+        """True if the environment failed to the end."""
         return self.completion.finish == "environment_failed"
 
 
@@ -205,7 +206,7 @@ class Sample:
 class Batch:
     """Rows of equal padded length T.
 
-    tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix ``int64 [B]``; streams:
+    tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix ``int64 [B]``; fields:
     ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the aggregation over the whole optimizer batch):
     ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones. ``rows_per_unit``: 1, or 2 where rows are pairs,
     chosen then rejected; the rows of a unit stay together and in order.
@@ -230,12 +231,12 @@ class Batch:
         return self.mask.unflatten(0, (-1, self.rows_per_unit)).any(dim=1)
 
     def field(self, name: str) -> Tensor:
-        """The stream ``name``; an objective that asks for it lists it in its ``needs``."""
-        assert name in self.fields, f"stream {name!r} was not filled; there are {sorted(self.fields)}"
+        """Return the batch field ``name``; an objective that reads it lists it in its ``needs``."""
+        assert name in self.fields, f"batch field {name!r} was not filled; there are {sorted(self.fields)}"
         return self.fields[name]
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """The given rows, in order, trimmed to their longest length; units must be whole."""
+        """Return the given rows, in order, trimmed to their longest length; units must be whole."""
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long, device=self.tokens.device)
@@ -249,9 +250,7 @@ class Batch:
         def pick(x: Tensor) -> Tensor:
             return x[index, :width] if x.ndim >= 2 else x[index]
 
-        def pick_weights(x: Tensor) -> Tensor:
-            return x[index, :width] if x.ndim == 2 else x[units]
-
+        weights = self.weights
         return replace(
             self,
             tokens=pick(self.tokens),
@@ -260,11 +259,11 @@ class Batch:
             group=self.group[index],
             prefix=self.prefix[index],
             fields={name: pick(x) for name, x in self.fields.items()},
-            weights=None if self.weights is None else pick_weights(self.weights),
+            weights=weights if weights is None else pick(weights) if weights.ndim == 2 else weights[units],
         )
 
-    def to(self, device: Any) -> Batch:
-        """The same batch on another device; what is float64 becomes float32 where the device has none."""
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on another device; float64 becomes float32 where the device has none."""
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -282,7 +281,7 @@ def with_float64(x: Tensor) -> Tensor:
     return x.cpu() if x.device.type == "mps" else x
 
 
-def _moved(x: Tensor, device: Any) -> Tensor:
+def _moved(x: Tensor, device: torch.device | str) -> Tensor:
     has_float64 = getattr(device, "type", str(device).partition(":")[0]) != "mps"
     return x.to(device) if has_float64 or x.element_size() < 8 or not x.is_floating_point() else x.float().to(device)
 
@@ -294,7 +293,7 @@ class Outputs:
     logprobs ``float32 [B, T]``, zero where the mask is False; entropy ``float32 [B, T]`` of the distribution of each
     token (no gradient unless the objective asks for it). scores ``float32 [B, T]`` (``[B, T, C]`` for C classes): of a
     value head, the value of the state *before* token t; of a reward head, the score read *at* token t.
-    candidate_logprobs ``float32 [B, T, K]`` of the tokens in the stream ``teacher_ids``.
+    candidate_logprobs ``float32 [B, T, K]`` of the tokens in the field ``teacher_ids``.
     """
 
     logprobs: Tensor
@@ -315,9 +314,9 @@ class Loss:
 
 
 def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) -> Batch:
-    """Rows side by side, padded on the right to the longest. Masks come from lengths.
+    """Return a batch of the rows, padded on the right to the longest. Masks come from lengths.
 
-    Streams are float32; a per-token stream is padded with 0.
+    Batch fields are float32; one per token is padded with 0.
     """
     import torch
 

@@ -41,7 +41,7 @@ _CURSOR = re.compile("\n*(?:\x1b\\[A)+")
 
 
 def harmless(text: str) -> str:
-    """``text`` with its control, hidden and direction characters written out; line ends and tabs stay.
+    """Return ``text`` with control, hidden and direction characters written out; line ends and tabs stay.
 
     Characters: C0 but ``\\n`` and ``\\t``, DEL, C1, Unicode's format characters (bidirectional controls, zero width,
     tags), lone surrogates, and variation selectors in a row. Joiners within letters and emoji stay.
@@ -50,13 +50,13 @@ def harmless(text: str) -> str:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first thing that is wrong with a document that was checked: where in it, and what."""
+    """Return the first fault of a document that was checked: its place and what is wrong."""
     fault = error.errors()[0]
     return harmless(f"{'.'.join(map(str, fault['loc'])) or 'all of it'}: {fault['msg']}")[:200]
 
 
 def harmless_json(content: str) -> str:
-    """JSON text with the same characters as escapes of JSON, so that it may be shown and is read as before."""
+    """Return JSON text with these characters as escapes of JSON: it may be shown, and is read as before."""
     return _HIDDEN.sub(lambda match: match[1] or _json_escape(match[0]), content)
 
 
@@ -66,7 +66,7 @@ def _json_escape(character: str) -> str:
 
 
 def fitting(texts: Sequence[str]) -> Callable[[str], str]:
-    """How each of ``texts`` is shown so that together they have room on one page: where it is short, the two ends."""
+    """Return a function that shortens each of ``texts`` to its two ends where all together do not fit on one page."""
     lengths = [len(text) for text in texts]
     room = sum(lengths) if sum(lengths) <= MAX_SHOWN else MAX_SHOWN // len(lengths)
 
@@ -125,24 +125,24 @@ def guard_output() -> None:
 
 
 def plain(text: str) -> str:
-    """On one line, in a cell of a table or behind other text: no link, image, HTML, code or further cell begins."""
+    """Return text for one line or a cell of a table: no link, image, HTML, code or further cell begins in it."""
     return _MARKUP.sub(r"\\\1", _CONTROLS.sub(" ", text))
 
 
 def paragraph(text: str) -> str:
-    """As a paragraph of its own: no heading, list, quotation or front matter either."""
+    """Return text for a paragraph of its own: no heading, list, quotation or front matter either."""
     shown = plain(" ".join(text.split()))
     block = _BLOCK.match(shown)
     return f"{block['number']}\\{shown[block.end() :]}" if block else shown
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """A list, a line each; "" for none."""
+    """Return a list, a line each; "" for none."""
     return "".join(f"- {plain(line)}\n" for line in lines)
 
 
 def code(text: str) -> str:
-    """As code within a line; no backtick in it can end it."""
+    """Return text as code within a line; no backtick in it can end it."""
     shown = _CONTROLS.sub(" ", text).replace("|", "¦")
     fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
     padding = " " if shown.startswith("`") or shown.endswith("`") else ""
@@ -150,21 +150,18 @@ def code(text: str) -> str:
 
 
 FileKind = Literal["file", "folder", "pipe", "device", "socket", "nothing"]
+_KINDS: dict[int, FileKind] = {
+    stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"
+}  # fmt: skip
 
 
 def kind_of_file(path: str | Path) -> FileKind:
-    """The kind of file that a path leads to; ``nothing`` if none can be reached."""
+    """Return the kind of file that a path leads to; ``nothing`` if none can be reached."""
     try:
         mode = Path(path).stat().st_mode
     except (OSError, ValueError):  # no such file, a circle of links, a name too long, a NUL in it
         return "nothing"
-    if stat.S_ISREG(mode):
-        return "file"
-    if stat.S_ISDIR(mode):
-        return "folder"
-    if stat.S_ISFIFO(mode):
-        return "pipe"
-    return "socket" if stat.S_ISSOCK(mode) else "device"
+    return _KINDS.get(stat.S_IFMT(mode), "device")
 
 
 ALLOW_CODE, TRUST_REMOTE_CODE = "--allow-code", "--trust-remote-code"
@@ -180,7 +177,7 @@ _IMPORTED: set[str] = set()
 _REMOTE_CODE = [False]
 
 
-def declare_code(content: Any, *folders: str | Path) -> None:
+def declare_code(content: object, *folders: str | Path) -> None:
     """Allow every ``module:function`` in ``content`` (text, or plain data of a document), from these folders on."""
     places = [os.path.abspath(folder) for folder in folders]
     for text in _texts(content):
@@ -230,38 +227,33 @@ def prepare_import(name: str, place: str) -> None:
 
 
 def is_declared(name: str) -> bool:
-    """Whether a word's name may be used: any but a ``module:function`` that nobody declared."""
+    """Return True for the name of a component that may be used: any but an undeclared ``module:function``."""
     return ":" not in name or name in _FOLDERS
 
 
-def imported_code() -> dict[str, list[str]]:
-    """Names that this process has imported, with the folders that they were declared with."""
-    return {name: list(_FOLDERS[name]) for name in sorted(_IMPORTED)}
-
-
 def declared_code() -> dict[str, list[str]]:
-    """Every name that may be imported here, with its folders: for another process of the same run."""
+    """Return every name that may be imported here, with its folders: for another process of the same run."""
     return {name: list(folders) for name, folders in _FOLDERS.items()}
 
 
 def allow_code_options(near: str | None = None) -> list[str]:
-    """The options that allow a command of ours, started by this one, the same.
+    """Return the options with which another command of ours may import what this process has imported.
 
-    ``near``: a folder that goes without saying, for a command that is typed there.
+    ``near``: a folder that is left out, for a command that is typed there.
     """
-    places = [(name, folder) for name, folders in imported_code().items() for folder in folders]
+    places = [(name, folder) for name in sorted(_IMPORTED) for folder in _FOLDERS[name]]
     options = [name if folder == near else f"{name}@{folder}" for name, folder in places]
     words = [word for option in options for word in (ALLOW_CODE, option)]
     return [*words, TRUST_REMOTE_CODE] if _REMOTE_CODE[0] else words
 
 
 def trusts_remote_code() -> bool:
-    """Whether the command line says ``--trust-remote-code``."""
+    """Return True if the command line has ``--trust-remote-code``."""
     return _REMOTE_CODE[0]
 
 
 def is_stored(place: str | Path) -> bool:
-    """Whether a document is part of a run or comparison, and not a recipe that somebody keeps to train by.
+    """Return True if a document is part of a run or sweep, and False for a recipe that somebody keeps to train by.
 
     ``recipe.yaml`` is what makes a folder a run; any other file counts as stored where a run's records lie with it.
     """
@@ -270,16 +262,14 @@ def is_stored(place: str | Path) -> bool:
 
 
 def _is_record(path: Path) -> bool:
-    if path.name == STORED_RECIPE:
-        return True
-    for folder in (path.parent, path.parent.parent):
-        made = any((folder / name).is_file() for name in (STORED_RECIPE, _PLAN))
-        if made and any((folder / name).exists() for name in _RECORDS):
-            return True
-    return False
+    return path.name == STORED_RECIPE or any(
+        any((folder / name).is_file() for name in (STORED_RECIPE, _PLAN))
+        and any((folder / name).exists() for name in _RECORDS)
+        for folder in (path.parent, path.parent.parent)
+    )
 
 
-def refuse_remote_code(document: Any, overridden: Collection[str], place_of: Callable[[str], str]) -> None:
+def refuse_remote_code(document: object, overridden: Collection[str], place_of: Callable[[str], str]) -> None:
     """Refuse ``trust_remote_code: true`` anywhere in a document, but for keys of the command line (``overridden``).
 
     ``place_of`` a dotted key is what the message begins with.
@@ -296,29 +286,23 @@ def refuse_remote_code(document: Any, overridden: Collection[str], place_of: Cal
 
 
 def without_remote_code(document: Any) -> Any:
-    """The document, with ``trust_remote_code`` left out wherever it stands."""
+    """Return the document without any ``trust_remote_code``."""
     if isinstance(document, Mapping):
         return {key: without_remote_code(value) for key, value in document.items() if key != REMOTE_CODE}
     return [without_remote_code(item) for item in document] if isinstance(document, list) else document
 
 
-def _remote_code_keys(document: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(document, Mapping):
-        for key, value in document.items():
+def _remote_code_keys(document: object, prefix: str = "") -> Iterator[str]:
+    if isinstance(document, Mapping | list):
+        for key, value in document.items() if isinstance(document, Mapping) else enumerate(document):
             if key == REMOTE_CODE and value not in (False, None):
                 yield f"{prefix}{key}"
             yield from _remote_code_keys(value, f"{prefix}{key}.")
-    elif isinstance(document, list):
-        for index, item in enumerate(document):
-            yield from _remote_code_keys(item, f"{prefix}{index}.")
 
 
-def _texts(content: Any) -> Iterator[str]:
+def _texts(content: object) -> Iterator[str]:
     if isinstance(content, str):
         yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from _texts(value)
-    elif isinstance(content, list | tuple):
-        for item in content:
+    elif isinstance(content, Mapping | list | tuple):
+        for item in content.values() if isinstance(content, Mapping) else content:
             yield from _texts(item)

@@ -1,4 +1,4 @@
-"""What the command line of `posttrain evaluate` asks for: words, drawings, cells, folders."""
+"""The request of `posttrain evaluate`: components, drawings, trials, folders."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_the_page_states_what_was_found_and_needs_nothing_from_outside(compared:
 
 
 def poisoned(value: Any) -> Any:
-    """The same with what a stranger could have written behind every text."""
+    """Return the value with hostile text after every text."""
     if isinstance(value, str):
         return value + "</title></p><script>alert(1)</script>\x1b[2J\u202e"
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from posttrain.store.checkpoint_files import seal
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], str]:
-    """(words of the command, what is said beside it)."""
+    """Return the words of the printed command, and stderr."""
     assert main(["serve-command", *arguments]) == 0
     found = capsys.readouterr()
     return shlex.split(found.out.replace("\\\n", "")), found.err

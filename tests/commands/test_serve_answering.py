@@ -48,7 +48,7 @@ async def answer_to(answerer: Answerer, job: Job) -> Answer:
 
 @pytest.fixture
 def batches(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each call of the engine: prompts, and tokens of the longest completion."""
+    """Number of prompts and tokens of the longest completion, for each call of the engine."""
     generate, seen = opened.engine.generate, list[tuple[int, int]]()
 
     def count(prompts: Any, keys: Any, sampling: Any) -> Any:

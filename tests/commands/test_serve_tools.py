@@ -286,7 +286,7 @@ def answer_of(conversations: Conversations, ids: list[int]) -> Answer:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("thought", ["", " I call it:\n"])
 def test_every_template_writes_what_an_episode_holds(name: str, thought: str) -> None:
-    """Of turns that were sampled character by character, so that no text gives their ids: two calls, then one more."""
+    """Two calls and then one more, in turns that were sampled character by character: no text gives their ids."""
     conversations = made(name)
     stage, tokenizer = stage_of(conversations), conversations.tokenizer
     ends = stop_ids(tokenizer, conversations.template)

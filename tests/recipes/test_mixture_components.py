@@ -1,4 +1,4 @@
-"""What a recipe says of the parts of a mixture: names, weights, and every message with its line."""
+"""Parts of a mixture in a recipe: names, weights, and every message with its line."""
 
 from __future__ import annotations
 

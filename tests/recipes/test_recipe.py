@@ -149,11 +149,6 @@ def test_override_names_an_entry_of_a_list(tmp_path: Path) -> None:
         load_recipe(path, [("eval.every", "-2")])
 
 
-def test_an_override_is_named_as_such(tmp_path: Path):
-    with pytest.raises(RecipeError, match=r"command line: train\.stps: section 'train' has no key 'stps'"):
-        load_recipe(write(tmp_path, TEXT), [("train.stps", "3")])
-
-
 def test_missing_files_and_names():
     with pytest.raises(RecipeError, match=r"no/such\.yaml: no such recipe file"):
         load_recipe("no/such.yaml")
@@ -312,8 +307,6 @@ def test_an_error_of_the_recipe_below_is_named_there(tmp_path: Path) -> None:
         extending(tmp_path, text, base="train: [")
     with pytest.raises(RecipeError, match=r"command line: train\.steps: .*greater than or equal to 1"):
         extending(tmp_path, text, [("train.steps", "0")])
-    with pytest.raises(RecipeError, match=r"command line: extends: only a file extends a recipe"):
-        extending(tmp_path, text, [("extends", "tiny/sft")])
 
 
 def test_circles_are_refused(tmp_path: Path) -> None:

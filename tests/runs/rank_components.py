@@ -14,7 +14,7 @@ calls = 0
 
 
 def _is_late(after: int) -> bool:
-    """Whether this is rank 1, and the call number ``after`` or a later one."""
+    """Return True on rank 1 from call number ``after`` on."""
     global calls
     calls += 1
     return os.environ.get("RANK") == "1" and calls > after

@@ -118,7 +118,7 @@ def reseal(folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "../outside.bin", "../../recipe.yaml", "{tmp}/secret"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(root: Path, tmp_path: Path, name: str) -> None:
-    """A run of unknown origin must not draw a file of this machine into an export, nor write one beside it."""
+    """A run of unknown origin must not draw a file of this machine into an export, nor write one next to it."""
     (tmp_path / "secret").write_text("mine alone")
     folder = step_folder(root / "a" / "checkpoints", 2)
     os.symlink(tmp_path / "secret", folder / "tokenizer.json")
@@ -256,7 +256,7 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
     assert (logits_of(merged) - expected).abs().max() < 1e-4
     assert (logits_of(Path(lower)) - expected).abs().max() > 0.1
-    shutil.copytree(adapter_run, tmp_path / "runs" / "lower")  # its base by a place beside it, exported from elsewhere
+    shutil.copytree(adapter_run, tmp_path / "runs" / "lower")  # its base by a relative path, exported from elsewhere
     settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"
     relative = f"runs/lower/checkpoints/{Path(lower).name}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))

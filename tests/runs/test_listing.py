@@ -13,10 +13,10 @@ from posttrain.runs.directory import RunDirectory, lock_run
 from posttrain.runs.listing import (
     disk_bytes,
     list_runs,
-    list_sweeps,
     put_side_by_side,
     show_run,
     summarize_run,
+    summarize_sweep,
 )
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
@@ -85,17 +85,17 @@ def test_orders_and_filters(root: Path, options: dict[str, Any], expected: str) 
 
 def test_sweeps_at_a_glance(root: Path) -> None:
     folder = make_sweep(root, "sweep-x", num_seeds=2)
-    (sweep,) = list_sweeps(root)
+    sweep = summarize_sweep(root, "sweep-x")
     assert (sweep.name, sweep.is_running, sweep.num_runs, sweep.num_finished) == ("sweep-x", False, 5, 5)
     assert sweep.disk_bytes == disk_bytes(folder)
     assert names(list_runs(root)) == "bca"
     assert len(list_runs(root, patterns=["sweep-x/cells/*"])) == 4
     with lock_run(folder):
-        assert list_sweeps(root)[0].is_running
+        assert summarize_sweep(root, "sweep-x").is_running
 
 
 def test_runs_are_shown_and_sorted_by_their_primary_metric(tmp_path: Path) -> None:
-    """Of a run without gold answers nothing is called accuracy; with the same metric the better stands first."""
+    """A run without gold answers has no accuracy; with the same metric the better stands first."""
     for name, reward in (("low", 0.2), ("high", 0.9)):
         run = RunDirectory(make_run(tmp_path, name))
         status = run.read_status()

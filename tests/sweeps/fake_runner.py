@@ -102,7 +102,7 @@ class FakeRunner:
 
 
 def starts(plan: Plan, name: str) -> list[str]:
-    """What each process of a trial was asked to do, and with how many threads."""
+    """Return the task of each process of a trial, and its number of threads."""
     lines = [line.split() for path in plan.folder.rglob("order.txt") for line in path.read_text().splitlines()]
     return [f"{what} {threads}" for own, what, threads in lines if own == name]
 

@@ -1,4 +1,4 @@
-"""What the runs of a sweep learned: facts of a trial, rows over seeds, and their table."""
+"""Results of the runs of a sweep: numbers of a trial, rows over seeds, and their table."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def test_best_of_n_is_an_ordinary_evaluation(tmp_path: Path) -> None:
 
     trial = load_text(tmp_path, NEEDS).evaluations("best_of_n")[1]
     namespace = parse(list(trial.command))
-    assert (namespace.command, namespace.n, namespace.samples, namespace.max_tokens) == ("evaluate", 5, 4, 8)
+    assert (namespace.command, namespace.limit, namespace.samples, namespace.max_tokens) == ("evaluate", 5, 4, 8)
     assert (namespace.seed, namespace.temperature, namespace.task) == (1, 1.0, ["stories"])
     assert namespace.overrides == [("task.split", '"validation"')]
     assert namespace.best_of == str(tmp_path / "out" / "cells" / "proxy-seed1")

@@ -1,4 +1,4 @@
-"""How the trials of a sweep are run: with fakes of `posttrain train` and `posttrain evaluate`."""
+"""Running the trials of a sweep, with fakes of `posttrain train` and `posttrain evaluate`."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_the_command_is_posttrain_train(make_plan: MakePlan) -> None:
 
 @pytest.mark.parametrize("primary", ["accuracy", "reward"])
 def test_a_reward_of_its_own_is_not_compared_with_the_others(primary: str, make_plan: MakePlan) -> None:
-    """Where the primary metric is the reward, such a row has nothing to be ranked by, and no curve."""
+    """Such a row has no primary metric and no curve where that is the reward."""
     text = TEXT.replace("other: {objective: reinforce}", "other: {objective: reinforce, rewards: [is_number]}")
     plan = make_plan(text=text)
     outcome = FakeRunner().run(plan)

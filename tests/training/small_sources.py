@@ -9,7 +9,7 @@ import torch
 
 from posttrain.data.base import Task
 from posttrain.data.render import Template
-from posttrain.randomness import draw_indices
+from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.fake_engine import FakeEngine
@@ -23,6 +23,12 @@ from posttrain.untrusted import declare_code
 from small_runs import make_recipe
 
 DIGITS = "0123456789"
+
+
+def draw_indices(seed: int, purpose: str, start: int, count: int, size: int) -> list[int]:
+    """Items ``start .. start + count`` of an endless sequence of shuffled epochs over ``size`` items."""
+    orders = [permutation(seed, purpose, epoch, size).tolist() for epoch in range((start + count) // size + 1)]
+    return [item for order in orders for item in order][start : start + count]
 
 
 def sums(size: int, long: Sequence[int] = ()) -> Task:

@@ -6,10 +6,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from small_sources import draw_indices
 
 from posttrain.data.base import TaskPart
 from posttrain.errors import UsageError
-from posttrain.randomness import draw_indices
 from posttrain.training.sources import RowOrder
 
 PARTS = (TaskPart("a", 2.0), TaskPart("b", 1.0))

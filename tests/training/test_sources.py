@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from small_sources import (
+    draw_indices,
     groups_of,
     mostly_uniform,
     prompts_at,
@@ -22,7 +23,6 @@ from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, encode_response
 from posttrain.data.render.rows import Shape
 from posttrain.errors import RecipeError, UsageError
-from posttrain.randomness import draw_indices
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
 from small_runs import make_recipe

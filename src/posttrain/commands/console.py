@@ -18,6 +18,7 @@ import rich.text
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 
 from posttrain.store.durable import sayable
@@ -34,8 +35,8 @@ MAX_COLUMNS = 10_000
 class Collected:
     """The tables of a command as plain data; ``content``: data that say more than they do, if there are any."""
 
-    tables: list[dict[str, Any]] = field(default_factory=list)
-    content: Any = None
+    tables: list[dict[str, object]] = field(default_factory=list)
+    content: object = None
 
 
 _COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
@@ -47,7 +48,7 @@ class Text(rich.text.Text):
     def __init__(self, text: str = "", *args: Any, **options: Any) -> None:
         super().__init__(harmless(text), *args, **options)
 
-    def append(self, text: rich.text.Text | str, style: Any = None) -> Text:
+    def append(self, text: rich.text.Text | str, style: str | Style | None = None) -> Text:
         """Add text; return itself."""
         super().append(harmless(text) if isinstance(text, str) else text, style)
         return self
@@ -66,7 +67,7 @@ class OutputConsole(Console):
             text = segment.text if segment.control else harmless(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
 
-    def print(self, *objects: Any, **options: Any) -> None:
+    def print(self, *objects: object, **options: Any) -> None:
         """Print; a table is collected where a form is asked for, and as wide as it needs to be in a pipe."""
         collected = _COLLECTED.get()
         if len(objects) != 1 or not isinstance(objects[0], Table):
@@ -110,7 +111,7 @@ def tables_as_json() -> Iterator[None]:
     output.write(harmless_json(json.dumps(sayable(content), indent=1, default=str, allow_nan=False)) + "\n")
 
 
-def write_json(content: Any) -> bool:
+def write_json(content: object) -> bool:
     """With ``--format json``, write this instead of tables; return whether it is asked for."""
     collected = _COLLECTED.get()
     if collected is not None:
@@ -118,20 +119,15 @@ def write_json(content: Any) -> bool:
     return collected is not None
 
 
-def wants_json() -> bool:
-    """Return whether ``--format json`` was given."""
-    return _COLLECTED.get() is not None
-
-
 def leaves_out_tables(quiet: bool) -> bool:
     """Return whether ``--quiet`` holds for tables, too: not where ``--format json`` asks for them."""
-    return quiet and not wants_json()
+    return quiet and _COLLECTED.get() is None
 
 
-def read_table(table: Table) -> dict[str, Any]:
+def read_table(table: Table) -> dict[str, object]:
     """Return the texts of a table of rich by column; the second column of a name is ``name (2)``."""
 
-    def text_of(value: Any) -> str:
+    def text_of(value: object) -> str:
         return harmless(value.plain if isinstance(value, rich.text.Text) else str(value)).replace("\n", " ").strip()
 
     labels = [text_of(column.header) for column in table.columns]
@@ -154,10 +150,10 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def plain_table(*columns: str, correct: Sequence[str] = (), **options: Any) -> Table:
-    """Return a table without rules; the columns on the ``correct`` hold numbers."""
+def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Table:
+    """Return a table without rules; the columns in ``right`` hold numbers and are aligned on the right."""
     table = Table(*columns, **{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
-    for column in correct:
+    for column in right:
         table.add_column(column, justify="right")
     return table
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.commands.summary import chapter_of, last_start, write_summary
+from posttrain.commands.summary import NUM_TRANSCRIPTS, chapter_of, last_start, write_summary
 from posttrain.data.base import Task, build_task
 from posttrain.data.render.template import build_template
 from posttrain.errors import INTERRUPTED
@@ -42,7 +42,6 @@ from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import show_turns
 
 NUM_HELD_OUT = 500
-NUM_TRANSCRIPTS = 6
 NUM_SHOWN = 2
 LABELS = ("base", "after SFT", "after GRPO")
 OTHER_PROBLEMS = (

@@ -32,7 +32,7 @@ from posttrain.sweeps.file import training_recipe_names
 # By kind: its key in a recipe, and its purpose.
 KINDS: dict[str, tuple[str, str]] = {
     "objective": ("objective", "a loss: one value per token (or pair, or row), never reduced"),
-    "advantage": ("advantage", "what a completion's reward is worth beside its group"),
+    "advantage": ("advantage", "what a completion's reward is worth next to its group"),
     "aggregation": ("aggregate", "the weights of the sum that is the loss"),
     "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
     "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
-    "batch_field": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
+    "batch_field": ("objective", "numbers next to the tokens, which objectives ask for (`needs`) and no recipe names"),
     "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
 
@@ -85,7 +85,7 @@ def without_arguments(doc: str) -> str:
     return _ARGUMENTS.sub("\n", doc).strip()
 
 
-def example_of(annotation: Any, default: Any) -> str:
+def example_of(annotation: object, default: object) -> str:
     """Return a value for a key, as it is typed on the command line."""
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
@@ -98,7 +98,7 @@ def example_of(annotation: Any, default: Any) -> str:
     return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
 
 
-def show_type(annotation: Any) -> str:
+def show_type(annotation: object) -> str:
     """Return an annotation in words: ``one of 'k1', 'k2'``, ``float or none``."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -107,7 +107,7 @@ def show_type(annotation: Any) -> str:
     if annotation is Any:
         return "anything"
     if isinstance(annotation, type) and issubclass(annotation, Section | Component):
-        return "a section" if issubclass(annotation, Section) else "a word"
+        return "a section" if issubclass(annotation, Section) else "a component"
     if origin is typing.Annotated:
         constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [])]
         return show_type(arguments[0]) + _show_bounds(constraints)
@@ -121,7 +121,7 @@ def show_type(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-def show_default(value: Any) -> str:
+def show_default(value: object) -> str:
     """Return a default as it would stand in a recipe."""
     if isinstance(value, Component):
         return value.name
@@ -155,7 +155,7 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
     return options
 
 
-def _show_bounds(metadata: Iterable[Any]) -> str:
+def _show_bounds(metadata: Iterable[object]) -> str:
     phrases = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{phrase} {getattr(constraint, key):g}"
@@ -212,7 +212,7 @@ def all_names() -> set[str]:
     return known
 
 
-def _choices(annotation: Any) -> list[Any]:
+def _choices(annotation: object) -> list[object]:
     inner = list(typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Literal:
         return inner
@@ -298,11 +298,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
         say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
     if having:
         _print_heading(console, name.rpartition(".")[2], "option of")
-        table = plain_table("word", "kind", "type, default and meaning")
+        table = plain_table("component", "kind", "type, default and meaning")
         for entry, option in having:
             table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.line))
         console.print(table)
-        console.print(Text("posttrain explain WORD says what it is\n", style="dim"))
+        console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
     if metric is not None:
         _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
     for recipe in recipes:
@@ -318,7 +318,7 @@ def _print_heading(console: Console, name: str, what: str, doc: str | None = Non
 
 def _print_kind(console: Console, kind: str) -> None:
     key, purpose = KINDS[kind]
-    table = plain_table("word", "what it is", show_header=False, padding=(0, 1, 0, 2))
+    table = plain_table("component", "what it is", show_header=False, padding=(0, 1, 0, 2))
     table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
     table.title_style, table.columns[0].no_wrap = "none", True
     for name, entry in entries(kind).items():
@@ -344,7 +344,7 @@ def _print_recipe(console: Console, name: str) -> None:
     _print_heading(console, name, "recipe", recipe.description.strip())
     components = {kind: getattr(recipe, key) for key, kind in COMPONENT_KINDS.items() if kind in _IN_A_METHOD}
     components |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
-    table = plain_table("key", "word", "what it is", show_header=False)
+    table = plain_table("key", "component", "what it is", show_header=False)
     for kind, component in components.items():
         if component is not None and component.name != "every":
             options = ", ".join(f"{option} {value}" for option, value in component.options.items())

@@ -54,12 +54,14 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _print_answer(console: Console, answer: Answer, example: Example) -> None:
-    info = [f"{answer.num_tokens} tokens", "cut off" if answer.finish == "length" else "ended by itself"]
-    if answer.logprob is not None:
-        info.append(f"mean log-prob {answer.logprob:.3f}")
-    info.append("no answer found" if answer.answer is None else f"answer {answer.answer}")
-    if answer.outcome is not None:
-        info.append("right" if answer.outcome == "right" else f"wrong, it is {example.answer}")
+    verdict = "right" if answer.outcome == "right" else f"wrong, it is {example.answer}"
+    info = (
+        f"{answer.num_tokens} tokens",
+        "cut off" if answer.finish == "length" else "ended by itself",
+        "" if answer.logprob is None else f"mean log-prob {answer.logprob:.3f}",
+        "no answer found" if answer.answer is None else f"answer {answer.answer}",
+        "" if answer.outcome is None else verdict,
+    )
     console.print()
     console.print(Text(answer.text))
-    console.print(Text(" · ".join(info), style="dim"))
+    console.print(Text(" · ".join(part for part in info if part), style="dim"))

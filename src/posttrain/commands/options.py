@@ -9,7 +9,7 @@ import argparse
 import ipaddress
 import os
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,33 @@ MAY_BE_EMPTY = ("system",)  # options for which an empty text means nothing
 ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
 _SHOWN_CHARS = 60
 _LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
+
+
+Argument = tuple[str, dict[str, Any]]
+Groups = Mapping[str, Sequence[Argument]]
+
+
+def option(name: str, **settings: Any) -> Argument:
+    """Return an argument of a command and its settings, those of ``add_argument``."""
+    return name, settings
+
+
+class Options:
+    """The arguments of a command, those in groups by the title of the group; usage and epilog of its help."""
+
+    def __init__(
+        self, *arguments: Argument, usage: str | None = None, epilog: str | None = None, groups: Groups | None = None
+    ) -> None:
+        self.groups: Groups = {"": arguments, **(groups or {})}
+        self.usage, self.epilog = usage, epilog
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add all of them."""
+        parser.usage, parser.epilog = self.usage, self.epilog
+        for title, arguments in self.groups.items():
+            group = parser.add_argument_group(title) if title else parser
+            for name, settings in arguments:
+                group.add_argument(name, **settings)
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,46 +117,6 @@ def folder_of_runs(text: str) -> str:
     if os.path.lexists(path) and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{shown(text)} is no folder; give one, or a name for a new one")
     return text
-
-
-def add_runs_dir(parser: argparse.ArgumentParser, default: str = "runs") -> None:
-    help_line = "where run directories are (default: runs)"
-    parser.add_argument("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=help_line)
-
-
-def add_allow_code(parser: argparse.ArgumentParser) -> None:
-    """Add the options that allow code of a stored recipe, and the Python of a model."""
-    own: dict[str, Any] = {"metavar": "MODULE:FUNCTION[@FOLDER]", "action": "append", "default": argparse.SUPPRESS}
-    parser.add_argument(ALLOW_CODE, help="a function that a run's recipe names, and that may be imported", **own)
-    remote = "run the Python that comes with a model (no recipe can ask for it)"
-    parser.add_argument(TRUST_REMOTE_CODE, action="store_true", default=argparse.SUPPRESS, help=remote)
-
-
-def add_model(parser: argparse.ArgumentParser, name: str = "model", nargs: str | None = None) -> None:
-    about = "tiny, a model directory, a run, one of its checkpoints, or a hub name"
-    parser.add_argument(name, metavar="MODEL_OR_RUN", nargs=nargs, help=about)
-
-
-def add_template(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
-
-
-def add_seed(parser: argparse.ArgumentParser, what: str = "seed of the sampling") -> None:
-    parser.add_argument("--seed", type=seed, default=0, help=f"{what} (default: 0)")
-
-
-def add_dtype(parser: argparse._ActionsContainer, what: str, name: str = "--dtype") -> None:
-    about = f"{what} (default: the run's, or fp32)"
-    parser.add_argument(name, type=short_dtype, choices=("fp32", "bf16"), help=about)
-
-
-def add_max_tokens(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
-
-
-def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=port, default=default_port, help=f"default: {default_port}")
 
 
 def refuse_open_host(host: str, is_guarded: bool, option: str) -> None:
@@ -199,6 +186,43 @@ def share(text: str) -> float:
     return value
 
 
+def runs_dir(default: str = "runs") -> Argument:
+    about = "where run directories are (default: runs)"
+    return option("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=about)
+
+
+def seed_of(what: str = "seed of the sampling") -> Argument:
+    return option("--seed", type=seed, default=0, help=f"{what} (default: 0)")
+
+
+def dtype_of(what: str, name: str = "--dtype") -> Argument:
+    return option(name, type=short_dtype, choices=("fp32", "bf16"), help=f"{what} (default: the run's, or fp32)")
+
+
+def address(default_port: int) -> tuple[Argument, Argument]:
+    """Return ``--host`` and ``--port``."""
+    about = "where it listens (default: 127.0.0.1, this machine only)"
+    own_port = option("--port", type=port, default=default_port, help=f"default: {default_port}")
+    return option("--host", default="127.0.0.1", help=about), own_port
+
+
+ALLOW_CODE_OPTIONS = (  # of code that a stored recipe names, and the Python of a model
+    option(
+        ALLOW_CODE, metavar="MODULE:FUNCTION[@FOLDER]", action="append", default=argparse.SUPPRESS,
+        help="a function that a run's recipe names, and that may be imported",
+    ),
+    option(
+        TRUST_REMOTE_CODE, action="store_true", default=argparse.SUPPRESS,
+        help="run the Python that comes with a model (no recipe can ask for it)",
+    ),
+)  # fmt: skip
+MODEL = option(
+    "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
+)
+TEMPLATE = option("--template", help="prompt template (default: the run's, else r1_zero)")
+MAX_TOKENS = option("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+
+
 def chosen_components(arguments: argparse.Namespace) -> dict[str, Component]:
     """Return the components ``task`` and ``template`` of a command that takes one of each."""
     return {section: components[0] for section, components in read_components(arguments).items() if components}
@@ -242,85 +266,60 @@ def read_components(
     }
 
 
-RUNS_EPILOG = """\
-a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells/ppo-seed0:
-  posttrain runs --state finished --sort metric
-  posttrain runs compare tiny-grpo tiny-grpo-2
-  posttrain runs prune --all --keep best,last --dry-run
-  posttrain runs delete 'test-*'
-  posttrain runs delete tiny-grpo --step 100
-  posttrain runs export tiny-grpo --to exported/tiny-grpo
-"""
-
-
-def add_runs_options(parser: argparse.ArgumentParser) -> None:
-    """Set the text of ``runs`` itself; its actions have options of their own."""
-    parser.epilog = RUNS_EPILOG
-
-
-def add_list_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "names", metavar="PATTERN", nargs="*", help="only runs whose name fits: 'tiny-*', or 'sweep-ppo/cells/*'"
-    )
-    parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
-    parser.add_argument(
-        "--sort",
-        default="created",
-        metavar="KEY",
-        help="created, name, metric (the primary one) or size (default: created)",
-    )
-    parser.add_argument(
-        "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
-    )
-
-
-def add_show_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the run or sweep")
-
-
-def add_compare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
-
-
-def add_prune_options(parser: argparse.ArgumentParser) -> None:
-    _add_removal(parser)
-    parser.add_argument("--all", action="store_true", help="every run, those of sweeps included")
-    which = "best (kept in any case), last, a number of newest ones (default: best,last)"
-    parser.add_argument("--keep", default="best,last", metavar="WHICH", help=which)
-
-
-def add_delete_options(parser: argparse.ArgumentParser) -> None:
-    _add_removal(parser)
-    which = "only this checkpoint of one run; may be repeated"
-    parser.add_argument("--step", type=natural, metavar="N", action="append", help=which)
-    parser.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
-
-
-def add_export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the run")
-    place = "a new folder"
-    parser.add_argument("--to", type=new_place, metavar="PLACE", required=True, help=place)
-    which = "which checkpoint (default: best, else last)"
-    parser.add_argument("--weights", choices=("best", "last", "none"), help=which)
-    merged = "add a LoRA adapter to its base: a model that stands alone"
-    parser.add_argument("--merge", action="store_true", help=merged)
-
-
-def add_resume_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the run")
-    parser.add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
-    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
-    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
-
-
-def add_manage_options(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: it asks."""
-
-
-def _add_removal(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", metavar="NAME", nargs="*", help="runs or sweeps; patterns such as 'test-*'")
-    parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+_REMOVAL = (
+    option("names", metavar="NAME", nargs="*", help="runs or sweeps; patterns such as 'test-*'"),
+    option("--dry-run", action="store_true", help="say what would go; change nothing"),
+    option("--yes", action="store_true", help="do not ask"),
+)
+_NAME = option("name", metavar="NAME", help="the run")
+# Options of the actions of ``posttrain runs``.
+RUNS = {
+    "list": Options(
+        option(
+            "names", metavar="PATTERN", nargs="*", help="only runs whose name fits: 'tiny-*', or 'sweep-ppo/cells/*'"
+        ),
+        option("--state", action="append", default=[], metavar="STATE", help="only runs in this state"),
+        option(
+            "--sort", default="created", metavar="KEY",
+            help="created, name, metric (the primary one) or size (default: created)",
+        ),
+        option(
+            "--limit", type=natural, metavar="N",
+            help="at most so many of a table, the last of them; 0: all (default: 50)",
+        ),
+    ),
+    "show": Options(option("name", metavar="NAME", nargs="?", help="the run or sweep")),
+    "compare": Options(option("names", metavar="NAME", nargs="*", help="two runs or more")),
+    "prune": Options(
+        *_REMOVAL,
+        option("--all", action="store_true", help="every run, those of sweeps included"),
+        option(
+            "--keep", default="best,last", metavar="WHICH",
+            help="best (kept in any case), last, a number of newest ones (default: best,last)",
+        ),
+    ),
+    "delete": Options(
+        *_REMOVAL,
+        option(
+            "--step", type=natural, metavar="N", action="append",
+            help="only this checkpoint of one run; may be repeated",
+        ),
+        option("--force", action="store_true", help="even if other runs were trained from it or with it"),
+    ),
+    "export": Options(
+        _NAME,
+        option("--to", type=new_place, metavar="PLACE", required=True, help="a new folder"),
+        option("--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"),
+        option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
+    ),
+    "resume": Options(
+        _NAME,
+        option("--steps", type=positive, metavar="N", help="go on to this step (train.steps)"),
+        option("--accept-changes", action="store_true", help=ACCEPT_HELP),
+        option("--quiet", action="store_true", help="no progress, only notices and the result"),
+    ),
+    "manage": Options(),
+}  # fmt: skip
 
 
 def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:

@@ -150,10 +150,8 @@ class Progress:
 
     def line_of(self, event: str, payload: dict[str, Any]) -> str:
         """Return a line for an event: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
-        if event == "start":
-            return start_text(payload)
-        if event == "evaluation":
-            return show_evaluation(payload)
+        if event in ("start", "evaluation"):
+            return start_text(payload) if event == "start" else show_evaluation(payload)
         if event == "notice":
             return f"note: {payload['message']}"
         spent = f"; steps: {phases}" if (phases := self.history.phases()) else ""
@@ -171,14 +169,11 @@ class PlainProgress(Progress):
         history = self.history
         every = max(1, history.steps // NUM_PLAIN_LINES)
         if event == "step" and (history.step % every == 0 or history.step == history.steps):
-            metrics = payload["metrics"]
-            parts = [f"step {history.step}/{history.steps}"]
-            parts += [f"{METRICS[name].label} {METRICS[name].show(metrics[name])}" for name in PLAIN if name in metrics]
-            if rates := history.rates():
-                parts.append(rates)
-            if remaining := history.remaining():
-                parts.append(f"{show_duration(remaining)} left")
-            say(self._console, " | ".join(parts))
+            metrics, remaining = payload["metrics"], history.remaining()
+            shown = [f"{METRICS[name].label} {METRICS[name].show(metrics[name])}" for name in PLAIN if name in metrics]
+            left = f"{show_duration(remaining)} left" if remaining else ""
+            parts = [f"step {history.step}/{history.steps}", *shown, history.rates(), left]
+            say(self._console, " | ".join(part for part in parts if part))
         elif event in STYLES:
             say(self._console, self.line_of(event, payload))
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from posttrain.commands.options import add_dtype, add_max_tokens, add_model, add_seed, add_template, natural, new_place
+from posttrain.commands.options import (
+    MAX_TOKENS,
+    MODEL,
+    TEMPLATE,
+    Options,
+    dtype_of,
+    natural,
+    new_place,
+    option,
+    seed_of,
+)
 
 EPILOG = """\
 the folder that it writes is a model like any other:
@@ -16,24 +26,26 @@ the folder that it writes is a model like any other:
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``posttrain quantize``."""
-    parser.epilog = EPILOG
-    parser.usage = "posttrain quantize MODEL_OR_RUN --bits {8,4} [options] [--task.key value ...]"
-    add_model(parser)
-    bits = "8: LLM.int8's rows; 4: NF4 with double quantization"
-    parser.add_argument("--bits", type=natural, choices=(8, 4), required=True, help=bits)
-    add_dtype(parser, "of all else")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
-    parser.add_argument("--task", help="data on which the loss is measured (default for a run: its own)")
-    add_template(parser)
-    about = "rows to measure on; 0: none (default: 200)"
-    parser.add_argument("--limit", type=natural, default=200, metavar="N", help=about)
-    add_max_tokens(parser)
-    add_seed(parser)
-    place = "default: quantized_int8 or quantized_int4 in the checkpoint"
-    parser.add_argument("--out", type=new_place, metavar="DIR", help=place)
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the report is in the folder")
+OPTIONS = Options(
+    MODEL,
+    option(
+        "--bits", type=natural, choices=(8, 4), required=True,
+        help="8: LLM.int8's rows; 4: NF4 with double quantization",
+    ),
+    dtype_of("of all else"),
+    option("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto"),
+    option("--task", help="data on which the loss is measured (default for a run: its own)"),
+    TEMPLATE,
+    option("--limit", type=natural, default=200, metavar="N", help="rows to measure on; 0: none (default: 200)"),
+    MAX_TOKENS,
+    seed_of(),
+    option(
+        "--out", type=new_place, metavar="DIR", help="default: quantized_int8 or quantized_int4 in the checkpoint"
+    ),
+    option("--quiet", action="store_true", help="print nothing but errors; the report is in the folder"),
+    usage="posttrain quantize MODEL_OR_RUN --bits {8,4} [options] [--task.key value ...]",
+    epilog=EPILOG,
+)  # fmt: skip
 
 
 def run_quantize(arguments: argparse.Namespace) -> int:

@@ -92,11 +92,8 @@ def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _row(name: str, task: str, model: str, size: float | None, gigabytes: float, description: str) -> dict[str, str]:
-    if size is None:
-        sized, hardware = "0.9M", "CPU"
-    else:
-        sized = f"{size:g}B" if size >= 0.5 else f"{1000 * size:.0f}M"
-        hardware = f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
+    sized = "0.9M" if size is None else f"{size:g}B" if size >= 0.5 else f"{1000 * size:.0f}M"
+    hardware = "CPU" if size is None else f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
     columns = (name, task, model.rpartition("/")[2], sized, hardware, first_sentence(description))
     return dict(zip(COLUMNS, columns, strict=True))
 

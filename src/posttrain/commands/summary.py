@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,9 @@ def _before_and_after(
     return transcripts
 
 
-def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool = False) -> Answer:
+def answer_of(
+    label: str, row: RecordedRollout, extract: Callable[[str], str | None], tells_reward: bool = False
+) -> Answer:
     """Return a recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
     return Answer(
         label=label,

@@ -10,7 +10,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options import names, positive, repetitions, shown
+from posttrain.commands.options import Options, names, option, positive, repetitions, shown
 
 if TYPE_CHECKING:
     from posttrain.sweeps.plan import Plan
@@ -24,22 +24,6 @@ the same command again goes on where it stopped; finished trials are kept:
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command: which sweep, how many seeds, where."""
-    parser.epilog = EPILOG
-    parser.usage = "posttrain sweep SWEEP_OR_RECIPE [options] [--section.key value ...] [--rows.NAME.key value ...]"
-    help_line = "a sweep that `posttrain recipes` lists, a file, or a recipe of one run"
-    parser.add_argument("recipe", metavar="SWEEP_OR_RECIPE", help=help_line)
-    help_line = "a row for each value of one key, of a recipe of one run: train.lr=1e-4,3e-4"
-    parser.add_argument("--over", type=read_over, metavar="KEY=A,B", help=help_line)
-    parser.add_argument("--rows", type=names, metavar="A,B", help="only these rows and what they need (default: all)")
-    parser.add_argument("--seeds", type=repetitions, metavar="N", help="runs of each row (default: the file's)")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="trials at a time (default: cores; 1 on a GPU)")
-    parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the sweep's name)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; run nothing")
-    parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
-
-
 # A value as YAML has it: a comma in quotes or brackets is its own.
 _VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\}|[^,])+""")
 
@@ -51,6 +35,26 @@ def read_over(text: str) -> tuple[str, list[str]]:
     if not key.strip() or len(values) < 2 or not all(values):
         raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
     return key.strip().removeprefix("--"), values
+
+
+OPTIONS = Options(
+    option(
+        "recipe", metavar="SWEEP_OR_RECIPE",
+        help="a sweep that `posttrain recipes` lists, a file, or a recipe of one run",
+    ),
+    option(
+        "--over", type=read_over, metavar="KEY=A,B",
+        help="a row for each value of one key, of a recipe of one run: train.lr=1e-4,3e-4",
+    ),
+    option("--rows", type=names, metavar="A,B", help="only these rows and what they need (default: all)"),
+    option("--seeds", type=repetitions, metavar="N", help="runs of each row (default: the file's)"),
+    option("--jobs", type=positive, metavar="N", help="trials at a time (default: cores; 1 on a GPU)"),
+    option("--run", metavar="NAME", help="name of the directory (default: the sweep's name)"),
+    option("--dry-run", action="store_true", help="check everything and print it resolved; run nothing"),
+    option("--quiet", action="store_true", help="no progress and no table, only where the files are"),
+    usage="posttrain sweep SWEEP_OR_RECIPE [options] [--section.key value ...] [--rows.NAME.key value ...]",
+    epilog=EPILOG,
+)  # fmt: skip
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:

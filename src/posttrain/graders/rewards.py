@@ -252,7 +252,7 @@ def _shown(value: object) -> str:
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
-@register("reward", batched=True, words={"mode": "grader"})
+@register("reward", batched=True, components={"mode": "grader"})
 def correct(
     text: Sequence[str],
     extracted: Sequence[str | None],

@@ -23,8 +23,8 @@ from posttrain.recipes.sections import Component, Section
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
 
-# Where a run works, in how many processes, who watches it and what it is called: no part of the fingerprint, and free
-# to change when it is resumed (the change is written into its log). Everything else decides what comes out.
+# Place, processes, trackers and description of a run: no part of the fingerprint, and free to change when it is resumed
+# (the change is written into its log). Every other key decides the result.
 PLACE_KEYS = (
     "description",
     "track",
@@ -41,37 +41,35 @@ PLACE_KEYS = (
 )
 # Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
 INTERPRETATION = ("dictionary", "changes")
-# Sections that have a key called name, and yet are no words: what is not given stays as it was below.
+# Sections that have a key called name, and are no components: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
 _SHIPPED = Path(__file__).parent
-Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
-# How long a training is: one of them replaces the other that stood there.
+Rule = tuple[object, str, str]  # broken if true, the key, the message after the key
+# Keys of the length of a training: one replaces the other.
 LENGTHS = ("steps", "num_epochs")
 
 
 class Content(Section):
-    """What a kind of document says. ``label`` is what messages call it; ``extensible``: it may extend another."""
+    """Content of a kind of document. ``label``: its name in messages; ``extensible``: it may extend another."""
 
     label: ClassVar[str] = "a recipe"
     extensible: ClassVar[bool] = True
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, without keys that are None by default; a None that was asked for stays."""
-        plain = _plain(self)
-        assert isinstance(plain, dict)
-        return plain
+        """Return plain data, without keys that are None by default; a None in the place of another default stays."""
+        return dict(_plain(self))
 
     def to_yaml(self) -> str:
         return write_yaml(self.dump())
 
     def rules(self) -> Iterator[Rule]:
-        """What must hold between its sections, told by what stands there alone."""
+        """Yield conditions between its sections, as far as these alone show them."""
         yield from ()
 
     def fingerprint(self) -> str:
-        """``fingerprint_of`` the resolved content; two runs with it are the same experiment."""
-        return fingerprint_of(self.dump())
+        """Return the SHA-256 (16 hex digits) of what decides the result; two runs with it are the same experiment."""
+        return hashlib.sha256(json.dumps(decisive(self.dump()), sort_keys=True).encode()).hexdigest()[:16]
 
 
 T = TypeVar("T", bound=Content)
@@ -80,9 +78,9 @@ C = TypeVar("C", bound=Content)
 
 @dataclass(frozen=True)
 class Document(Generic[T]):
-    """Plain data on the way to a ``model``, and where each of its keys stands.
+    """Plain data of a ``model`` before they are checked, with the place of each key.
 
-    ``place`` begins the messages about keys that stand nowhere; ``places`` are ``file:line`` by dotted key;
+    ``place`` begins the messages about keys without a line; ``places`` are ``file:line`` by dotted key;
     ``overridden``: keys of the command line. ``is_own``: a file of the user's may name code.
     """
 
@@ -97,9 +95,9 @@ class Document(Generic[T]):
     def load(
         cls, model: type[T], name_or_path: str | Mapping[str, Any], *, is_own: bool = True, shelf: str = ""
     ) -> Document[T]:
-        """The file of a path, or of a shipped recipe's name, as it stands there; ``shelf``: whose names to suggest.
+        """Return the file of a path, or of a shipped recipe's name, as it stands; ``shelf``: whose names to suggest.
 
-        A mapping is the content itself, which the caller has written.
+        A mapping is the content itself, written by the caller.
 
         Raises:
             RecipeError: neither a file nor a known name; not YAML, or not what recipes are made of (``strict_yaml``).
@@ -112,7 +110,7 @@ class Document(Generic[T]):
 
     @classmethod
     def read(cls, model: type[T], place: str, text: str, *, is_own: bool = True) -> Document[T]:
-        """The document in ``text``, which is from the file ``place``; see ``load``."""
+        """Return the document in ``text``, which is from the file ``place``; see ``load``."""
         content, lines = parse_yaml(text, place, is_own=is_own)
         return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
 
@@ -143,14 +141,14 @@ class Document(Generic[T]):
             place, text = recipe_text(str(sibling) if name and kind_of_file(sibling) != "nothing" else name)
         except RecipeError as error:
             raise RecipeError(f"{where}: {error}") from None
-        # What a stored recipe extends is its business, and no word of the user's.
+        # What a stored recipe extends was not written by the user.
         is_own = self.is_own and not is_stored(self.place)
         below = Document.read(self.model, place, text, is_own=is_own).extend((*above, name))
         below.content.pop("description", None)
         return replace(self, content=merge(below.content, own), places={**below.places, **self.places})
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
-        """With dotted keys of the command line set; see ``apply_override``."""
+        """Return the document with dotted keys of the command line set; see ``apply_override``."""
         content = copy.deepcopy(self.content)
         named = {key.replace("-", "_") for key, _ in overrides}
         for key in sorted(named):
@@ -167,9 +165,9 @@ class Document(Generic[T]):
     def part(
         self, model: type[C], key: str, content: Mapping[str, Any], overridden: Collection[str] = ()
     ) -> Document[C]:
-        """What stands below a key of this document (or was made of it) as a document whose messages say where.
+        """Return what stands below a key (or was made of it) as a document whose messages name the same places.
 
-        ``overridden``: further keys of the command line, as they are called in this document.
+        ``overridden``: further keys of the command line, by their names in this document.
         """
         above = f"{key}."
         places = {name.removeprefix(above): line for name, line in self.places.items() if name.startswith(above)}
@@ -177,9 +175,9 @@ class Document(Generic[T]):
         return Document(model, dict(content), self.place, places, set_there, is_own=False)
 
     def line_of(self, key: str) -> str:
-        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override.
+        """Return ``file:line: `` of a dotted key or the nearest section around it; ``command line: `` of an override.
 
-        A section that only the command line has begun, and all in what it gave, is the command line's.
+        A section that only the command line has begun, and all in it, is the command line's.
         """
         within = any(f"{key}.".startswith(f"{name}.") for name in self.overridden)
         if within or (key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)):
@@ -190,7 +188,7 @@ class Document(Generic[T]):
         return f"{self.places[around]}: " if around else f"{self.place}: "
 
     def check(self) -> T:
-        """The content, checked; words are checked when it is resolved.
+        """Return the checked content; components are checked when it is resolved.
 
         Raises:
             RecipeError: with file, line and key.
@@ -230,7 +228,7 @@ class Document(Generic[T]):
 
 
 def known_keys(model: Any, path: Sequence[str]) -> list[str]:
-    """The keys of the section at ``path``; none where that is no section."""
+    """Return the keys of the section at ``path``; none where that is no section."""
     for part in (part for part in path if not part.isdigit()):  # in a list of sections each has the same keys
         section = getattr(model, "model_fields", {}).get(part)
         if section is None:
@@ -241,10 +239,10 @@ def known_keys(model: Any, path: Sequence[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A section, word or value as plain data; see ``Content.dump``."""
+    """Return a section, component or value as plain data; see ``Content.dump``."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
-        # The options of a word were sorted out when it was resolved.
+        # The options of a component were completed when it was resolved.
         values = (
             value.model_dump(mode="json") if isinstance(value, Component) else {k: getattr(value, k) for k in fields}
         )
@@ -258,7 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 def complete_component(component: Any, kind: str, where: str) -> Any:
-    """A word with all of its options, which are checked."""
+    """Return a component with all of its options, which are checked."""
     entry = registry.find(kind, component.name, where)
     options = entry.options(component.options, where)
     fields = entry.options_model.model_fields
@@ -267,40 +265,32 @@ def complete_component(component: Any, kind: str, where: str) -> Any:
     return type(component)(**fixed, **json.loads(json.dumps(options)))
 
 
-def fingerprint_of(dump: Mapping[str, Any]) -> str:
-    """SHA-256 (16 hex digits) of what decides the result in a resolved recipe's plain data."""
-    return hashlib.sha256(json.dumps(decisive(dump), sort_keys=True).encode()).hexdigest()[:16]
-
-
 def decisive(dump: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A recipe's plain data without the ``PLACE_KEYS``."""
+    """Return a recipe's plain data without the ``PLACE_KEYS``."""
     kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
     return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
 
 
 def is_place(key: str) -> bool:
-    """Whether a dotted key is one of ``PLACE_KEYS``, or lies below one."""
+    """Return True if a dotted key is one of ``PLACE_KEYS``, or lies below one."""
     return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
 
 
 def recipe_names(shelf: str = "") -> list[str]:
-    """Names of the recipes that ship in the package, such as ``tiny/grpo``; of one ``shelf/``, if it is given."""
+    """Return the names of the shipped recipes, such as ``tiny/grpo``; only those of one ``shelf/``, if it is given."""
     names = [path.relative_to(_SHIPPED).with_suffix("").as_posix() for path in _SHIPPED.rglob("*.yaml")]
     return sorted(name for name in names if name.startswith(shelf))
 
 
 def interpretation_names(section: str | None = None) -> list[str]:
-    """Names of the shipped recipes that look into models instead of training them, told by a section of theirs.
-
-    With ``section``, only those that have it.
-    """
+    """Return the names of the shipped recipes of ``posttrain sae``; with ``section``, only those that have it."""
     wanted = tuple(f"{key}:" for key in (INTERPRETATION if section is None else (section,)))
     texts = {name: recipe_text(name)[1] for name in recipe_names()}  # read as lines, for all are looked through
     return [name for name, text in texts.items() if any(line.startswith(wanted) for line in text.splitlines())]
 
 
 def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
-    """(place, text) of a recipe file, or of a shipped recipe by name; names on the ``shelf`` are suggested first.
+    """Return (place, text) of a recipe file, or of a shipped recipe; names on the ``shelf`` are suggested first.
 
     Raises:
         RecipeError: neither a file nor a known name.
@@ -352,9 +342,9 @@ def _read_file(path: Path) -> str:
 
 
 def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in ``text`` and the 1-based line of every dotted key.
+    """Return the mapping in ``text`` and the 1-based line of every dotted key.
 
-    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``untrusted``).
+    Code that the user's own file (``is_own``) names is allowed, unless the file is part of a run (``untrusted``).
 
     Raises:
         RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).
@@ -368,9 +358,9 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Set dotted keys in plain data, in place, one after the other; another task takes its evaluation along.
+    """Set dotted keys in plain data, in place; with another task, ``eval.tasks`` of the earlier one go.
 
-    Returns the keys with the numbers of list entries that they named.
+    Return the keys with the numbers of list entries that they named.
 
     Raises:
         RecipeError: see ``apply_override``.
@@ -382,11 +372,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) 
     return keys
 
 
-def _drop_evaluation_of(before: Any, data: dict[str, Any]) -> None:
-    """Where another task is trained on than ``before``, take away the tasks of an evaluation that were named for that.
-
-    Evaluation is then of the task trained on, as where no tasks are named.
-    """
+def _drop_evaluation_of(before: object, data: dict[str, Any]) -> None:
+    """Remove ``eval.tasks`` where another task is trained on than ``before``: evaluation is then of the new task."""
     task, evaluation = data.get("task"), data.get("eval")
     if (
         before is None
@@ -403,7 +390,7 @@ def _drop_evaluation_of(before: Any, data: dict[str, Any]) -> None:
         data["eval"] = {key: value for key, value in evaluation.items() if key != "tasks"}
 
 
-def _component_name(component: Any) -> Any:
+def _component_name(component: object) -> object:
     return component.get("name") if isinstance(component, Mapping) else component
 
 
@@ -424,7 +411,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         child = target[int(part)] if isinstance(target, list) else target.get(part)
         if child is None:
             child = {}
-        elif isinstance(child, str):  # a bare word gains options
+        elif isinstance(child, str):  # a bare name gains options
             child = {"name": child}
         elif not isinstance(child, dict | list):
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
@@ -437,7 +424,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
 
 
 def numbered_key(data: Mapping[str, Any], key: str) -> list[str]:
-    """The parts of a dotted key, with the numbers of the entries that it names in lists (``rewards.correct.weight``).
+    """Return the parts of a dotted key, with numbers for the list entries that it names (``rewards.correct.weight``).
 
     Raises:
         RecipeError: a list has no such entry, or several of that name; or no document has a key like that.
@@ -456,8 +443,8 @@ def numbered_key(data: Mapping[str, Any], key: str) -> list[str]:
     return parts
 
 
-def _index(entries: list[Any], part: str, path: str) -> int:
-    """The place of an entry that is given by its number or its name."""
+def _index(entries: list[object], part: str, path: str) -> int:
+    """Return the index of an entry that is given by its number or its name."""
     if part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries):
         return int(part)
     names = [_component_name(entry) for entry in entries]
@@ -477,9 +464,9 @@ def _shown(key: str) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
-    """Plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
+    """Return plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
 
-    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``). Changes that name
+    ``inside`` a section or component, ``null`` is a value like any other (``max_grad_norm: null``). Changes that name
     another task and no ``eval.tasks`` inherit none.
     """
     merged = dict(below)
@@ -487,7 +474,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
     for key, value in above.items():
         known = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
-            known = {"name": known}  # a bare word, which may gain options
+            known = {"name": known}  # a bare name, which may gain options
         joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
         if joins and isinstance(known, Mapping):
             merged[key] = merge(known, value, inside=True)
@@ -502,22 +489,18 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
 
 
 def _displace(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Take a length out of ``below`` where another is said ``above``."""
+    """Remove a length from ``below`` where ``above`` has another one."""
     lengths = [key for key in LENGTHS if above.get(key) is not None]
     for key in LENGTHS:
         if lengths and key not in lengths:
             below.pop(key, None)
 
 
-def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
-    if isinstance(data, Mapping) and data:
-        items = [(str(key), value) for key, value in data.items()]
-    elif isinstance(data, list) and data:
-        items = [(str(index), value) for index, value in enumerate(data)]
-    else:
+def flatten(data: object, prefix: str = "") -> dict[str, Any]:
+    """Return the dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
+    if not isinstance(data, Mapping | list) or not data:
         return {prefix: data}
     flat: dict[str, Any] = {}
-    for key, value in items:
-        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
+    for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return flat

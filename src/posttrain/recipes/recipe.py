@@ -1,9 +1,8 @@
 """A recipe: YAML plus overrides, strict, with a resolved dump that reruns it.
 
-A recipe names *words* (objective, advantage, reward, task, ...), whose options are checked against
-the signature of the function of that name, and a few ``sections`` for the machinery.
-Unknown keys are refused with a suggestion and the line in the file. No torch is imported here;
-``Recipe.resolve`` imports the modules of the words that the recipe names.
+A recipe names components (objective, advantage, reward, task, ...), whose options are checked against the signature of
+the function of that name, and has ``sections`` for everything else. Unknown keys are refused with a suggestion and the
+line in the file. No torch is imported here; ``Recipe.resolve`` imports the modules of the components.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ COMPONENT_KINDS = {
     "track": "tracker",
 }
 
-KL_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
-# Documents that are no recipe of one run, by the keys that tell them: what they are, and the command that takes them.
+KL_PROMPTS = 64  # default of eval.num_kl_prompts where a reward model pays
+# Documents that are no recipe of one run, by their keys: what they are, and the command that takes them.
 _OTHERS = {
     ("rows",): ("is a sweep of several runs", "sweep"),
     ("dictionary",): ("trains a dictionary", "sae train"),
@@ -123,12 +122,7 @@ class Recipe(Content):
         return self
 
     def rules(self) -> Iterator[Rule]:
-        """What must hold between sections before any word is looked up.
-
-        The other rules are rows of the same form in ``train/checks``, which knows the words and so imports torch. These
-        hold when a recipe is read: all else takes a recipe without 'rollout' for one with 'data', and dry runs,
-        comparisons and studies refuse here what would fail after the first run has trained.
-        """
+        """Yield conditions between sections that need no component; ``training/checks`` has those that do."""
         rollout, data, train = self.rollout, self.data, self.train
         tasks = {"task": self.task, **{f"eval.tasks.{i}": task for i, task in enumerate(self.eval.tasks)}}
         for where, component in tasks.items():
@@ -164,9 +158,9 @@ class Recipe(Content):
             yield data and getattr(train, key) != 1, f"train.{key}", reason
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
-        """The recipe with every word's options checked and all their defaults filled in.
+        """Return the recipe with the options of all components checked and completed.
 
-        ``to_read``: nothing is built from it, so a word that would be code that nobody allowed stays as it stands.
+        ``to_read``: nothing is built from it, so a component that is code that nobody allowed stays as it is.
 
         Raises:
             UnknownComponent, RecipeError: with the key that is wrong.
@@ -198,7 +192,7 @@ class Recipe(Content):
         return resolved
 
     def _fill_defaults(self) -> None:
-        """Words that follow from the objective: its aggregation, selection, advantage and head."""
+        """Fill in the components that follow from the objective: aggregation, selection, advantage and head."""
         traits = registry.find("objective", self.objective.name, "objective").traits
         level = traits.get("level", "token")
         if self.aggregate is None:
@@ -221,33 +215,32 @@ class Recipe(Content):
             judged = any(registry.find("reward", *component).traits.get("asks_a_model") for component in known)
             is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
             self.eval.num_kl_prompts = min(KL_PROMPTS, self.eval.num_examples) if is_pulled else 0
-        if self.rollout is not None and (self.environment is not None or self.tools):
-            for key, value in TURN_DEFAULTS.items():
+        if self.rollout is not None:
+            for key, value in TURN_DEFAULTS.items() if self.environment is not None or self.tools else ():
                 if getattr(self.rollout, key) is None:
                     setattr(self.rollout, key, value)
-        if self.rollout is not None:
             if self.rollout.select is None:
                 self.rollout.select = Component(name="best_and_worst" if level == "pair" else "every")
             if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
                 self.advantage = Component(name="gae" if traits.get("head") == "value" else "normalized")
 
     def within(self, context: int) -> int:
-        """How long a prompt and its answer may be together, of a model with a context of so many tokens."""
+        """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
         limit = self.rollout.max_total_tokens if self.rollout is not None else None
         return context if limit is None else min(context, limit)
 
     @property
     def trains_scorer(self) -> bool:
-        """Whether a reward model is trained, which scores answers, and no policy, which writes them.
+        """True if a reward model is trained, and no policy.
 
-        Of a stored recipe whose objective may not be imported, its sections tell: a head on data is one that scores.
+        Where the objective of a stored recipe may not be imported, its sections decide: a head on data scores.
         """
         traits = registry.traits_of("objective", self.objective.name)
         return self.head is not None and self.data is not None if traits is None else traits.get("head") == "score"
 
 
 def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
-    """The recipe that a run has stored, to look things up in: it allows no code, neither its own nor a model's.
+    """Return the recipe that a run has stored, to read from: it allows no code, neither its own nor a model's.
 
     Raises:
         RecipeError: this version does not know its keys.
@@ -258,7 +251,7 @@ def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
 def load_recipe(
     name_or_path: str | Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True
 ) -> Recipe:
-    """Read a recipe, apply dotted overrides, validate. Words are checked by ``resolve``.
+    """Read a recipe, apply dotted overrides, validate. Components are checked by ``resolve``.
 
     A mapping is the recipe itself. ``is_own``: a file of the user's may name code (``untrusted``).
 
@@ -273,7 +266,7 @@ def load_recipe(
 
 
 def lost_options(name_or_path: str | Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """A line for each component that the command line replaces: which options of a recipe go with it."""
+    """Return a line for each component that the command line replaces, with the options of the recipe that go."""
     below = Document.load(Recipe, name_or_path).extend()
     after, lines = below.override(overrides).content, []
     for key in dict.fromkeys(key for key, _ in overrides):
@@ -302,9 +295,9 @@ def _value_at(content: Mapping[str, Any], key: str) -> Any:
 
 
 def validate_recipe(data: Mapping[str, Any], place: str = "recipe", *, is_own: bool = True) -> Recipe:
-    """A ``Recipe`` from plain data; errors name ``place`` and the key.
+    """Return a ``Recipe`` from plain data; errors name ``place`` and the key.
 
-    ``is_own``: code that it names is allowed by that, as what the caller has written; False of data that a file said.
+    ``is_own``: the caller has written it, so code that it names is allowed; False for data from a file.
     """
     if is_own:
         declare_code(data)

@@ -1,7 +1,7 @@
-"""The sections of a recipe: what the machinery can be told, with types, bounds and defaults.
+"""The sections of a recipe, with types, bounds and defaults.
 
-Words (objective, reward, task, ...) are not declared here: the signature of the function of that
-name is their schema (``registry``).
+Components (objective, reward, task, ...) are not declared here: the signature of the function is their schema
+(``registry``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
 
-# So many steps; 0 and, as other libraries have it, -1 mean never.
+# A number of steps; 0 and -1 mean never.
 Every = Annotated[int, BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)]
 
 
-EMBEDDED_MODELS = ("tiny", "tiny-sft")  # in the package: a base model, and what `tiny/sft` with seed 0 makes of it
+EMBEDDED_MODELS = ("tiny", "tiny-sft")  # in the package: a base model, and its run of `tiny/sft` with seed 0
 
 
 class Section(Options):
@@ -40,7 +40,7 @@ class Component(Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_name(cls, value: Any) -> Any:
+    def _from_name(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
     @property
@@ -48,8 +48,8 @@ class Component(Options):
         return dict(self.model_extra or {})
 
 
-def read_component(value: Any, where: str) -> Component:
-    """A word from its name or from plain data.
+def read_component(value: object, where: str) -> Component:
+    """Return a component from its name or from plain data.
 
     Raises:
         RecipeError: with the key; it has no name, or one that is no text.
@@ -57,7 +57,7 @@ def read_component(value: Any, where: str) -> Component:
     try:
         return Component.model_validate(value)
     except ValidationError as error:
-        raise RecipeError(explain_validation(error, [], where, "a word")) from None
+        raise RecipeError(explain_validation(error, [], where, "a component")) from None
 
 
 class RewardComponent(Component):
@@ -66,8 +66,8 @@ class RewardComponent(Component):
     weight: float = 1.0
 
 
-def as_list(value: Any) -> Any:
-    """A list of words from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
+def as_list(value: object) -> object:
+    """Return a list of components from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",")]
     return [value] if isinstance(value, Mapping) else value
@@ -98,12 +98,12 @@ def parts_of(component: Component) -> list[Part]:
 
 
 def task_components(component: Component) -> list[Component]:
-    """Return the tasks of a mixture's parts; of any other task the word itself."""
+    """Return the tasks of a mixture's parts; of any other task itself."""
     return [part.task for part in parts_of(component)] or [component]
 
 
 def map_tasks(component: Component, change: Callable[[Component], Component]) -> Component:
-    """``change`` of a task; of a mixture the same mixture of changed parts."""
+    """Return ``change`` of a task; of a mixture the same mixture of changed parts."""
     parts = parts_of(component)
     if not parts:
         return change(component)
@@ -111,11 +111,11 @@ def map_tasks(component: Component, change: Callable[[Component], Component]) ->
     return Component(name=component.name, **(component.options | {"parts": changed}))
 
 
-def read_parts(value: Any, where: str) -> list[Part]:
+def read_parts(value: object, where: str) -> list[Part]:
     """Read the parts that stand in the key ``parts`` of ``where``.
 
     Raises:
-        RecipeError: the first thing that is wrong with them, behind its dotted key.
+        RecipeError: the first fault, after its dotted key.
     """
     if not isinstance(value, list) or not value:
         form = "give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
@@ -128,7 +128,7 @@ def read_parts(value: Any, where: str) -> list[Part]:
         except ValidationError as error:
             raise RecipeError(explain_validation(error, Part.model_fields, key, "a part")) from None
         if part.task.name == MIXTURE:
-            raise RecipeError(f"{key}.task: a part is no mixture itself; write its parts beside the others")
+            raise RecipeError(f"{key}.task: a part is no mixture itself; write its parts next to the others")
         if ":" not in part.task.name and part.task.name not in registry.names("task"):
             registry.find("task", part.task.name, f"{key}.task")
         if not _PART_NAME.fullmatch(part.name):
@@ -223,12 +223,12 @@ class ModelSection(Section):
 
     @property
     def runs_remote_code(self) -> bool:
-        """Whether the model's own Python may run. Files cannot say so (``untrusted``); the command line can."""
+        """True if the model's own Python may run. Files cannot allow that (``untrusted``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
 
     @field_validator("attention", mode="before")
     @classmethod
-    def _check_attention(cls, value: Any) -> Any:
+    def _check_attention(cls, value: object) -> object:
         if value in ("flash", "efficient"):
             raise ValueError(f"{value!r} was removed. Use sdpa, which takes torch's fastest, or flash_attention_2")
         return value
@@ -262,7 +262,7 @@ class RegularizeSection(Section):
 
 
 class PromptSection(Section):
-    """How an example becomes token ids.
+    """The way from an example to token ids.
 
     Args:
         template: template of prompt and answer.
@@ -327,8 +327,8 @@ class RolloutSection(Section):
     show_tools: bool | None = None
 
 
-# What a rollout of several turns is limited by, unless the recipe says.
-TURN_DEFAULTS: dict[str, Any] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
+# Default limits of a rollout of several turns.
+TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
 
 
 class KLInRewardSection(Section):
@@ -351,7 +351,7 @@ class KLInRewardSection(Section):
     @model_validator(mode="after")
     def _check_target(self) -> Self:
         if self.target is not None and self.weight == 0:
-            raise ValueError("a weight of 0 cannot move towards 'target', for it is multiplied; start from 0.01 or so")
+            raise ValueError("a weight of 0 is multiplied and never moves towards 'target'; start from 0.01 or so")
         return self
 
 
@@ -453,7 +453,7 @@ class TrainSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_length(cls, value: Any) -> Any:
+    def _one_length(cls, value: object) -> object:
         if not isinstance(value, Mapping) or value.get("num_epochs") is None:
             return value
         if value.get("steps") is not None:

@@ -71,7 +71,7 @@ class _Hardware(BaseModel, extra="allow"):
 class _Start(BaseModel, extra="allow"):
     versions: dict[str, str | None] = {}
     hardware: _Hardware = _Hardware()
-    git: dict[str, Any] | None = None
+    git: dict[str, object] | None = None
     command: list[str] = []
 
 
@@ -216,8 +216,8 @@ class RunDirectory:
         return data
 
     def changed_keys(
-        self, recipe: Recipe, stored: Mapping[str, Any] | None = None, *, places: bool = False
-    ) -> dict[str, tuple[Any, Any]]:
+        self, recipe: Recipe, stored: Mapping[str, object] | None = None, *, places: bool = False
+    ) -> dict[str, tuple[object, object]]:
         """Return the dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
 
         A key that one side does not have counts as None there.
@@ -271,8 +271,7 @@ class RunDirectory:
 
     def made_by(self) -> str | None:
         """Return the version of posttrain that last worked in it; None where that was not recorded."""
-        starts = self.read_environment().get("starts") or [{}]
-        return starts[-1].get("versions", {}).get("posttrain")
+        return (self.read_environment().get("starts") or [{}])[-1].get("versions", {}).get("posttrain")
 
     def log(self, text: str) -> None:
         """Add a line with the time to ``log.txt``."""

@@ -127,7 +127,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
         def should_stop() -> bool:
             return was_signalled() or record.should_stop()
 
-        about: dict[str, Any] = {"resume": resume, "observer": record, "should_stop": should_stop}
+        about: dict[str, object] = {"resume": resume, "observer": record, "should_stop": should_stop}
         if not isinstance(recipe, Recipe):  # of a sparse autoencoder, which one process trains
             result = loop(recipe, files, **about)
         elif recipe.scale.launcher == "ray":  # all processes are on a cluster; this one keeps status and log
@@ -151,7 +151,7 @@ def find_or_train(
     root: Path,
     recipe_name: str,
     observing: Callable[[], AbstractContextManager[Observer]],
-    say: Callable[[str], Any],
+    say: Callable[[str], object],
 ) -> tuple[Path, RunResult | None]:
     """Find a finished run of exactly this resolved recipe under ``root``; without one, continue or make it.
 
@@ -273,19 +273,16 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
 
 def start_text(info: Mapping[str, Any]) -> str:
     """Describe what begins: steps, examples, what was dropped and why, repeated rows, trained parameters."""
-    parts = [info.get("length") or f"{info['steps']} steps on {info['num_examples']:,} examples"]
-    if info.get("origin"):
-        parts[0] += f", from {info['origin']}"
-    dropped = {reason: n for reason, n in (info.get("dropped") or {}).items() if n}
-    if dropped:
-        parts.append("dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()))
-    if info.get("num_repeated"):
-        parts.append(f"{info['num_repeated']:,} rows of the data repeat an earlier one, and count again")
-    if info.get("trained"):
-        parts.append(info["trained"])
-    if info.get("resumed_from"):
-        parts.append(f"resumed after step {info['resumed_from']}")
-    return "; ".join(parts)
+    length = info.get("length") or f"{info['steps']} steps on {info['num_examples']:,} examples"
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in (info.get("dropped") or {}).items() if n)
+    parts = (
+        length + (f", from {info['origin']}" if info.get("origin") else ""),
+        f"dropped: {dropped}" if dropped else "",
+        f"{n:,} rows of the data repeat an earlier one, and count again" if (n := info.get("num_repeated")) else "",
+        info.get("trained"),
+        f"resumed after step {info['resumed_from']}" if info.get("resumed_from") else "",
+    )
+    return "; ".join(part for part in parts if part)
 
 
 class _Record:

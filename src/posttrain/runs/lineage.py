@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.recipes.document import flatten
@@ -71,7 +70,7 @@ def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[i
     return used
 
 
-def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: Any) -> Iterator[Link]:
+def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: object) -> Iterator[Link]:
     is_run, is_name = key.endswith(".run"), key in _NAMES
     if not isinstance(value, str) or (is_name and value in ("self", *EMBEDDED_MODELS)):
         return

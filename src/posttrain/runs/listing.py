@@ -12,7 +12,7 @@ from posttrain.errors import DataError, UsageError
 from posttrain.recipes.document import flatten
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, is_live, run_names
-from posttrain.runs.paths import every_run_name, fits, sweep_names, trial_names
+from posttrain.runs.paths import every_run_name, fits, trial_names
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps
 from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metric_names import metric_of
@@ -115,11 +115,6 @@ def list_runs(
     return sorted(ranked, key=value, reverse=largest_first) + [run for run in runs if value(run) is None]
 
 
-def list_sweeps(root: str | Path) -> list[SweepSummary]:
-    """Return the sweeps under ``root``, in alphabetical order."""
-    return [summarize_sweep(root, name) for name in sweep_names(root)]
-
-
 def summarize_sweep(root: str | Path, name: str) -> SweepSummary:
     """Return one sweep at a glance."""
     folder = Path(root) / name
@@ -177,14 +172,14 @@ def show_run(path: str | Path) -> dict[str, Any]:
     rollouts: dict[int, int] = {}
     if (database := directory.folder / "rollouts.db").is_file():
         rollouts = _read_or(lambda: RolloutStore(database, read_only=True).count_training(), {}, unread)
-    checkpoints: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], unread)
+    saved: list[dict[str, int | bool]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], unread)
     problems += [problem for problem in unread if problem not in (summary.problem or "")]
     return asdict(summary) | {
         "path": str(directory.folder),
         "state": "damaged" if problems else summary.state,
         "problem": "; ".join(problems) or None,
         "message": status.message if status else None,
-        "checkpoints": checkpoints,
+        "checkpoints": saved,
         "warnings": [*learning_warnings(rows).values()],
         "evaluations": evaluations(rows),
         "rollouts": rollouts,
@@ -221,17 +216,17 @@ def _read_or(read: Callable[[], T], instead: T, problems: list[str]) -> T:
         return instead
 
 
-def _section(recipe: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _section(recipe: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = recipe.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
-def _word(recipe: Mapping[str, Any], key: str) -> str:
+def _word(recipe: Mapping[str, object], key: str) -> str:
     value = recipe.get(key)
     return value if isinstance(value, str) else str(_section(recipe, key).get("name", "?"))
 
 
-def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+def _checkpoints(folder: Path) -> list[dict[str, int | bool]]:
     best = best_step(folder)
     return [
         {"step": step, "disk_bytes": disk_bytes(folder / f"step-{step:06d}"), "best": step == best}
@@ -251,7 +246,7 @@ class SideBySide:
     runs: list[RunSummary]
     last: dict[str, list[dict[str, Any] | None]]
     seconds: list[float]
-    recipe: dict[str, list[Any]]
+    recipe: dict[str, list[object]]
     num_equal_keys: int
 
 

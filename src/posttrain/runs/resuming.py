@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from posttrain import __version__
 from posttrain.errors import RunConflict
@@ -26,7 +25,7 @@ _FILES = {
     "rollouts": "rollouts.db: {} of {} rollouts",
     "evaluation_rollouts": "rollouts.db: {} of {} evaluation rollouts",
 }
-Changes = dict[str, tuple[Any, Any]]
+Changes = dict[str, tuple[object, object]]
 
 
 def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: bool = False) -> list[str]:
@@ -86,7 +85,7 @@ def describe_changes(changed: Changes) -> str:
     return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in _lines(changed))
 
 
-def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[str]:
+def _missing_records(folder: Path, step: int, state: Mapping[str, object]) -> list[str]:
     """Name the files that have fewer lines or rows than when the checkpoint was saved."""
     records = state.get("records")
     expected = {name: n for name, n in (records if isinstance(records, Mapping) else {}).items() if isinstance(n, int)}
@@ -135,7 +134,7 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
 
 
 def _lines(changed: Changes) -> list[str]:
-    def shown(value: Any) -> str:
+    def shown(value: object) -> str:
         return "nothing" if value is None else repr(value)
 
     return [f"{key}: {shown(old)} in the run, {shown(new)} now" for key, (old, new) in sorted(changed.items())]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.evaluation.items import Item, item_values
@@ -87,7 +86,7 @@ def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> Part:
     Each later reward model is compared with the first, and each with majority and a random pick.
     """
     ns, models, (majority, pick, _) = choices[0].ns, choices[:num_models], choices[num_models:]
-    last, lines, findings, differences = ns[-1], [], [], list[dict[str, Any]]()
+    last, lines, findings, differences = ns[-1], [], [], list[dict[str, object]]()
     for model in models:
         best = max(ns, key=lambda n: (model.mean(n), -n))
         findings.append(f"{model.name} is best at n = {best}: {model.mean(best):.1%}; at {last} {model.mean(last):.1%}")

@@ -59,7 +59,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 Overrides = Sequence[tuple[str, str]]
 
 
-def _as_source(value: Any) -> Any:
+def _as_source(value: object) -> object:
     """A bare name, alone or with overrides of the command line (which call it ``name``), as ``{recipe: name}``."""
     if isinstance(value, str):
         return {"recipe": value}
@@ -128,7 +128,7 @@ class Row:
     name: str
     recipe: Recipe
     source: str
-    differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    differs: dict[str, tuple[object, object]] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 
 
@@ -329,7 +329,7 @@ def with_method_of(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[st
     return copy
 
 
-def differences(base: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(base: Mapping[str, object], row: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Dotted keys outside of the method in which a row differs from the base, as (base, row)."""
     old, new = flatten(base), flatten(row)
     alike = tuple(f"{key}." for key in (*METHOD_KEYS, "train.seed", "description"))
@@ -337,7 +337,7 @@ def differences(base: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tu
     return {key: (old.get(key), new.get(key)) for key in apart}
 
 
-def label_of(source: Mapping[str, Any]) -> str:
+def label_of(source: Mapping[str, object]) -> str:
     """Describe a source for a reader of results."""
     name = source.get("recipe", "a recipe of its own")
     return f"{name} with overrides" if len(source) > 1 and "recipe" in source else str(name)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
+from posttrain.evaluation.files import ITEMS, RESULTS
 from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
-from posttrain.sweeps.plan import ITEMS, RESULTS
 from posttrain.sweeps.results import Answer, Part, Sample
 
 MAX_ITEMS_BYTES = 1 << 30
@@ -167,7 +167,7 @@ def _samples(comparisons: Sequence[Comparison]) -> list[Sample]:
     ]
 
 
-def _plain(measures: Mapping[str, Estimate]) -> dict[str, Any]:
+def _plain(measures: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
     return {name: dict(zip(("mean", "low", "high"), e, strict=True)) for name, e in measures.items()}
 
 

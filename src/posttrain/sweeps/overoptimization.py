@@ -160,8 +160,7 @@ def collect_curves(
     curves: dict[str, dict[int, list[Point]]] = {}
     for name, seed, points in found:  # seeds have reward models of their own, each with its own unit
         mean, deviation = score_scale(chosen[seed])
-        scaled = [replace(p, proxy=(p.proxy - mean) / deviation) for p in points]
-        curves.setdefault(name, {})[seed] = scaled
+        curves.setdefault(name, {})[seed] = [replace(p, proxy=(p.proxy - mean) / deviation) for p in points]
     return [describe_method(name, own) for name, own in curves.items()]
 
 

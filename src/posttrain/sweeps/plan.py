@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evaluation.files import RESULTS
+from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardComponent
 from posttrain.runs.directory import RunDirectory, RunStatus
@@ -33,8 +35,6 @@ from posttrain.sweeps.file import (
 )
 
 State = Literal["new", "unfinished", "finished"]
-ITEMS, RESULTS = "items.jsonl", "results.json"  # of an evaluation; the latter is written last
-Rule = tuple[bool, str, str]  # broken if true, the key, what is wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,8 +358,9 @@ class _Builder:
         words = ["evaluate", *models, self.start.weights, "--task", settings.task.name]
         for key, value in settings.task.options.items():
             words += [f"--task.{key}", json.dumps(value)]
-        for key in ("n", "samples", "max_tokens", "temperature"):
-            words += [f"--{key.replace('_', '-')}", str(getattr(settings, key))]
+        drawing = {"limit": "n", "samples": "samples", "max-tokens": "max_tokens", "temperature": "temperature"}
+        for option, key in drawing.items():
+            words += [f"--{option}", str(getattr(settings, key))]
         command = (*words, *more, "--seed", str(seed), "--out", str(folder), "--quiet")
         needed = ("start", *(need.name for need in needs))
         return Trial(name=name, row=row, seed=seed, folder=folder, command=command, section=section, needs=needed)

@@ -15,18 +15,19 @@ from datetime import timedelta
 from posttrain.data.base import build_task
 from posttrain.data.render.template import build_template
 from posttrain.errors import PosttrainError, RunConflict, RunFailure
+from posttrain.evaluation.files import ITEMS
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import lock_run, refuse_live_folder, wait_for_end
+from posttrain.runs.paths import PLAN
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors
 from posttrain.sweeps.file import LABELLED
 from posttrain.sweeps.labelling import write_labelled
-from posttrain.sweeps.plan import ITEMS, Plan, State, Training, Trial
+from posttrain.sweeps.plan import Plan, State, Training, Trial
 from posttrain.untrusted import allow_code_options
 
 Command = Callable[[Trial, bool], list[str]]  # (trial, resume) -> the command that makes it
 Say = Callable[[str, bool], None]  # a line about the progress, and whether it tells of a failure
-PLAN_FILE = "sweep.yaml"
 POLL_SECONDS = 0.3
 NUM_CONFLICTS_SHOWN = 3
 
@@ -85,7 +86,7 @@ def run_trials(
         RunFailure: the start could not be made.
     """
     folder = plan.folder
-    is_other = folder.is_dir() and not (folder / PLAN_FILE).is_file()
+    is_other = folder.is_dir() and not (folder / PLAN).is_file()
     is_other = is_other and any(not item.name.startswith((".lock", ".tmp-")) for item in folder.iterdir())
     if is_other or (folder.exists() and not folder.is_dir()):
         raise RunConflict(f"{folder}: something else than a sweep is there. Choose another name with --run NAME")
@@ -98,7 +99,7 @@ def run_trials(
     with lock_run(folder):
         states = read_states(plan)
         remove_leftovers(folder)
-        replace_file(folder / PLAN_FILE, plan.to_yaml().encode())
+        replace_file(folder / PLAN, plan.to_yaml().encode())
         todo = [trial for trial in plan.trials if states[trial.name] != "finished"]
         num_jobs = max(1, min(jobs if jobs is not None else _default_jobs(plan), len(plan.trials)))
         num_threads = threads_per_child(max(1, count_cpus() // num_jobs))

@@ -5,7 +5,19 @@ from __future__ import annotations
 import argparse
 
 from posttrain.commands.evaluate import DEFAULT_BATCH
-from posttrain.commands.options import add_dtype, names, new_place, nonnegative_float, positive, positives, seed, share
+from posttrain.commands.options import (
+    MAX_TOKENS,
+    Options,
+    dtype_of,
+    names,
+    new_place,
+    nonnegative_float,
+    option,
+    positive,
+    positives,
+    seed_of,
+    share,
+)
 
 EPILOG = """\
 several models, tasks and templates make a table, one row for each combination:
@@ -24,58 +36,68 @@ the same command goes on with the evaluations of a table that were not finished.
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Models, what to measure on, how answers are drawn, where results go."""
-    parser.epilog = EPILOG
-    parser.usage = "posttrain evaluate MODEL [MODEL ...] [options] [--task.key value ...] [--template.key value ...]"
-    parser.add_argument(
-        "models",
-        metavar="MODEL",
-        nargs="+",
+OPTIONS = Options(
+    option(
+        "models", metavar="MODEL", nargs="+",
         help="tiny, a model directory, a run, one of its checkpoints, or a hub name; a reward model's run is measured "
         "by the answers that its task gives",
-    )
-    add = parser.add_argument_group("what is asked").add_argument
-    add("--task", type=names, action="extend", metavar="A,B", help="what to measure on (default for a run: its own)")
-    add(
-        "--template",
-        type=names,
-        action="extend",
-        metavar="A,B",
-        help="prompt template (default: the run's, or r1_zero)",
-    )
-    add("--limit", type=positive, default=500, metavar="N", help="rows of each task at most (default: 500)")
-    group = parser.add_argument_group("how answers are drawn")
-    add = group.add_argument
-    add("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)")
-    add("--k", type=positives, metavar="1,4,8", help="the k of pass@k and majority@k (default: 1, 2, 4, ...)")
-    add("--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)")
-    add("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)")
-    add("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)")
-    add("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
-    add("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
-    add("--engine", default="native", help="what samples: native, vllm (default: native)")
-    add_dtype(group, "of the weights")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
-    add("--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})")
-    add = parser.add_argument_group("compared with something else").add_argument
-    add("--compare", action="store_true", help="test the difference of two models, or of two evaluations' folders")
-    add("--best-of", metavar="RUN", help="let this reward model choose among the samples")
-    add("--against", metavar="MODEL", help="KL and win rate between the model and this one")
-    add(
-        "--judge",
-        type=names,
-        metavar="RUN,FILE",
-        help="decides who wins (with --against): a reward model's run, or a judge's YAML file; others are reported",
-    )
-    add = parser.add_argument_group("results").add_argument
-    add(
-        "--out",
-        type=new_place,
-        metavar="DIR",
-        help="where results and records go (default: in the run, else evaluations/)",
-    )
-    add("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
+    ),
+    usage="posttrain evaluate MODEL [MODEL ...] [options] [--task.key value ...] [--template.key value ...]",
+    epilog=EPILOG,
+    groups={
+        "what is asked": (
+            option(
+                "--task", type=names, action="extend", metavar="A,B",
+                help="what to measure on (default for a run: its own)",
+            ),
+            option(
+                "--template", type=names, action="extend", metavar="A,B",
+                help="prompt template (default: the run's, or r1_zero)",
+            ),
+            option("--limit", type=positive, default=500, metavar="N", help="rows of each task at most (default: 500)"),
+        ),
+        "how answers are drawn": (
+            option("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)"),
+            option(
+                "--k", type=positives, metavar="1,4,8", help="the k of pass@k and majority@k (default: 1, 2, 4, ...)"
+            ),
+            option(
+                "--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)"
+            ),
+            option("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)"),
+            option("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)"),
+            MAX_TOKENS,
+            seed_of(),
+            option("--engine", default="native", help="what samples: native, vllm (default: native)"),
+            dtype_of("of the weights"),
+            option("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto"),
+            option(
+                "--batch", type=positive, default=DEFAULT_BATCH,
+                help=f"answers sampled at a time (default: {DEFAULT_BATCH})",
+            ),
+        ),
+        "compared with something else": (
+            option(
+                "--compare", action="store_true",
+                help="test the difference of two models, or of two evaluations' folders",
+            ),
+            option("--best-of", metavar="RUN", help="let this reward model choose among the samples"),
+            option("--against", metavar="MODEL", help="KL and win rate between the model and this one"),
+            option(
+                "--judge", type=names, metavar="RUN,FILE",
+                help="decides who wins (with --against): a reward model's run, or a judge's YAML file; others are "
+                "reported",
+            ),
+        ),
+        "results": (
+            option(
+                "--out", type=new_place, metavar="DIR",
+                help="where results and records go (default: in the run, else evaluations/)",
+            ),
+            option("--quiet", action="store_true", help="print nothing but errors; the results are in the files"),
+        ),
+    },
+)  # fmt: skip
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:

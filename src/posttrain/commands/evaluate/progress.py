@@ -18,12 +18,10 @@ SECONDS_BETWEEN_LINES = 15.0
 
 def describe(advance: Advance, seconds: float) -> str:
     """The share of right answers so far and the throughput, where there is any."""
-    parts = []
-    if advance.num_done and advance.num_correct is not None:
-        parts.append(f"{advance.num_correct / advance.num_done:.1%} right")
-    if seconds > 0 and advance.num_tokens:
-        parts.append(f"{advance.num_tokens / seconds:,.0f} tokens/s")
-    return " · ".join(parts)
+    has_correct = advance.num_done and advance.num_correct is not None
+    correct = f"{(advance.num_correct or 0) / advance.num_done:.1%} right" if has_correct else ""
+    rate = f"{advance.num_tokens / seconds:,.0f} tokens/s" if seconds > 0 and advance.num_tokens else ""
+    return " · ".join(part for part in (correct, rate) if part)
 
 
 class PlainLines(EvaluationProgress):

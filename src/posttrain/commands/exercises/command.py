@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from posttrain.commands.console import Text, open_console, plain_table, say
+from posttrain.commands.options import Options, option
 from posttrain.errors import UsageError, nearest
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
 
@@ -18,12 +19,12 @@ write a function, and compare it with the library's own:
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.epilog = EPILOG
-    parser.add_argument("action", nargs="?", choices=("list", "show", "check"), default="list")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="an exercise that `posttrain exercise` lists")
-    parser.add_argument("file", metavar="FILE", nargs="?", help="your Python file, which `check` runs")
+OPTIONS = Options(
+    option("action", nargs="?", choices=("list", "show", "check"), default="list"),
+    option("name", metavar="NAME", nargs="?", help="an exercise that `posttrain exercise` lists"),
+    option("file", metavar="FILE", nargs="?", help="your Python file, which `check` runs"),
+    epilog=EPILOG,
+)
 
 
 def run_exercise(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import add_dtype, naturals, new_place, nonnegative_float, positive
+from posttrain.commands.options import (
+    TEMPLATE,
+    Options,
+    dtype_of,
+    naturals,
+    new_place,
+    nonnegative_float,
+    option,
+    positive,
+)
 from posttrain.errors import UsageError
 from posttrain.other_names import short_dtype
 
@@ -25,36 +34,50 @@ layer L is what block number L gives (hidden_states[L] in transformers); the sam
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``posttrain activations``."""
-    parser.epilog = EPILOG
-    parser.usage = "posttrain activations MODEL_OR_RUN --layer N [options] [--task.key value ...]"
-    model = "tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)"
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help=model)
-    add = parser.add_argument_group("what is recorded").add_argument
-    add("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20")
-    add("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
-    add("--dtype", type=short_dtype, choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
-    add = parser.add_argument_group("over which texts (default: the prompts of the run's task)").add_argument
-    add("--task", metavar="NAME", help="the prompts of a task")
-    add("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`")
-    add("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions")
-    add("--template", help="prompt template (default: the run's, else r1_zero)")
-    add("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)")
-    add("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)")
-    outliers = "drop rows whose norm is above X times the median; 0 keeps them (default: 10)"
-    add("--outliers", type=nonnegative_float, default=10.0, metavar="X", help=outliers)
-    group = parser.add_argument_group("how")
-    add = group.add_argument
-    add("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)")
-    add("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
-    add_dtype(group, "of the model", "--weights")
-    add("--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)")
-    add("--yes", action="store_true", help="record however much it is")
-    add("--quiet", action="store_true", help="print nothing but errors")
-    add = parser.add_argument_group(".pt files of others, one tensor [rows, width] each").add_argument
-    add("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards")
-    add("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site")
+OPTIONS = Options(
+    option(
+        "model", metavar="MODEL_OR_RUN",
+        help="tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)",
+    ),
+    usage="posttrain activations MODEL_OR_RUN --layer N [options] [--task.key value ...]",
+    epilog=EPILOG,
+    groups={
+        "what is recorded": (
+            option("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20"),
+            option("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post"),
+            option(
+                "--dtype", type=short_dtype, choices=("bf16", "fp32"), default="bf16",
+                help="of what is stored (default: bf16)",
+            ),
+        ),
+        "over which texts (default: the prompts of the run's task)": (
+            option("--task", metavar="NAME", help="the prompts of a task"),
+            option("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`"),
+            option("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions"),
+            TEMPLATE,
+            option("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)"),
+            option("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)"),
+            option(
+                "--outliers", type=nonnegative_float, default=10.0, metavar="X",
+                help="drop rows whose norm is above X times the median; 0 keeps them (default: 10)",
+            ),
+        ),
+        "how": (
+            option("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)"),
+            option("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto"),
+            dtype_of("of the model", "--weights"),
+            option(
+                "--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)"
+            ),
+            option("--yes", action="store_true", help="record however much it is"),
+            option("--quiet", action="store_true", help="print nothing but errors"),
+        ),
+        ".pt files of others, one tensor [rows, width] each": (
+            option("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards"),
+            option("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site"),
+        ),
+    },
+)  # fmt: skip
 
 
 def run_activations(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.options import naturals, new_place, positive
+from posttrain.commands.options import Options, naturals, new_place, option, positive
 from posttrain.errors import UsageError
 
 EPILOG = """\
@@ -17,21 +17,22 @@ one page that needs nothing else, and the same as JSON in the same folder; a fea
 PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``posttrain sae features``."""
-    parser.usage = "posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]"
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder")
-    add("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)")
-    add("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)")
-    add("--model", metavar="NAME", help="for tokens and logit lens (default: the dictionary's)")
-    add("--no-lens", action="store_true", help="leave out the logit lens; the model is not loaded")
-    add("--features", type=naturals, metavar="1,2,3", help="only these (default: all)")
-    add("--contexts", type=positive, default=10, metavar="N", help="of each feature (default: 10)")
-    page = "the page (default: features.html in the run, or features-some.html for --features)"
-    add("--out", type=new_place, metavar="FILE", help=page)
-    add("--quiet", action="store_true", help="print nothing but errors")
+OPTIONS = Options(
+    option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder"),
+    option("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)"),
+    option("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)"),
+    option("--model", metavar="NAME", help="for tokens and logit lens (default: the dictionary's)"),
+    option("--no-lens", action="store_true", help="leave out the logit lens; the model is not loaded"),
+    option("--features", type=naturals, metavar="1,2,3", help="only these (default: all)"),
+    option("--contexts", type=positive, default=10, metavar="N", help="of each feature (default: 10)"),
+    option(
+        "--out", type=new_place, metavar="FILE",
+        help="the page (default: features.html in the run, or features-some.html for --features)",
+    ),
+    option("--quiet", action="store_true", help="print nothing but errors"),
+    usage="posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]",
+    epilog=EPILOG,
+)  # fmt: skip
 
 
 def run_sae_features(arguments: argparse.Namespace) -> int:

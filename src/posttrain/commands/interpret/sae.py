@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.commands.options import ACCEPT_HELP, natural
+from posttrain.commands.options import ACCEPT_HELP, Options, natural, option
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from posttrain.recipes.recipe import Recipe
 
 REPORT = "report.html"
-YES_HELP = "record activations without asking, however large they are"
 TRAIN_EPILOG = """\
 any key of the recipe is an option; what was recorded is learned from again by naming its folder:
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01 --train.steps 400
@@ -34,18 +33,31 @@ any key of the recipe is an option; the same command again keeps what is there:
 """
 
 
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``posttrain sae train``."""
-    parser.usage = "posttrain sae train RECIPE [options] [--section.key value ...]"
-    parser.epilog = TRAIN_EPILOG
-    add = parser.add_argument
-    add("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file")
-    add("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
-    add("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    add("--accept-changes", action="store_true", help=ACCEPT_HELP)
-    add("--yes", action="store_true", help=YES_HELP)
-    add("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
-    add("--quiet", action="store_true", help="no progress, only notices and the result")
+_YES = option("--yes", action="store_true", help="record activations without asking, however large they are")
+TRAIN_OPTIONS = Options(
+    option("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file"),
+    option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
+    option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
+    option("--accept-changes", action="store_true", help=ACCEPT_HELP),
+    _YES,
+    option("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing"),
+    option("--quiet", action="store_true", help="no progress, only notices and the result"),
+    usage="posttrain sae train RECIPE [options] [--section.key value ...]",
+    epilog=TRAIN_EPILOG,
+)
+DIFF_OPTIONS = Options(
+    option(
+        "models", metavar="MODEL_OR_RUN", nargs="+",
+        help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
+    ),
+    option("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)"),
+    option("--run", metavar="NAME", help="name of the directory under the runs directory"),
+    _YES,
+    option("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing"),
+    option("--quiet", action="store_true", help="no progress, only where the report is"),
+    usage="posttrain sae diff BASE POST | RECIPE [options] [--section.key value ...]",
+    epilog=DIFF_EPILOG,
+)  # fmt: skip
 
 
 def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
@@ -95,20 +107,6 @@ def _print_results(results: dict[str, Any]) -> None:
         )
 
 
-def add_diff_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``posttrain sae diff``."""
-    parser.usage = "posttrain sae diff BASE POST | RECIPE [options] [--section.key value ...]"
-    parser.epilog = DIFF_EPILOG
-    add = parser.add_argument
-    models = "the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change"
-    add("models", metavar="MODEL_OR_RUN", nargs="+", help=models)
-    add("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
-    add("--run", metavar="NAME", help="name of the directory under the runs directory")
-    add("--yes", action="store_true", help=YES_HELP)
-    add("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")
-    add("--quiet", action="store_true", help="no progress, only where the report is")
-
-
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
     from posttrain.commands.console import Text, open_console, say
@@ -131,7 +129,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     from posttrain.store.durable import replace_file
 
     started, console, root = time.monotonic(), open_console(), Path(arguments.runs_dir)
-    tell: Callable[[str], Any] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
+    tell: Callable[[str], object] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
     folder = root / _folder_name(arguments)
     base = find_model(recipe.base, root, None, arguments.quiet, tell)
     post = None if base is None else find_model(recipe.post, root, base, arguments.quiet, tell)
@@ -173,7 +171,9 @@ def _folder_name(arguments: argparse.Namespace) -> str:
     return f"diff-{labels[0]}-{labels[1]}"
 
 
-def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str | None:
+def find_model(
+    compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], object]
+) -> str | None:
     """Return the model of that name, or a finished run of that recipe under ``root``, trained where there is none.
 
     ``base``: what the recipe starts from. None: the training was interrupted.

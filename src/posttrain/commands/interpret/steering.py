@@ -12,21 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import names, natural
+from posttrain.commands.options import names, natural, option
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
     from posttrain.interpret.features.steering import Steering
 
 DICTIONARY = "dictionary"
-
-
-def add_steering_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model that is steered."""
-    add = parser.add_argument_group("steered by features of a sparse autoencoder").add_argument
-    add("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder")
-    steer = "add this length of a feature's direction at every token, or take the feature out: 12=8,40=off"
-    add("--steer", type=read_changes, action="append", default=[], metavar="FEATURE=STRENGTH", help=steer)
 
 
 def read_changes(text: str) -> dict[int, float | None]:
@@ -42,6 +34,18 @@ def read_changes(text: str) -> dict[int, float | None]:
             raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12=off, not {part!r}")
         changes[natural(feature.strip())] = number
     return changes
+
+
+# Options of a model that is steered, by the title of their group.
+STEERING = {
+    "steered by features of a sparse autoencoder": (
+        option("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder"),
+        option(
+            "--steer", type=read_changes, action="append", default=[], metavar="FEATURE=STRENGTH",
+            help="add this length of a feature's direction at every token, or take the feature out: 12=8,40=off",
+        ),
+    )
+}  # fmt: skip
 
 
 def find_sae(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
@@ -99,8 +103,8 @@ def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractCont
     if arguments.sae is None:
         return nullcontext(), ""
     changes: dict[int, float | None] = {}
-    for option in arguments.steer:
-        changes |= option
+    for given in arguments.steer:
+        changes |= given
     steering = _load(model, arguments.sae, arguments.runs_dir, changes)
     parts = [f"{feature} off" if x is None else f"{feature} {x:+g}" for feature, x in changes.items()]
     return steering.applied(), f"{steering.site}: {', '.join(parts)}"

@@ -190,14 +190,14 @@ def run_resume(arguments: argparse.Namespace) -> int:
     return run_sae_train(request) if is_sae else run_train(request)
 
 
-ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "list": (options.add_list_options, run_list),
-    "show": (options.add_show_options, run_show),
-    "compare": (options.add_compare_options, run_compare),
-    "prune": (options.add_prune_options, run_prune),
-    "delete": (options.add_delete_options, run_delete),
-    "export": (options.add_export_options, run_export),
-    "resume": (options.add_resume_options, run_resume),
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": run_list,
+    "show": run_show,
+    "compare": run_compare,
+    "prune": run_prune,
+    "delete": run_delete,
+    "export": run_export,
+    "resume": run_resume,
 }
 
 
@@ -231,9 +231,8 @@ def run_manage(arguments: argparse.Namespace) -> int:
 def _run_action(root: str, action: str, *words: str) -> None:
     if action not in ACTIONS:
         raise UsageError(f"there is no action {action!r}.{suggest(action, ACTIONS)}")
-    add_options, body = ACTIONS[action]
     parser = options.Parser(action, allow_abbrev=False)
-    add_options(parser)
+    options.RUNS[action].add_to(parser)
     namespace = parser.parse_args(words)
     namespace.runs_dir = root
-    body(namespace)
+    ACTIONS[action](namespace)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 
 from posttrain.commands.console import Text, counted, open_console, plain_table, say, write_json
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
@@ -21,7 +21,6 @@ from posttrain.runs.listing import (
     SideBySide,
     SweepSummary,
     list_runs,
-    list_sweeps,
     put_side_by_side,
     show_run,
     summarize_sweep,
@@ -52,7 +51,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     """List runs and sweeps: as a table, or as data."""
     root, limit = arguments.runs_dir, NUM_LISTED if arguments.limit is None else arguments.limit
     runs = list_runs(root, patterns=arguments.names, states=arguments.state, sort=arguments.sort)
-    sweeps = [] if arguments.names or arguments.state else list_sweeps(root)
+    sweeps = [] if arguments.names or arguments.state else [summarize_sweep(root, name) for name in sweep_names(root)]
     if write_json({"runs": [asdict(run) for run in runs], "sweeps": [asdict(sweep) for sweep in sweeps]}):
         return 0
     if not runs and not sweeps:
@@ -82,7 +81,7 @@ def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[Sw
     table = plain_table()
     for name in ("run", "state", "step", "model", "objective", "held-out", "size"):
         is_name = name in ("run", "model", "held-out")  # broken into several lines in a narrow terminal
-        justify: Any = "right" if name in ("step", "size") else "left"
+        justify: JustifyMethod = "right" if name in ("step", "size") else "left"
         table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify)
     for name, state, *further, size in rows:
         columns = [Text(name, style="bold"), Text(state, style=STYLES[state]), *map(Text, further)]
@@ -103,11 +102,10 @@ def run_show(arguments: argparse.Namespace) -> int:
         _show_sweep(console, root, name)
         return 0
     folder = find_run(root, arguments.name)
-    name = folder.name
     if folder.resolve().is_relative_to(root.resolve()):
         name = folder.resolve().relative_to(root.resolve()).as_posix()
     else:
-        root = folder.parent
+        name, root = folder.name, folder.parent
     links = [link for link in find_links(root) if name in (link.child, link.parent)]
     info = show_run(folder) | {"name": name, "links": [asdict(link) for link in links]}
     if not write_json(info):
@@ -254,7 +252,7 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
     say(console, "one run of each is an impression; `posttrain sweep` trains several seeds", "dim")
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = harmless(str(value))
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
 

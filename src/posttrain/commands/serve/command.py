@@ -13,11 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from posttrain.commands.options import (
-    add_address,
-    add_model,
-    add_template,
+    MODEL,
+    TEMPLATE,
+    Options,
+    address,
     naturals,
     new_place,
+    option,
     positive,
     refuse_open_host,
 )
@@ -40,33 +42,39 @@ then, while training goes on elsewhere:
 NOT_SHOWN = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``posttrain serve``."""
-    parser.usage = "posttrain serve MODEL_OR_RUN [options] [--template.key value ...]"
-    parser.epilog = EPILOG
-    add_model(parser)
-    add_address(parser, 8000)
-    add_template(parser)
-    about = "answer only who sends it; needed with --host (without a value: made up)"
-    parser.add_argument("--api-key", nargs="?", const="", metavar="KEY", help=about)
-    about = "add every answer to this JSONL file: ids, log-probabilities"
-    parser.add_argument("--record", type=new_place, metavar="FILE", help=about)
-    about = "at a time; others get HTTP 503 (default: 64)"
-    parser.add_argument("--max-requests", type=positive, default=64, metavar="N", help=about)
-    parser.add_argument("--max-tokens", type=positive, help="longest answer where a request does not say")
-
-
-def add_line_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``posttrain serve-command``."""
-    parser.usage = "posttrain serve-command MODEL_OR_RUN [options]"
-    parser.epilog = LINE_EPILOG
-    add_model(parser)
-    add_address(parser, 8000)
-    parser.add_argument("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)")
-    about = "for a run in training, which sends its weights (engine.url): nccl (default) or files"
-    parser.add_argument("--follows", nargs="?", const="nccl", choices=("nccl", "files"), help=about)
-    about = "start it as a module of this Python, for CPU builds without `vllm serve`"
-    parser.add_argument("--module", metavar="PYTHON", nargs="?", const="python", help=about)
+OPTIONS = Options(
+    MODEL,
+    *address(8000),
+    TEMPLATE,
+    option(
+        "--api-key", nargs="?", const="", metavar="KEY",
+        help="answer only who sends it; needed with --host (without a value: made up)",
+    ),
+    option(
+        "--record", type=new_place, metavar="FILE", help="add every answer to this JSONL file: ids, log-probabilities"
+    ),
+    option(
+        "--max-requests", type=positive, default=64, metavar="N", help="at a time; others get HTTP 503 (default: 64)"
+    ),
+    option("--max-tokens", type=positive, help="longest answer where a request does not say"),
+    usage="posttrain serve MODEL_OR_RUN [options] [--template.key value ...]",
+    epilog=EPILOG,
+)  # fmt: skip
+LINE_OPTIONS = Options(
+    MODEL,
+    *address(8000),
+    option("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)"),
+    option(
+        "--follows", nargs="?", const="nccl", choices=("nccl", "files"),
+        help="for a run in training, which sends its weights (engine.url): nccl (default) or files",
+    ),
+    option(
+        "--module", metavar="PYTHON", nargs="?", const="python",
+        help="start it as a module of this Python, for CPU builds without `vllm serve`",
+    ),
+    usage="posttrain serve-command MODEL_OR_RUN [options]",
+    epilog=LINE_EPILOG,
+)  # fmt: skip
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

@@ -51,8 +51,7 @@ class Conversations:
             UsageError: as ``encode_prompt``, and a chat template that rewrites history.
         """
         template = self._showing(tools) if tools and self.shows else self.template
-        with_tools = (i for i, one in enumerate(messages) if one.role == "tool" or one.tool_calls)
-        at = next(with_tools, len(messages))
+        at = next((i for i, one in enumerate(messages) if one.role == "tool" or one.tool_calls), len(messages))
         ids = encode_prompt(self.tokenizer, template, [one.message() for one in messages[:at]])
         while at < len(messages):
             message = messages[at]

@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 1_000_000
 MAX_ANSWERS = 256  # of one request, over all its prompts
 MAX_MESSAGES = 1000
 # Options that this server does not have, each with the value (or null) that changes nothing.
-NEUTRAL: dict[str, Any] = (
+NEUTRAL: dict[str, object] = (
     dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), 0)
     | dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), 1)
     | dict.fromkeys(("use_beam_search", "skip_special_tokens", "include_stop_str_in_output", "echo"), False)
@@ -213,7 +213,7 @@ class TokenizeRequest(ToolOptions):
 Request = TypeVar("Request", bound=Options)
 
 
-def read_request(kind: type[Request], body: Any) -> Request:
+def read_request(kind: type[Request], body: object) -> Request:
     """Read a request from the JSON of a body.
 
     Raises:
