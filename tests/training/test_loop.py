@@ -38,10 +38,7 @@ EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 10}
 LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (recipe, updates after which it is stopped)
-    "grpo": (
-        {"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}},
-        3,
-    ),
+    "grpo": ({"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}}, 3),
     "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl_coef": 0.1}}, 2),
     "inside a rollout batch": (
         {"kind": "grpo", "train": {"steps": 5, "ppo_epochs": 2, "num_minibatches": 2, "keep_checkpoints": 9}},

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_sources import (
-    groups_of,
-    mostly_uniform,
-    rows_of,
-    sampled,
-    sums,
-)
+from small_sources import groups_of, mostly_uniform, rows_of, sampled, sums
 from transformers import AutoModelForCausalLM
 
 from posttrain.data.render import encode_prompt

@@ -197,13 +197,7 @@ def gae(
 
 @register("advantage", level="token")
 def return_to_go(
-    rewards: Tokens,
-    mask: Mask,
-    values: Tokens,
-    final_values: Rows,
-    *,
-    gamma: Share = 1.0,
-    whiten: bool = True,
+    rewards: Tokens, mask: Mask, values: Tokens, final_values: Rows, *, gamma: Share = 1.0, whiten: bool = True
 ) -> tuple[Tokens, Tokens]:
     """What is paid from this token on: ``A_t = Σ_{i ≥ t} γ^(i − t) r_i``; no value function.
 
@@ -218,14 +212,8 @@ def return_to_go(
     Raises:
         ValueError: a reward at a token that is not trained.
     """
-    _check(rewards, mask)
-    returns = torch.zeros_like(rewards)
-    following = torch.zeros_like(final_values)
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        current = rewards[:, t] + gamma * following
-        returns[:, t] = torch.where(mask[:, t], current, returns[:, t])
-        following = torch.where(mask[:, t], current, following)
-    return (whitened(returns, mask) if whiten else returns.clone()), returns
+    zeros = torch.zeros_like(rewards)  # without values, and with λ = 1, gae sums the rewards
+    return gae(rewards, mask, zeros, torch.zeros_like(final_values), gamma=gamma, gae_lambda=1.0, whiten=whiten)
 
 
 def whitened(values: Tokens, mask: Mask) -> Tokens:

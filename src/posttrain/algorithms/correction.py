@@ -21,11 +21,11 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.algorithms.objectives import primitives
+from posttrain.algorithms.objectives.surrogate import Positive
 from posttrain.registry import register
 
 Tokens = Float[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
-Positive = Annotated[float, Field(gt=0)]
 
 
 @register("correction")

@@ -43,7 +43,7 @@ COLORS = {
 INK = "#1d2129"
 NUM_COLORS = 8  # of lines that look different
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
-NUM_TOGETHER = 6  # series that can be told apart in one panel; of more, each has a panel of its own
+NUM_TOGETHER = 6  # series that can be distinguished in one panel; of more, each has a panel of its own
 PICTURES = (".png", ".svg", ".pdf")
 # What one figure says of itself: in a page it would hold for all others, or stand there several times.
 _NOISE = re.compile(

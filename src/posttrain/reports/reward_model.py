@@ -73,9 +73,7 @@ NOTES: Mapping[str, str] = {
 }
 
 
-def _groups(
-    rows: Sequence[tuple[str, RewardEvaluation]],
-) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
+def _groups(rows: Sequence[tuple[str, RewardEvaluation]]) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
     """The evaluations of each task and view."""
     keys = dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows)
     return {key: [row for row in rows if (row[1].name, row[1].view) == key] for key in keys}

@@ -57,7 +57,7 @@ class AdvantageEstimator:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether advantages need a batch with its streams, next to the rewards."""
+        """True if advantages need a batch with its fields, not the rewards alone."""
         return self.per_token or self.per_turn or self.kl is not None
 
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:

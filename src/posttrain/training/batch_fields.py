@@ -83,7 +83,8 @@ class Scorer:
 
     @torch.no_grad()
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each row, at its trained tokens: the likeliest tokens ``int64 [N, K]`` and their log-probabilities."""
+        """Return for each row, at its trained tokens, the likeliest tokens ``int64 [N, K]`` and their
+        log-probabilities."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
         for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
             likeliest, their_logprobs = both[0].cpu(), both[1].cpu().float()
@@ -167,7 +168,7 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
 
 
 def has_other_prompts(batch: Batch) -> bool:
-    """Whether the rows of a batch answer more than one prompt."""
+    """Return whether the rows of a batch answer more than one prompt."""
     prompts = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
     return len({tuple(row[:n]) for row, n in prompts}) > 1
 
@@ -268,17 +269,12 @@ def needed_fields(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl:
 
 
 def with_their_needs(names: Collection[str]) -> frozenset[str]:
-    """These streams, and those that they need."""
+    """Return these batch fields, and those that they need."""
     return frozenset(names).union(*(_needs(entry) for entry in fillers(names, "the recipe")))
 
 
-def required_parts(names: Collection[str]) -> frozenset[str]:
-    """The components (``PARTS``) that these streams take."""
-    return frozenset(part for entry in fillers(names, "the recipe") for part in entry.provided)
-
-
 def comes_from_rollouts(name: str) -> bool:
-    """Whether this stream, or one that it needs, is of rollouts alone."""
+    """Return whether this batch field, or one that it needs, comes from rollouts alone."""
     filling = fillers([name], name)
     read = {name}.union(*(_needs(entry) for entry in filling))
     return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)

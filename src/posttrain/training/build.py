@@ -22,7 +22,7 @@ from posttrain.data.render import end_id
 from posttrain.data.render.template import build_template, further_ends
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
-from posttrain.models.forward.forward import ActorCritic, Forward, Precision
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.sources import resolve_model_name
@@ -64,7 +64,7 @@ class TrainerState:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
-    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
+    shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     warnings: Sequence[str] = ()  # what was built otherwise than asked for
@@ -85,7 +85,7 @@ class TrainerState:
             engine.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
-        """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
+        """Return a reward model's head weight and the id of the token at which an answer is scored; else None."""
         forward = self.method.forward
         if not isinstance(forward, Forward) or forward.head is None or forward.reads == "before":
             return None
@@ -144,9 +144,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     if recipe.rollout is None:
         from posttrain.training.sources.dataset import SupervisedSource
 
-        about: dict[str, Any] = {"template": grader.template, "tokenizer": tokenizer, "context_tokens": context}
-        supervised: Callable[..., SupervisedSource] = SupervisedSource
-        read = partial(supervised, recipe, shape=components.shape, fields=fields, **about)
+        text = {"template": grader.template, "tokenizer": tokenizer, "context_tokens": context}
+        read = partial(SupervisedSource, recipe, shape=components.shape, fields=fields, **text)
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(components, task, grader, tokenizer, engine, context, fields, stage)
@@ -168,9 +167,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
-    trained = (policy, method, heads, named, optimizer)
-    rest = (_origins(recipe, loaded), shards, reference, evaluator, warnings)
-    return TrainerState(model, tokenizer, *trained, source, grader, engine, *rest)
+    trained = (policy, method, heads, named, optimizer, source, grader, engine)
+    return TrainerState(model, tokenizer, *trained, _origins(recipe, loaded), shards, reference, evaluator, warnings)
 
 
 def _choose_kernels(recipe: Recipe) -> None:
@@ -231,7 +229,7 @@ def _build_models(
 
 
 def _samples(components: Components, eval_tasks: Sequence[Task]) -> bool:
-    """Whether the trainer's processes sample with the model itself."""
+    """Return whether the trainer's processes sample with the model itself."""
     if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
         return components.samples()
     from posttrain.training.held_out import is_read
@@ -255,8 +253,7 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
 
 
 def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
-    precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
-    return Forward(model, temperature, precision=precision)
+    return Forward(model, temperature, precision="bf16" if recipe.train.precision == "bf16" else "fp32")
 
 
 def _eval_engine(

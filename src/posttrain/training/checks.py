@@ -1,6 +1,6 @@
 """Rules about components and sections of a recipe that go together.
 
-A rule is: whether it is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
+A rule is: whether it is broken, the key that it names, and what is wrong with a remedy. No model is loaded.
 Rules about sections alone are in ``Recipe.rules``, those about one section in ``recipes/sections``, and those about a
 loaded model in ``build``.
 """
@@ -19,7 +19,7 @@ from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, RolloutSection
 from posttrain.registry import Entry
-from posttrain.training.batch_fields import comes_from_rollouts, needed_fields, required_parts, with_their_needs
+from posttrain.training.batch_fields import comes_from_rollouts, fillers, needed_fields, with_their_needs
 
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
@@ -31,11 +31,10 @@ SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 @dataclass(frozen=True)
 class Components:
-    """A resolved recipe with the entries of its words.
+    """A resolved recipe with the registry entries of its components.
 
-    needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
-    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token, per_turn: advantages are
-    per token, or per turn.
+    needs: the batch fields that the objective or the recipe reads, and those that these need. level: the unit that the
+    objective gives a value for. unit: of the selection, a row or a pair. per_token, per_turn: of the advantages.
     """
 
     recipe: Recipe
@@ -62,16 +61,16 @@ class Components:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The components that fill the streams: ``reference``, ``teacher``, ``critic``, ..."""
-        return required_parts(self.needs)
+        """The models that the batch fields take: ``reference``, ``teacher``, ``critic``, ..."""
+        return frozenset(part for entry in fillers(self.needs, "the recipe") for part in entry.provided)
 
     @property
     def only_scores(self) -> bool:
-        """Whether a reward model is trained, which writes no answers."""
+        """True if a reward model is trained, which writes no answers."""
         return bool(self.objective.traits.get("head") == "score")
 
     def samples(self, reads: bool | None = None) -> bool:
-        """Whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
+        """Return whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
 
         ``reads``: whether evaluations read responses instead; by default by the recipe alone.
         """
@@ -86,22 +85,21 @@ class Components:
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the model that is trained is its own teacher."""
+        """True if the model that is trained is its own teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
 
 
 def resolve_components(recipe: Recipe) -> Components:
-    """The words of a resolved recipe, which fit one another.
+    """Return the components of a resolved recipe, which fit one another.
 
     Raises:
-        RecipeError: they do not; the first broken rule speaks.
+        RecipeError: they do not fit; the message is that of the first broken rule.
     """
     objective = registry.find("objective", recipe.objective.name, "objective")
     assert recipe.aggregate is not None, "resolved"
     rollout, advantage, selection = recipe.rollout, None, None
-    engine = (
-        rollout.engine if rollout is not None else Component(name="native")
-    )  # a supervised recipe's evaluation samples
+    # the evaluation of a supervised recipe samples, too
+    engine = rollout.engine if rollout is not None else Component(name="native")
     if recipe.advantage is not None:
         advantage = registry.find("advantage", recipe.advantage.name, "advantage")
     if rollout is not None and rollout.select is not None:
@@ -134,7 +132,7 @@ def resolve_components(recipe: Recipe) -> Components:
 
 
 def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) -> list[str]:
-    """A line where rows state margins that the objective does not read."""
+    """Return a line where rows have margins that the objective does not read."""
     if components.shape != "pair" or "margins" in components.needs or ("margin", "read") not in keys:
         return []
     name = components.recipe.objective.name
@@ -171,7 +169,7 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield w.teaches_itself and r.rollout is None, "teacher.name", samples
     base = ": a new model (model.init) has no base on disk that an adapter could name"
     yield r.model.adapter and r.model.init, "model.adapter", base
-    message = ": a reward head always stands on the model that is trained; leave it out"
+    message = ": a reward head always shares the model that is trained; leave it out"
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", message
     judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
@@ -308,7 +306,7 @@ def _of_scale(w: Components) -> Iterator[Rule]:
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
         yield scale.checkpoint == "sharded", "scale.checkpoint", alike
         return
-    parts = f": nobody has said whether optimizer {optimizer!r} works on tensors in parts"
+    parts = f": it is not known whether optimizer {optimizer!r} works on sharded tensors"
     known = f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
     yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
     bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"

@@ -109,13 +109,13 @@ def choose_held_out(
 
 
 def is_read(task: Task, n: int) -> bool:
-    """Whether a task has responses to evaluate an objective on, so that no answers are sampled."""
+    """Return whether a task has responses to evaluate an objective on, so that no answers are sampled."""
     size = len(task.examples)
     return size > 0 and any(task.examples[i].responses for i in held_out_indices(size, n))
 
 
 def _is_shown(example: Example) -> bool:
-    """Whether an example has an answer to imitate."""
+    """Return whether an example has an answer to imitate."""
     texts = (example.answer, example.solution, example.demonstration)
     return texts != (None, None, None) or bool(example.responses or example.turns)
 
@@ -235,7 +235,7 @@ class Evaluator:
         """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
         if not self.recipe.eval.num_kl_prompts:
             return evaluation
-        assert self.start is not None, "the setup makes a reference for whoever needs one"
+        assert self.start is not None, "the reference is built where KL is measured"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         kl = measure_kl(

@@ -38,20 +38,13 @@ from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.sources import TrainBatch
-from posttrain.training.step import (
-    accumulate,
-    add_gradients,
-    apply_update,
-    learning_rate,
-    same_weights,
-    sample_weights,
-)
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights, sample_weights
 from posttrain.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by task."""
+    """Result of a run: ``reason`` is ``finished`` or ``interrupted``; ``evaluations`` are the last ones by task."""
 
     step: int
     reason: str
@@ -157,11 +150,11 @@ class Loop:
         num_epochs = self.recipe.train.num_epochs
         if num_epochs is None:
             return
-        comes_to = f"train.num_epochs {num_epochs:g} comes to {self.steps} steps over the data as they are"
+        length = f"train.num_epochs {num_epochs:g} is {self.steps} steps over the data as they are"
         if self.step > self.steps:
-            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more epochs")
+            raise UsageError(f"{length}, and the newest checkpoint is of step {self.step}; give more epochs")
         if began not in (None, self.steps):
-            self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
+            self.observer("notice", {"message": f"{length}, and the checkpoint was saved on the way to {began}"})
 
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
         """Train until the last step or until asked to stop, and save a checkpoint."""
@@ -221,7 +214,9 @@ class Loop:
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
-        timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
+        device = self.parts.policy.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+        timing["peak_memory_bytes"] = float(peak)
         metrics = draw.metrics | metrics | {"trained_tokens": tokens}
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
@@ -456,7 +451,7 @@ def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
 def _records(
     recipe: Recipe, files: RunFiles, trackers: list[Tracker], process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
-    """Where metrics and rollouts are written."""
+    """Open the stores of metrics and rollouts; those of other processes than the main one keep nothing."""
     if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return
@@ -475,10 +470,3 @@ def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, fi
     if draw.fresh and draw.timing.get("generate_seconds"):
         timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
     return timing
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory held so far: of a GPU that trains, else the process's resident set."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return peak_resident_bytes()

@@ -248,7 +248,7 @@ def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight
 
 
 def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
-    """Of all weights; in 8 bits linear layers have 4 bytes for each row next to, in 4 bits a scale for 64 numbers."""
+    """Return bytes of all weights; linear layers have 4 more a row in 8 bits, and a scale for 64 numbers in 4 bits."""
     total = 0.0
     for weight in weights:
         if bits is None or weight.linear is None:
@@ -261,7 +261,7 @@ def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
 
 
 def _optimizer_bytes(trained: list[Weight], name: str) -> int:
-    """Of AdamW two numbers for each, and a count; of Muon's matrices one."""
+    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Muon's matrices."""
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
@@ -312,8 +312,8 @@ def _activations(recipe: Recipe, config: Any, micro: Micro, size: int, weights: 
 
 
 def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
-    """Of the tokens that are computed at a time: logits, probabilities and their gradients, 16 or 18 bytes each; of a
-    trained head its gradient, and the probabilities that are kept."""
+    """Return bytes of the logits, probabilities and gradients of the tokens that are computed at a time (16 or 18 bytes
+    each), and of a trained head's gradient and kept probabilities."""
     trained = _up_to(ROUND_TOKENS, micro.trained)
     rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
     numbers = rows * (16 if size == 4 else 18)

@@ -16,14 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from posttrain import registry
+from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.process_group import whole
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 
 Named = Sequence[tuple[str, Parameter]]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # Keller Jordan's quintic: x -> a x + b x^3 + c x^5 pushes singular values in (0, 1] towards 1.
@@ -151,7 +150,7 @@ class Muon(Optimizer):
                     self._step_adamw(group, parameter)
 
     def _step_matrices(self, group: dict[str, Any], members: Sequence[Parameter]) -> None:
-        """Of one shape."""
+        """Update matrices of one shape together."""
         mu, shape = group["momentum"], members[0].shape
         updates = []
         for parameter in members:

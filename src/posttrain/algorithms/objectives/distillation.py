@@ -89,12 +89,7 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     return Loss(loss.values, loss.metrics | {"kl_teacher": -advantages})
 
 
-@register(
-    "objective",
-    level="token",
-    needs=(*CANDIDATES, "has_feedback"),
-    optional_needs={"ratio_cap": "old_logprobs"},
-)
+@register("objective", level="token", needs=(*CANDIDATES, "has_feedback"), optional_needs={"ratio_cap": "old_logprobs"})
 def sdpo(
     outputs: Outputs,
     batch: Batch,

@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
+from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
 
 

@@ -24,9 +24,7 @@ from transformers import AutoConfig
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm, decoder_of
-from posttrain.models.load import (
-    reading_model,
-)
+from posttrain.models.load import reading_model
 from posttrain.models.sources import adapter_base, resolve_model_name
 from posttrain.store.checkpoint_files import manifest_digests
 

@@ -30,7 +30,7 @@ from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.changes import MEASURES, Changes, Seen, see_changes
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
-from posttrain.interpret.features.features import show_token, show_tokens, strongest_tokens
+from posttrain.interpret.features.features import rounded, show_token, show_tokens, strongest_tokens
 from posttrain.interpret.saes.fitting import StoreRows, first_held_out, fit_sae, median_norm
 from posttrain.interpret.saes.sae import CONFIG, SparseAutoencoder, load_sae, save_sae
 from posttrain.randomness import permutation
@@ -308,9 +308,9 @@ MAX_POINTS = 4096  # features of the scatter
 WINDOW = 14  # tokens shown on either side
 
 
-def number(value: float, digits: int = 5) -> float | None:
-    """Return a number rounded to so many significant digits; None for one that is not finite."""
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+def number(value: float) -> float | None:
+    """Return a number rounded to 5 significant digits; None for one that is not finite."""
+    return rounded(value) if math.isfinite(value) else None
 
 
 def numbers(values: Tensor) -> list[float | None]:
@@ -356,13 +356,7 @@ def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, Any]:
 
 
 def describe_features(
-    store: ActivationStore,
-    site: str,
-    sae: SparseAutoencoder,
-    seen: Seen,
-    model: Any,
-    tokenizer: Any,
-    count: int,
+    store: ActivationStore, site: str, sae: SparseAutoencoder, seen: Seen, model: Any, tokenizer: Any, count: int
 ) -> list[dict[str, Any]]:
     """Describe the most changed features: with intervals, what they promote, and where they changed."""
     changes = seen.changes

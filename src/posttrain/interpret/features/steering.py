@@ -54,7 +54,7 @@ class Steering:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the model stays as it is."""
+        """True if the model stays as it is."""
         return self.added is None and not len(self.ablated)
 
     def change(self, x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ DICTIONARY, RESULTS = "dictionary", "dictionary.json"  # inside a run
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training ended: ``reason`` is ``finished`` or ``interrupted``; ``quality`` on the rows held out."""
+    """Result of a training: ``reason`` is ``finished`` or ``interrupted``; ``quality`` is on the held-out rows."""
 
     dictionary: SparseAutoencoder
     step: int

@@ -197,7 +197,7 @@ class SupervisedSource(Source):
     def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
         """The stream's numbers at the trained tokens of each row."""
         assert self.batch_fields is not None
-        assert self.batch_fields.reference is not None, "the build makes a reference for whoever asks for one"
+        assert self.batch_fields.reference is not None, "the reference is built where a batch field needs it"
         digest = hashlib.sha256(f"{self.batch_fields.reference.fingerprint()} {self.shape} {self.train_all}".encode())
         for unit in self.units:
             for row in unit:

@@ -164,9 +164,8 @@ class RolloutSource(Source):
         if not self.advantage_estimator.needs_batch:
             _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
         trained = self._unmasked(chosen, units)
-        rows = (
-            units if self.advantage_estimator.needs_batch else trained
-        )  # the credit of tokens is over all completions, too
+        # advantages per token are over all completions, the masked ones included
+        rows = units if self.advantage_estimator.needs_batch else trained
         batch = self.batch_of(chosen, rows) if rows else None
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
@@ -258,7 +257,7 @@ class RolloutSource(Source):
         return Drawn(sampled, (fitting + rest)[: options.num_prompts], len(fitting) / len(sampled), cycle, {})
 
     def _fits(self, group: Sequence[Rollout]) -> bool:
-        """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
+        """Return whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
         played = [r for r in group if not r.has_failed]
