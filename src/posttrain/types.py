@@ -14,10 +14,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    import transformers
     from torch import Tensor
+
+Model: TypeAlias = "transformers.PreTrainedModel"  # or a peft model around one
+Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 # How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
 # environment says that it is over, or because a tool or the environment failed.

@@ -1,14 +1,12 @@
-"""Advantages: what a completion's reward is worth next to the others of its prompt, or what each token is worth. Pure.
+"""Advantages per completion, relative to the others of its prompt, per turn or per token. Pure.
 
-A word per completion takes the rewards of one optimizer batch as ``float64 [N, G]`` (N prompts, G samples each) and
-returns advantages of the same shape.
+Per completion: from rewards of one optimizer batch ``float64 [N, G]`` (N prompts, G samples each) to the same shape.
 
-A word per turn (``level="turn"``) takes those of one group by turn, ``float64 [G, K]`` (K turns at most; what was paid
-for each, a KL penalty included), with the mask ``bool [G, K]`` of those that were taken, and returns ``[G, K]``.
+Per turn (``level="turn"``): from the rewards of one group by turn, ``float64 [G, K]`` (K turns at most; a KL penalty
+included), with the mask ``bool [G, K]`` of turns that were taken, to ``[G, K]``.
 
-A word per token (``level="token"``) takes one optimizer batch in float64: rewards ``[B, T]`` (what is paid at each
-token, a KL penalty included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and
-final_values ``[B]`` (of the state after the last trained token where the completion was cut off and not paid for, 0
+Per token (``level="token"``): from one optimizer batch in float64: rewards ``[B, T]`` (at each token, a KL penalty
+included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and final_values ``[B]`` (of the state after the last trained token where the completion was cut off and not paid for, 0
 where it ended or was paid). It returns ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Trained
 tokens need not be contiguous. A step leads from one trained token to the next trained one of its row; what lies between
 (an answer of a tool, say) takes no step and no discount, and pays nothing.

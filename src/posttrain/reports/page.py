@@ -25,7 +25,7 @@ from posttrain.untrusted import harmless
 MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}  # as ``templates/features.js`` has them
 
 
-def render(template: str, **context: Any) -> str:
+def render(template: str, **context: object) -> str:
     """A whole page: a file of ``templates/`` with the names that it uses."""
     return _environment().get_template(template).render(context)
 

@@ -128,7 +128,7 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     ]
 
 
-def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any]) -> str:
+def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, object]) -> str:
     """Return the page of one evaluation, as Markdown."""
     results = evaluation.results
     shown = {name for _, _, columns in PARTS[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}

@@ -86,7 +86,7 @@ class AdvantageEstimator:
         """Per-token advantages ``float64 [B, T]`` of all rows, and metrics.
 
         groups: the rewards of each, ``float64 [G]``, in the order of the rows; truncated ``bool [B]``. of_turns: the
-        part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the streams
+        part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the fields
         ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
         ``returns`` where that is in ``needs``.
         """

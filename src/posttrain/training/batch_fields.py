@@ -1,9 +1,9 @@
-"""Streams: the numbers per token or row that an objective reads, each filled by one registered function.
+"""Batch fields: the numbers per token or row that an objective reads, each filled by one registered function.
 
-A stream's function takes components by name (``PARTS``). Its registration says: ``needs``, the streams that it reads;
+Such a function takes components by name (``PARTS``). Its registration has: ``needs``, the fields that it reads;
 ``fills``, their names where it fills several; ``each_step``, filled before each optimizer step instead of once per
 batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the row and the reference, which a data
-set computes once and keeps. An objective names streams in its own ``needs``; exactly these are filled, with what they
+set computes once and keeps. An objective names fields in its own ``needs``; exactly these are filled, with what they
 need.
 """
 
@@ -35,8 +35,8 @@ T = TypeVar("T")
 OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
-# Arguments of a stream's function. ``seen`` is the batch as the teacher reads it: the same answers, maybe after other
-# prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the recipe's
+# Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
+# after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the recipe's
 # correction.
 PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
 
@@ -202,13 +202,13 @@ def _fills(entry: Entry) -> tuple[str, ...]:
 
 
 def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
-    """The functions that fill these streams, and those that they need, each after what it needs.
+    """Return the functions that fill these fields and those that they need, each after what it needs.
 
     The package's own come in the order of ``registry.COMPONENT_MODULES``, then users' by name. ``reader`` names who
     reads them.
 
     Raises:
-        RecipeError: a stream that nothing fills, two functions that fill one, or one that needs itself or takes an
+        RecipeError: a field that nothing fills, two functions that fill one, or one that needs itself or takes an
             unknown part.
     """
     entries = registry.entries("batch_field")
@@ -229,12 +229,12 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
             names = (*GIVEN, *known)
             raise RecipeError(
                 f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
-                f"{registry.suggest(unknown[0], names)} Or register a stream of that name"
+                f"{registry.suggest(unknown[0], names)} Or register a batch field of that name"
             )
         for entry in {known[name].name: known[name] for name in known if name in requested}.values():
             label = f"batch field {entry.name!r}"
             if label in trail:
-                raise RecipeError(f"{' needs '.join((*trail, label))}; a stream cannot wait for itself")
+                raise RecipeError(f"{' needs '.join((*trail, label))}; a batch field cannot need itself")
             for part in (name for name in entry.provided if name not in PARTS):
                 near = registry.suggest(part, PARTS)
                 raise RecipeError(f"{label} asks for {part!r}.{near} It may ask for {', '.join(PARTS)}")
@@ -246,7 +246,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
 
 
 def needed_fields(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
-    """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
+    """Return the fields that an objective reads, given its options; with ``ref_logprobs`` where the KL has a weight.
 
     A function that was not registered gets those that cost no extra forward pass.
 
@@ -293,10 +293,10 @@ def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
 
 @dataclass(slots=True)
 class BatchFields:
-    """Fills the streams of batches: exactly ``needs``, and what these need.
+    """Fills the fields of batches: exactly ``needs``, and what these need.
 
     forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
-    teaches, maybe the trained one itself. world: the processes that share the passes.
+    teaches, maybe the trained one itself. process_group: the processes that share the passes.
     """
 
     needs: frozenset[str]
@@ -324,11 +324,11 @@ class BatchFields:
 
     @property
     def fixed(self) -> list[str]:
-        """The streams that a data set computes once."""
+        """The fields that a data set computes once."""
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
-        """Fill the streams of ``batch`` in place; one that needs what is not there yet is left to a later call.
+        """Fill the fields of ``batch`` in place; one that needs what is not there yet is left to a later call.
 
         ``seen``: the same answers after the prompts that the teacher sees; by default the batch itself.
         """
@@ -340,7 +340,7 @@ class BatchFields:
         return batch
 
     def before_step(self, batch: Batch) -> Batch:
-        """A copy of the batch with the streams that depend on the weights of this step."""
+        """Return a copy of the batch with the fields that depend on the weights of this step."""
         if not self._each_step:
             return batch
         batch = replace(batch, fields=dict(batch.fields))
@@ -349,7 +349,7 @@ class BatchFields:
         return batch
 
     def fill(self, name: str, batch: Batch) -> Tensor:
-        """Fill the stream ``name`` of ``batch`` and return it."""
+        """Fill the field ``name`` of ``batch`` and return it."""
         self._fill(registry.find("batch_field", name), batch, batch)
         return batch.field(name)
 

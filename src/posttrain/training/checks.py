@@ -163,7 +163,7 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     valued = f': {objective} reads a critic\'s values; register it with head="value"'
     yield "critic" in w.parts and head != "value", "objective", valued
     yield "correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"
-    credited = f": a stream of {objective} needs advantages; give 'advantage'"
+    credited = f": a batch field of {objective} needs advantages; give 'advantage'"
     yield not blind and not r.advantage, "advantage", credited
     samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
     yield w.teaches_itself and r.rollout is None, "teacher.name", samples
@@ -235,15 +235,13 @@ def _of_rollouts(w: Components) -> Iterator[Rule]:
         ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
         "leave rollout.select out"
     )
-    over_all = (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all")
-    yield over_all, "rollout.select", every
+    yield (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all"), "rollout.select", every
     threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
     both = (
         f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
         "labelled as right; give both the same number"
     )
-    differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
-    yield differ, "rollout.select.threshold", both
+    yield "labels" in w.needs and threshold not in (None, rollout.label_above), "rollout.select.threshold", both
     alone = rollout.group_size < 2
     yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"
     uniform = ": a group of one completion is always uniform; give rollout.group_size"

@@ -84,7 +84,7 @@ class Processes(ProcessGroup):
             ) from error
         return cls(rank, size, store)
 
-    def give(self, task: Mapping[str, Any]) -> None:
+    def give(self, task: Mapping[str, object]) -> None:
         """Leave the task of the others, as rank 0."""
         self.store.set(TASK, json.dumps(task))
 

@@ -71,7 +71,7 @@ class Loop:
     warned: set[str] = field(default_factory=set)  # of what this process has warned
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
     consistent: bool = True  # weights, optimizer and records are those of ``step``
-    source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
+    source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -104,7 +104,7 @@ class Loop:
             dropped = f"{trimmed.dropped_lines} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
-    def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
+    def beginning(self, resumed: bool, length: str | None) -> dict[str, Any]:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
         source = self.parts.source
         return {
@@ -350,7 +350,7 @@ class Loop:
             **tensors,
         )
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         """The content of ``state.json``."""
         return {
             "recipe": self.recipe.fingerprint(),
@@ -383,7 +383,7 @@ class Loop:
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
         tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
         try:
-            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
+            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
         except StorageError as failure:
             return f"The batch could not be kept: {failure}"
         return f"The batch is saved in {path}"
@@ -462,7 +462,7 @@ def _records(
 
 
 def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
-    timing: dict[str, Any] = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
+    timing = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
     timing["update_seconds"] = finished - updating
     timing["step_seconds"] = finished - started
     timing["update_tokens_per_second"] = tokens / timing["update_seconds"]

@@ -2,7 +2,7 @@
 
 Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest
 rows that the recipe allows (docs/how-to/fit-in-memory.md has the limits). With N tokens of a micro-batch in the
-trainer's stream (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f,
+trainer's pass (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f,
 attention widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
 
 - the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
@@ -21,10 +21,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
@@ -126,7 +125,7 @@ def estimate_memory(recipe: Recipe) -> Memory | str:
         return str(error)
 
 
-def counted(recipe: Recipe) -> tuple[Recipe, Any]:
+def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
     """A resolved recipe as ``memory_of`` takes it, a loaded adapter as a new one, and its model's configuration.
 
     Raises:
@@ -153,7 +152,7 @@ def counted(recipe: Recipe) -> tuple[Recipe, Any]:
     return recipe, config
 
 
-def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Memory:
+def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None = None) -> Memory:
     """The memory of training a resolved recipe, by part.
 
     Args:
@@ -187,7 +186,7 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     )
 
 
-def weights_of(config: Any) -> list[Weight]:
+def weights_of(config: PretrainedConfig) -> list[Weight]:
     """All tensors of a model of this configuration, without memory for any: one layer stands for all of them."""
     one = copy.deepcopy(config)
     one.num_hidden_layers = 1
@@ -269,7 +268,7 @@ def _optimizer_bytes(trained: list[Weight], name: str) -> int:
     return total
 
 
-def _head_bytes(components: Components, config: Any, critic: list[Weight]) -> int:
+def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight]) -> int:
     """Weight, gradient and AdamW's state of a head, and of a critic of its own."""
     if components.objective.traits.get("head") is None:
         return 0
@@ -279,7 +278,9 @@ def _head_bytes(components: Components, config: Any, critic: list[Weight]) -> in
     return int(16 * (head + sum(w.numel for w in critic if "lm_head" not in w.name)))
 
 
-def _activations(recipe: Recipe, config: Any, micro: Micro, size: int, weights: list[Weight], logits: int) -> int:
+def _activations(
+    recipe: Recipe, config: PretrainedConfig, micro: Micro, size: int, weights: list[Weight], logits: int
+) -> int:
     """Bytes that the layers, the final norm and what reads its output keep for the backward pass."""
     adapter, layers, width = recipe.model.adapter, config.num_hidden_layers, config.hidden_size
     heads, is_gpt2 = config.num_attention_heads, config.model_type == "gpt2"
@@ -311,7 +312,7 @@ def _activations(recipe: Recipe, config: Any, micro: Micro, size: int, weights: 
     return int(of_layers + size * width * (final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
 
 
-def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
+def _logits(config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
     """Return bytes of the logits, probabilities and gradients of the tokens that are computed at a time (16 or 18 bytes
     each), and of a trained head's gradient and kept probabilities."""
     trained = _up_to(ROUND_TOKENS, micro.trained)
@@ -323,7 +324,7 @@ def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, hea
     return int(numbers * config.vocab_size)
 
 
-def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None) -> int:
+def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory: int | None) -> int:
     """Keys and values of the columns of each slot that samples, which grow by halves, and of each shared prompt."""
     rollout = recipe.rollout
     if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's

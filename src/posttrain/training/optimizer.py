@@ -33,8 +33,7 @@ EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 def _groups(parameters: Named, lr: float, weight_decay: float, **settings: Any) -> list[dict[str, Any]]:
     """Two groups, with and without weight decay; empty ones are left out."""
     decayed = [(n, p) for n, p in parameters if p.ndim >= 2]
-    kept = [(n, p) for n, p in parameters if p.ndim < 2]
-    groups = [(decayed, weight_decay), (kept, 0.0)]
+    groups = [(decayed, weight_decay), ([(n, p) for n, p in parameters if p.ndim < 2], 0.0)]
     return [{"params": ps, "weight_decay": decay, "lr": lr, **settings} for ps, decay in groups if ps]
 
 
@@ -194,7 +193,7 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def build_optimizer(
-    recipe: Recipe, model: Any, heads: dict[str, torch.nn.Module]
+    recipe: Recipe, model: torch.nn.Module, heads: dict[str, torch.nn.Module]
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """The trained parameters by name, those of heads and critics included, and their optimizer.
 
@@ -248,7 +247,7 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
         CheckpointError: an entry of an unknown parameter, of another shape or type; or a missing one.
     """
     by_name, is_ours = _by_name(optimizer, names), isinstance(optimizer, torch.optim.AdamW | Muon)
-    restored: dict[Any, dict[str, Tensor]] = {}
+    restored: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
         parameter = by_name.get(name)

@@ -1,7 +1,7 @@
 """Policy-gradient objectives: per-token values whose gradient improves the expected reward.
 
 All take advantages that were computed outside (``advantages.py``), so credit assignment and loss
-are two small steps. Shapes: logprobs, streams and values ``[B, T]``; values mean something where
+are two small steps. Shapes: logprobs, batch fields and values ``[B, T]``; values mean something where
 ``batch.mask`` is True.
 
 To all of them the loop may add the same regularizers, a KL to the reference and an entropy bonus: ``regularize`` in
@@ -108,8 +108,7 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
     Args:
         clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
     """
-    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).detach()
-    ratio = log_rho.exp()
+    ratio = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     values = -weight * batch.field("advantages") * outputs.logprobs
     return Loss(values, {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)})
@@ -129,8 +128,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
         tau_positive, tau_negative: the temperatures of the gate.
     """
     advantages = batch.field("advantages")
-    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
-    ratio = log_rho.exp()
+    ratio = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).exp()
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     values = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
     return Loss(values, {"ratio": ratio.detach()})

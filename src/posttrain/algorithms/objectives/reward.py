@@ -39,7 +39,7 @@ def bradley_terry(
     ``chosen_score``, ``rejected_score``.
 
     Args:
-        margin: subtract the stream ``margins``.
+        margin: subtract the batch field ``margins``.
         centering: c.
     """
     scores = nan_unless_finite(row_last(_scores(outputs, 2), batch.mask))

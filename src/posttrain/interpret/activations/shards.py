@@ -128,7 +128,7 @@ class StoreIndex(BaseModel, extra="forbid"):
 
     def deciding(self) -> dict[str, str]:
         """Return what must be the same for a recording to continue, as JSON by name."""
-        keys: dict[str, Any] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
+        keys: dict[str, object] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
         keys |= {"data": self.data, "documents": self.documents_sha256}
         keys |= {x.name: [x.weights_hash, x.dtype] for x in self.sources} | self.settings
         return {key: json.dumps(value) for key, value in keys.items()}

@@ -35,7 +35,7 @@ from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.rollout import Attempt, RolloutRequest, Sampler, collect
-from posttrain.types import Completion, Example, Rollout
+from posttrain.types import Completion, Example, Model, Rollout
 
 # [rows, d] to be added to the writer's activations, given the writer's and the source's at the same tokens.
 Added = Callable[[Tensor, Tensor], Tensor]
@@ -65,8 +65,8 @@ class _Rows:
 
 @torch.no_grad()
 def write_with(
-    writer: Any,
-    source: Any | None,
+    writer: Model,
+    source: Model | None,
     site: str,
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[Added],
@@ -99,7 +99,7 @@ def write_with(
     return [written[start : start + size] for start in range(0, len(written), size)]
 
 
-def _start(prompts: Sequence[Sequence[int]], count: int, device: Any) -> _Rows:
+def _start(prompts: Sequence[Sequence[int]], count: int, device: torch.device) -> _Rows:
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
@@ -112,7 +112,13 @@ def _start(prompts: Sequence[Sequence[int]], count: int, device: Any) -> _Rows:
     )
 
 
-def _advance(writer: Any, source: Any | None, site: str, rows: _Rows, interventions: Sequence[Added]) -> Tensor:
+def _advance(
+    writer: Model,
+    source: Model | None,
+    site: str,
+    rows: _Rows,
+    interventions: Sequence[Added],
+) -> Tensor:
     """Read ``rows.tokens`` with both models; return the logits of the next token of each row [R, V]."""
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
     real = rows.mask[:, -rows.tokens.shape[1] :].bool()
@@ -134,7 +140,7 @@ def _advance(writer: Any, source: Any | None, site: str, rows: _Rows, interventi
     return logits
 
 
-def _read_source(source: Any, site: str, read: dict[str, Any], cache: Any, count: int) -> Tensor:
+def _read_source(source: Model, site: str, read: dict[str, Any], cache: Any, count: int) -> Tensor:
     """Return the source's activations [R, tokens, d], float32; prompts, the same in every group, are read once."""
     is_first = read["input_ids"].shape == read["attention_mask"].shape
     size = len(read["input_ids"]) // count
@@ -151,7 +157,7 @@ def _read_source(source: Any, site: str, read: dict[str, Any], cache: Any, count
 class Subject(Sampler):
     """A sampler whose model is at hand, to be changed while it answers."""
 
-    model: Any
+    model: Model
     max_tokens: int
 
     def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
@@ -275,7 +281,7 @@ def measure_causes(
     saes: Sequence[SparseAutoencoder],
     seen: Sequence[Seen],
     limit: float,
-    observe: Callable[[str], None] = lambda line: None,
+    observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure base and post model unchanged, with everything of the other, and with changed features moved or scaled.
 

@@ -38,10 +38,10 @@ from posttrain.recipes.document import flatten
 from posttrain.sampling.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.types import Example, Rollout
+from posttrain.types import Example, Model, Rollout, Tokenizer
 from posttrain.untrusted import harmless_json
 
-Observe = Callable[[str], Any]
+Observe = Callable[[str], object]
 RECIPE, RESULTS = "changes.yaml", "diff.json"
 SIDES = ("base", "post")
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
@@ -132,7 +132,7 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
         raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
 
 
-def compare(work: Comparison, about: Mapping[str, Any], started: float) -> dict[str, Any]:
+def compare(work: Comparison, about: Mapping[str, object], started: float) -> dict[str, Any]:
     """Do all that is not there yet, write ``diff.json`` with ``about`` in front, and return its content."""
     changes, report = work.changes, work.report
     answered, tested = split_examples(work.task, changes)
@@ -356,7 +356,13 @@ def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, Any]:
 
 
 def describe_features(
-    store: ActivationStore, site: str, sae: SparseAutoencoder, seen: Seen, model: Any, tokenizer: Any, count: int
+    store: ActivationStore,
+    site: str,
+    sae: SparseAutoencoder,
+    seen: Seen,
+    model: Model,
+    tokenizer: Tokenizer,
+    count: int,
 ) -> list[dict[str, Any]]:
     """Describe the most changed features: with intervals, what they promote, and where they changed."""
     changes = seen.changes
@@ -396,7 +402,7 @@ def feature_contexts(
     site: str,
     sae: SparseAutoencoder,
     features: Sequence[int],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     count: int = 4,
 ) -> list[dict[str, Any]]:
@@ -429,7 +435,7 @@ def feature_contexts(
     return entries
 
 
-def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[Any]]:
+def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Tokenizer) -> list[list[Any]]:
     """Return the five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
     counts = torch.bincount(tokens)
     signed = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens, delta.double())
@@ -439,7 +445,9 @@ def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[A
     return [[show_token(tokenizer, i), float(amount[i]) / total, float(signed[i] / counts[i])] for i in best]
 
 
-def _context(store: ActivationStore, documents: Tensor, values: Tensor, row: int, tokenizer: Any) -> dict[str, Any]:
+def _context(
+    store: ActivationStore, documents: Tensor, values: Tensor, row: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     document, position = int(documents[row]), int(store.positions(torch.tensor([row]))[0])
     ids = store.document_tokens(document)
     start, end = max(0, position - WINDOW), min(len(ids), position + WINDOW + 1)

@@ -27,6 +27,7 @@ from posttrain.interpret.saes.recipe import DIFFERENCE, SaeComponent, SaeTrainSe
 from posttrain.interpret.saes.sae import SparseAutoencoder, keep_largest
 from posttrain.models.forward.precision import DTYPES
 from posttrain.randomness import generator, permutation
+from posttrain.types import Model
 
 SAMPLE_ROWS = 65_536
 
@@ -393,7 +394,11 @@ def measure(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
 
 @torch.no_grad()
 def recover(
-    model: Any, sae: SparseAutoencoder, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
+    model: Model,
+    sae: SparseAutoencoder,
+    site: str,
+    documents: Sequence[Sequence[int]],
+    limit: float = float("inf"),
 ) -> dict[str, float]:
     """Measure what is recovered on documents (token ids), one at a time: means over the predicted tokens, in nats.
 

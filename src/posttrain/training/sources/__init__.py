@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
@@ -38,11 +37,11 @@ class Source:
         """Tensors that updates after ``step`` still need, to be saved."""
         return None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """The state next to the step, as plain data."""
         return {}
 
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float], vocabulary: int = 0) -> None:
         """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
 
         Raises:
@@ -91,7 +90,7 @@ class RowOrder:
     """
 
     def __init__(
-        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[Any], further: int = 0
+        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[object], further: int = 0
     ) -> None:
         self.seed, self.purpose, self.size, self.further = seed, purpose, size, further
         self.names, self.weights = [part.name for part in parts] or [""], [part.weight for part in parts] or [1.0]

@@ -23,7 +23,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
-from posttrain.types import Batch, Example, Sample, collate
+from posttrain.types import Batch, Example, Sample, Tokenizer, collate
 
 FIXED_CHUNK = 256
 UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
@@ -81,7 +81,7 @@ class Labels:
 class SupervisedSource(Source):
     """Rows of a task, ``data.batch_size`` units a step, in an order that is a function of (seed, epoch).
 
-    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed streams
+    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed fields
     (reference log-probabilities) are computed once for the data set, and kept in the folder ``cache`` with a hash of
     the rows and of the reference. ``draws``: False where no batch is asked for by its step.
     """
@@ -91,7 +91,7 @@ class SupervisedSource(Source):
         recipe: Recipe,
         task: Task,
         template: Template,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         context_tokens: int,
         *,
         shape: Shape = "demonstration",
@@ -148,7 +148,7 @@ class SupervisedSource(Source):
         return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
-        """The given units, with their streams."""
+        """Return the given units as a batch with all its fields."""
         batch = self._collated(chosen)
         rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
         for name, of_row in self._fixed.items():
@@ -195,7 +195,7 @@ class SupervisedSource(Source):
         return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
 
     def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
-        """The stream's numbers at the trained tokens of each row."""
+        """Return a batch field's numbers at the trained tokens of each row."""
         assert self.batch_fields is not None
         assert self.batch_fields.reference is not None, "the reference is built where a batch field needs it"
         digest = hashlib.sha256(f"{self.batch_fields.reference.fingerprint()} {self.shape} {self.train_all}".encode())

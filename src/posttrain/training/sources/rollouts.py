@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from posttrain.training.advantages import AdvantageEstimator, number_turns, same
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.types import Batch, Rollout, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
 
 if TYPE_CHECKING:
     from posttrain.sampling.episodes import Stage
@@ -53,7 +53,7 @@ class RolloutSource(Source):
         recipe: Recipe,
         task: Task,
         grader: Grader,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         engine: Engine,
         context_tokens: int,
         *,
@@ -126,11 +126,11 @@ class RolloutSource(Source):
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         return {"kl_weight": self.advantage_estimator.kl_weight}
 
     def restore(
-        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float], vocabulary: int = sys.maxsize
     ) -> None:
         self.advantage_estimator.kl_weight = state.get("kl_weight", self.advantage_estimator.kl_weight)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
@@ -293,8 +293,7 @@ class RolloutSource(Source):
         """The selected units of groups with these rewards, in order of their prompts."""
         units: Units = []
         for places in same_sizes(rewards):
-            table = torch.stack([rewards[n] for n in places])
-            chosen = choose_units(self.select, table, self.rows_per_unit)
+            chosen = choose_units(self.select, torch.stack([rewards[n] for n in places]), self.rows_per_unit)
             units += [tuple((places[n], g) for n, g in unit) for unit in chosen]
         return sorted(units, key=lambda unit: unit[0][0])
 
@@ -344,8 +343,7 @@ class RolloutSource(Source):
         )
         self.batch_fields(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
-        means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
-        _record_advantages(groups, means)
+        _record_advantages(groups, (advantages.sum(dim=1) / counts).split([len(group) for group in rewards]))
         return metrics
 
 
