@@ -315,12 +315,12 @@ from posttrain.types import Batch, Loss, Outputs
 
 @register("objective", level="token", needs=("advantages",))
 def pushing_from_outside(outputs: Outputs, batch: Batch, *, scale: float = 1.0) -> Loss:
-    """REINFORCE with a scale, from a file beside the recipe: values = -scale * A * log pi."""
-    return Loss(-scale * batch.stream("advantages") * outputs.logprobs)
+    """REINFORCE with a scale, from a file next to the recipe: values = -scale * A * log pi."""
+    return Loss(-scale * batch.field("advantages") * outputs.logprobs)
 
 def unregistered(outputs, batch):
-    assert sorted(batch.streams) == ["advantages", "old_logprobs", "sampler_logprobs"]
-    return Loss(-batch.stream("advantages") * outputs.logprobs)
+    assert sorted(batch.fields) == ["advantages", "old_logprobs", "sampler_logprobs"]
+    return Loss(-batch.field("advantages") * outputs.logprobs)
 '''
 
 

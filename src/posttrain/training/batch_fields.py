@@ -36,8 +36,8 @@ OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feed
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
 # Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
-# after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the recipe's
-# correction.
+# after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
+# recipe's correction.
 PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
 
 

@@ -310,7 +310,7 @@ def _log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> tuple[Ten
 
 
 def _per_nat(beta: float, batch: Batch, mean: bool) -> float | Tensor:
-    """What one nat of an answer's log-probability adds to its reward: β, or β over its tokens, ``[B]``."""
+    """Return the reward of one nat of an answer's log-probability: β, or β over its tokens, ``[B]``."""
     return beta / batch.mask.sum(dim=1) if mean else beta
 
 
@@ -384,7 +384,7 @@ def kto(
     (log-probability −inf) has the value NaN, which the loop refuses; nothing is clamped.
 
     Metrics: ``implicit_reward`` (βr), ``kl_baseline`` (z₀), ``answer_accuracy`` (βr on the label's side of βz₀; a
-    tie counts one half), ``logprob``. Over all rows, so that they can be averaged in parts: ``desirable``
+    tie counts one half), ``logprob``. Over all rows, so that micro-batches can be averaged: ``desirable``
     (the share of such rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of
     that kind, 0 on the other; divided by the share of the kind they are its mean reward).
 

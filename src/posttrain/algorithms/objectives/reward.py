@@ -151,7 +151,7 @@ def _scores(outputs: Outputs, num_dimensions: int) -> Tensor:
 
 
 def _zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """What stands outside of the mask (NaN too) has neither value nor gradient."""
+    """Return the values with 0 outside of the mask (NaN too), without gradient there."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 

@@ -1,4 +1,4 @@
-"""What policy objectives share: the clipped surrogate and the regularizers. Pure, per token.
+"""The clipped surrogate and the regularizers of policy objectives. Pure, per token.
 
 Shapes: B rows, T tokens. Nothing here reduces over tokens or rows.
 """
