@@ -130,7 +130,7 @@ def test_entropy_coef_lowers_the_value_by_the_entropy(name: str):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ALL)
 def test_every_objective_takes_the_same_kl(name: str, estimator: str):
-    """What the option adds is β · k(r), with its own gradient, whatever the objective is."""
+    """The option adds β · k(r), with its own gradient, to every objective."""
     outputs, batch = one_token(math.log(0.5), math.log(0.4), 1.5, ref_logprobs=math.log(0.25))
     objective = getattr(policy_gradient, name)
     plain = objective(outputs, batch)

@@ -38,7 +38,7 @@ TRAIN = {"steps": STEPS, "lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "sav
 
 
 class Killed(BaseException):
-    """What nothing catches: the process is gone."""
+    """Error that nothing catches, as if the process was killed."""
 
 
 def starts_with_a_digit(text: str) -> float:

@@ -364,11 +364,11 @@ def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny_random, small_tokenizer) -> None:
-    folder = tmp_path / "stranger"
+    folder = tmp_path / "unrelated"
     tiny_random("qwen3", vocab_size=len(small_tokenizer)).save_pretrained(folder)
     small_tokenizer.save_pretrained(folder)
     recipe = make_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
-    with pytest.raises(UsageError, match=r"teacher\.name: '.*stranger' has another vocabulary than the student"):
+    with pytest.raises(UsageError, match=r"teacher\.name: '.*unrelated' has another vocabulary than the student"):
         prepare(recipe)
 
 

@@ -52,7 +52,7 @@ def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]
 
 @pytest.fixture(scope="module")
 def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case gives on a CPU, which each GPU is compared with."""
+    """Results of a case on a CPU, with which each GPU is compared."""
     return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
 
 

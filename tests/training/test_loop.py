@@ -77,7 +77,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
 
 
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
-    """Where a sum is cut into parts shows in its last bits."""
+    """The number of parts of a sum changes its last bits."""
     recipe, events = one_layer_recipe("grpo", regularize={"kl_coef": 0.1}, train={"steps": 3}), Events()
     own, seen = torch.get_num_threads(), []
 
@@ -110,7 +110,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert result.evaluations["stories/validation"]["n"] == 4.0
 
     def everything() -> dict[Path, bytes]:
-        """All files; the database by its rows, for it counts its own openings."""
+        """Return all files but the database, which counts its own openings."""
         return {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "rollouts.db"}
 
     before, rows = everything(), recorded(tmp_path)

@@ -1,5 +1,4 @@
-"""What is chosen from a rollout batch: pairs, judged rows, nothing at all; minibatches of it, and its way through a
-checkpoint."""
+"""Selection from a rollout batch: pairs, judged rows, nothing; its minibatches, and its checkpoint."""
 
 from __future__ import annotations
 
