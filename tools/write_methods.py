@@ -109,12 +109,12 @@ def options_table(options: list[explain.Option]) -> str:
     if not options:
         return "No options.\n"
     rows = [
-        f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` | {_table_entry(o.meaning)} |" for o in options
+        f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` | {_entry(o.meaning)} |" for o in options
     ]
     return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
-def _table_entry(text: str) -> str:
+def _entry(text: str) -> str:
     return text.replace("``", "`").replace("|", "\\|")
 
 
