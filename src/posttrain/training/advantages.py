@@ -61,7 +61,7 @@ class AdvantageEstimator:
         return self.per_token or self.per_turn or self.kl is not None
 
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
-        """``[G]`` advantages of the ``float64 [G]`` rewards of each group.
+        """Return the ``[G]`` advantages of the ``float64 [G]`` rewards of each group.
 
         Groups of one size are computed together: all at once where none has lost a completion.
         """
@@ -83,7 +83,7 @@ class AdvantageEstimator:
         needs: Collection[str],
         of_turns: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Per-token advantages ``float64 [B, T]`` of all rows, and metrics.
+        """Return per-token advantages ``float64 [B, T]`` of all rows, and metrics.
 
         groups: the rewards of each, ``float64 [G]``, in the order of the rows; truncated ``bool [B]``. of_turns: the
         part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the fields
@@ -123,7 +123,7 @@ class AdvantageEstimator:
         return advantages, metrics
 
     def _from_turns(self, paid: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Advantages ``[B, T]`` of rewards at the tokens ``[B, T]`` of groups of these sizes."""
+        """Return advantages ``[B, T]`` of the rewards of tokens ``[B, T]``, for groups of these sizes."""
         assert self.advantage is not None
         numbers = number_turns(mask)
         places = numbers.clamp(min=0)
@@ -157,7 +157,7 @@ class AdvantageEstimator:
 
 
 def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
-    """The places of groups of the same size, by size as it first occurs."""
+    """Return the places of groups of the same size, in order of their first occurrence."""
     places: dict[int, list[int]] = {}
     for place, group in enumerate(groups):
         places.setdefault(len(group), []).append(place)

@@ -174,7 +174,7 @@ def has_other_prompts(batch: Batch) -> bool:
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
-    """Every row's prompt with the answer of the next row that has another prompt and fits into ``limit`` tokens.
+    """Return every row's prompt with the next row's answer to another prompt that fits into ``limit`` tokens.
 
     Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result.
     """
@@ -281,7 +281,7 @@ def comes_from_rollouts(name: str) -> bool:
 
 
 def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
-    """The temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
+    """Return the temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
 
     There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
     objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of

@@ -126,7 +126,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None where there is none at all.
+    """Return the newest checkpoint that verifies, or None if there is none.
 
     Args:
         folder: the run's ``checkpoints`` folder.
@@ -205,7 +205,7 @@ class KeptBest(BaseModel, strict=True, extra="allow"):
 
 
 class KeptState(BaseModel, strict=True, extra="allow"):
-    """The keys of ``state.json`` that a resumed run reads; an untrusted checkpoint may say anything."""
+    """The keys of ``state.json`` that a resumed run reads, checked because a checkpoint may be untrusted."""
 
     best: KeptBest | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -246,7 +246,7 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def names_to_write(model: Model) -> set[str]:
-    """Names of the tensors of a ``state_dict`` that a checkpoint holds: those of an adapter, or tied weights once."""
+    """Return the names of a ``state_dict`` that a checkpoint holds: those of an adapter, or tied weights once."""
     tensors = model.state_dict()
     if hasattr(model, "peft_config"):
         return {name for name in tensors if any(_is_of(adapter, name) for adapter in model.peft_config)}
@@ -285,7 +285,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _adapter_tensors(model: Model, adapter: str) -> dict[str, Tensor]:
-    """An adapter's tensors under the names that peft gives them on disk, where its own name is left out."""
+    """Return an adapter's tensors under peft's names on disk, without the adapter's own name."""
     tag = f".{adapter}"
     live = {name: tensor for name, tensor in model.state_dict().items() if _is_of(adapter, name)}
     return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
@@ -296,7 +296,7 @@ def _is_of(adapter: str, name: str) -> bool:
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors wants them: contiguous, each with memory of its own."""
+    """Return the tensors as safetensors needs them: contiguous, without shared memory."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

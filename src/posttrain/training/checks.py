@@ -185,11 +185,8 @@ def _of_engines(w: Components) -> Iterator[Rule]:
     gives = "give 'environment'"
     if w.recipe.rollout is None:
         gives = "in a recipe with 'data' nothing answers; take another task"
-    components = {
-        "task": w.recipe.task,
-        **{f"eval.tasks.{i}": component for i, component in enumerate(w.recipe.eval.tasks)},
-    }
-    for key, component in components.items():
+    tasks = {"task": w.recipe.task} | {f"eval.tasks.{i}": task for i, task in enumerate(w.recipe.eval.tasks)}
+    for key, component in tasks.items():
         played = (registry.traits_of("task", component.name) or {}).get("played")
         yield played and unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
     if evaluating is not None:

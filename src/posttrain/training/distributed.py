@@ -85,7 +85,7 @@ class Processes(ProcessGroup):
         return cls(rank, size, store)
 
     def give(self, task: Mapping[str, object]) -> None:
-        """Leave the task of the others, as rank 0."""
+        """Store the task of the others, as rank 0."""
         self.store.set(TASK, json.dumps(task))
 
     def take(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Processes(ProcessGroup):
         return task
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
-        """Leave the record of a failed rank; the first record stays."""
+        """Store the record of a failed rank; the first record stays."""
         with suppress(RuntimeError):  # rank 0, and the store with it, may be gone
             self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
 

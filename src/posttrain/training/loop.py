@@ -121,7 +121,7 @@ class Loop:
         }
 
     def _newest_checkpoint(self) -> Checkpoint | None:
-        """The newest that verifies, as the main process says; the others load that one."""
+        """Return the newest checkpoint that verifies in the main process; the others load the same one."""
         checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.process_group.is_main else None
         step = self.process_group.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
         if self.process_group.is_main or step is None:
@@ -142,7 +142,7 @@ class Loop:
             self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
-        """Compare the steps of a number of passes with those when the checkpoint was saved.
+        """Compare the number of steps with that when the checkpoint was saved.
 
         Raises:
             UsageError: they are fewer than were made.
@@ -203,7 +203,7 @@ class Loop:
         return self.best is not None and self.best["step"] == self.step
 
     def update(self) -> None:
-        """One optimizer step with its records."""
+        """Take one optimizer step and record it."""
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
@@ -246,7 +246,7 @@ class Loop:
             self.observer("notice", {"message": f"{name}: {warnings[name]}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
-        """The gradient step on a batch, if there is one; returns trained tokens and metrics."""
+        """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
         options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
         lr = learning_rate(options, step)
         if batch is None:
@@ -321,7 +321,7 @@ class Loop:
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
     def _gathered(self, process_group: ProcessGroup) -> dict[str, Any]:
-        """The tensors of a checkpoint, as ``save_checkpoint`` takes them, unsharded; but for the optimizer's where all
+        """Return the tensors of a checkpoint for ``save_checkpoint``: unsharded, but the optimizer's sharded where all
         of ``process_group`` write it."""
         parts, shards = self.parts, self.parts.shards
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
@@ -336,7 +336,7 @@ class Loop:
         return tensors
 
     def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
-        """Records are durable before the checkpoint appears under its name; ``process_group`` writes it together."""
+        """Write a checkpoint, after the records are durable; all of ``process_group`` write it."""
         self.rollouts.flush()
         self.metrics.flush()
         return save_checkpoint(
@@ -351,7 +351,7 @@ class Loop:
         )
 
     def _state(self) -> dict[str, object]:
-        """The content of ``state.json``."""
+        """Return the content of ``state.json``."""
         return {
             "recipe": self.recipe.fingerprint(),
             "settings": decisive(self.recipe.dump()),
@@ -438,7 +438,7 @@ def _use_threads(number: int) -> None:
 
 @contextmanager
 def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
-    """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
+    """Let every process compute with as many threads as the main one, which decides the last bits of sums."""
     before = torch.get_num_threads()
     _use_threads(process_group.tell(before, "number of threads"))
     try:

@@ -62,19 +62,19 @@ class Memory:
     rollouts: int
 
     def rows(self) -> list[tuple[str, int]]:
-        """The rows of a table: every part, and the most that is held at a time."""
+        """Return the rows of a table: every part, and the largest sums held at a time."""
         names = {"optimizer": "optimizer state", "heads": "heads, critic", "kv_cache": "key/value cache"}
         parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
         return [*parts, ("most in an update", self.update), ("most while sampling", self.sampling)]
 
     @property
     def update(self) -> int:
-        """The most that is held while gradients are computed."""
+        """Peak while gradients are computed."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.kv_cache - self.rollouts
 
     @property
     def sampling(self) -> int:
-        """The most that is held while the model samples, without gradients; 0 where it does not."""
+        """Peak while the model samples, without gradients; 0 where it does not."""
         kept = self.weights + self.optimizer + self.reference + self.heads
         return kept + self.kv_cache if self.kv_cache else 0
 
@@ -117,7 +117,7 @@ class Micro:
 
 
 def estimate_memory(recipe: Recipe) -> Memory | str:
-    """``memory_of`` a resolved recipe on this machine by the configuration that is at hand, or the reason why none."""
+    """Return ``memory_of`` a resolved recipe on this machine, or the reason why there is no estimate."""
     try:
         device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
         return memory_of(*counted(recipe), gpu_memory_of(device))
@@ -126,7 +126,7 @@ def estimate_memory(recipe: Recipe) -> Memory | str:
 
 
 def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
-    """A resolved recipe as ``memory_of`` takes it, a loaded adapter as a new one, and its model's configuration.
+    """Return a resolved recipe for ``memory_of`` (a loaded adapter as a new one), and its model's configuration.
 
     Raises:
         UsageError: the configuration is not at hand, or of an architecture that was not worked out.
@@ -153,7 +153,7 @@ def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
 
 
 def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None = None) -> Memory:
-    """The memory of training a resolved recipe, by part.
+    """Return the memory of training a resolved recipe, by part.
 
     Args:
         config: a transformers configuration of an architecture in ``QK_NORMS``.
@@ -187,7 +187,7 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:
-    """All tensors of a model of this configuration, without memory for any: one layer stands for all of them."""
+    """Return all tensors of a model of this configuration, built on the meta device with one layer."""
     one = copy.deepcopy(config)
     one.num_hidden_layers = 1
     with torch.device("meta"):
@@ -204,7 +204,7 @@ def weights_of(config: PretrainedConfig) -> list[Weight]:
 
 
 def micro_batch(recipe: Recipe, components: Components) -> Micro:
-    """The rows that go through the trainer at a time when all are as long as the recipe allows."""
+    """Return the rows of a micro-batch when all are as long as the recipe allows."""
     train, rollout, unread = recipe.train, recipe.rollout, 0 if components.only_scores else 1
     unit = 2 if components.level == "pair" else 1
     if rollout is None:
@@ -225,7 +225,7 @@ def micro_batch(recipe: Recipe, components: Components) -> Micro:
 
 
 def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
-    """Tokens of a prompt and of its answer, as long as the recipe allows."""
+    """Return the largest number of tokens of a prompt and of its answer that the recipe allows."""
     prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
     prompt = min(prompt, recipe.within(prompt + rollout.max_tokens) - 1)
     return prompt, recipe.within(prompt + rollout.max_tokens) - prompt
@@ -236,7 +236,7 @@ def _up_to(multiple: int, number: int) -> int:
 
 
 def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:
-    """The two factors of each adapted layer."""
+    """Yield the two factors of each adapted layer."""
     for weight in weights:
         layer = f".{weight.name.removesuffix('.weight')}"
         is_meant = adapter.targets == "all-linear" or any(layer.endswith(f".{target}") for target in adapter.targets)
@@ -269,7 +269,7 @@ def _optimizer_bytes(trained: list[Weight], name: str) -> int:
 
 
 def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight]) -> int:
-    """Weight, gradient and AdamW's state of a head, and of a critic of its own."""
+    """Return bytes of the weight, gradient and AdamW state of a head, and of a separate critic."""
     if components.objective.traits.get("head") is None:
         return 0
     option = components.objective.traits.get("head_outputs")
@@ -281,7 +281,7 @@ def _head_bytes(components: Components, config: PretrainedConfig, critic: list[W
 def _activations(
     recipe: Recipe, config: PretrainedConfig, micro: Micro, size: int, weights: list[Weight], logits: int
 ) -> int:
-    """Bytes that the layers, the final norm and what reads its output keep for the backward pass."""
+    """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
     adapter, layers, width = recipe.model.adapter, config.num_hidden_layers, config.hidden_size
     heads, is_gpt2 = config.num_attention_heads, config.model_type == "gpt2"
     head_dim = getattr(config, "head_dim", None) or width // heads
@@ -325,7 +325,7 @@ def _logits(config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int |
 
 
 def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory: int | None) -> int:
-    """Keys and values of the columns of each slot that samples, which grow by halves, and of each shared prompt."""
+    """Return bytes of the keys and values of each slot that samples, whose columns grow by halves, and of prompts."""
     rollout = recipe.rollout
     if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
         return 0
@@ -345,7 +345,7 @@ def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory
 
 
 def _rollout_bytes(recipe: Recipe, components: Components) -> int:
-    """In main memory: 9 for each token of a batch of rollouts, and 4 for each batch field and the weights."""
+    """Return bytes in main memory: 9 a token of a batch of rollouts, and 4 for each batch field and the weights."""
     rollout = recipe.rollout
     if rollout is None:
         return 0

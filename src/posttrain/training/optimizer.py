@@ -31,7 +31,7 @@ EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 
 def _groups(parameters: Named, lr: float, weight_decay: float, **settings: Any) -> list[dict[str, Any]]:
-    """Two groups, with and without weight decay; empty ones are left out."""
+    """Return the groups with and without weight decay; empty ones are left out."""
     decayed = [(n, p) for n, p in parameters if p.ndim >= 2]
     groups = [(decayed, weight_decay), ([(n, p) for n, p in parameters if p.ndim < 2], 0.0)]
     return [{"params": ps, "weight_decay": decay, "lr": lr, **settings} for ps, decay in groups if ps]
@@ -134,7 +134,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None]
@@ -184,7 +184,7 @@ class Muon(Optimizer):
 
 
 def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The part of an unsharded tensor that goes with a parameter, sharded or not."""
+    """Return the part of an unsharded tensor for a parameter, sharded or not."""
     if not hasattr(parameter, "full_tensor"):
         return whole
     from posttrain.training.distributed import part_of
@@ -195,7 +195,7 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 def build_optimizer(
     recipe: Recipe, model: torch.nn.Module, heads: dict[str, torch.nn.Module]
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
-    """The trained parameters by name, those of heads and critics included, and their optimizer.
+    """Return the trained parameters by name (heads and critics included) and their optimizer.
 
     Raises:
         RecipeError: an unknown optimizer, or trained weights in bfloat16.
@@ -225,7 +225,7 @@ def build_optimizer(
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """The optimizer's state, keyed ``<parameter name>.<state name>``; the tensors are not copied.
+    """Return the optimizer's state, keyed ``<parameter name>.<state name>``; the tensors are not copied.
 
     ``names``: of the parameters that the optimizer was made with, in that order. Parameters that have not been stepped
     have no entry. Learning rates are not state: the schedule gives them.
@@ -277,7 +277,7 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
 
 
 def _by_name(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """Parameters by name: groups that were made from named parameters know theirs, others follow the order."""
+    """Return the parameters by name: groups made from named parameters have names, others follow the order."""
     named: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         start = len(named)

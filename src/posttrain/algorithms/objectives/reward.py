@@ -156,7 +156,7 @@ def _zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _refuse_wrong_labels(labels: Tensor, num_classes: int) -> None:
-    """A label outside of the classes would give a value that means nothing; waits for the device once."""
+    """Refuse a label outside of the classes; waits for the device once."""
     known = (labels >= 0) & (labels <= num_classes - 1)
     if num_classes > 2:
         known &= labels == labels.round()

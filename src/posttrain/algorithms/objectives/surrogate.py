@@ -35,7 +35,7 @@ def with_regularizers(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Callable[[Outputs, Batch], Loss]:
-    """The objective with ``regularize`` behind it."""
+    """Return the objective followed by ``regularize``."""
 
     def regularized(outputs: Outputs, batch: Batch) -> Loss:
         loss = objective(outputs, batch)

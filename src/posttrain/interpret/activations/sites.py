@@ -82,7 +82,7 @@ def replaced(model: Model, site: str, change: Callable[[Tensor], Tensor]) -> Ite
 
 
 class _Reached(Exception):
-    """Everything that is wanted has been computed; the layers above need not run."""
+    """Signal that all sites are computed, so that the layers above need not run."""
 
 
 def read_sites(model: Model, sites: Sequence[str], **inputs: Any) -> list[Tensor]:

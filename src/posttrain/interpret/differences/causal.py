@@ -170,8 +170,8 @@ class Subject(Sampler):
     ) -> list[Rollout]:
         """Return graded answers, those to one example together; a function of the model, the seed and the purpose."""
         sampling = self.sampling(self.max_tokens, temperature)
-        prompt_text = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
-        return [rollout for group in collect(self, prompt_text)[0] for rollout in group]
+        request = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
+        return [rollout for group in collect(self, request)[0] for rollout in group]
 
 
 def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:

@@ -42,7 +42,7 @@ class Labels:
         self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
 
     def label(self, example: Example, row: Row) -> tuple[Row, ...] | str:
-        """The row of one answer with its label in place of its score, or the reason why it has none."""
+        """Return the row of one answer with its label in place of its score, or the reason why it has none."""
         self._scores.append(row.score)
         if self.label_above is not None:
             return (replace(row, score=float(row.score > self.label_above)),)
@@ -138,11 +138,11 @@ class SupervisedSource(Source):
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
     def __call__(self, step: int) -> TrainBatch:
-        """The rows of update number ``step`` (1-based)."""
+        """Return the rows of update number ``step`` (1-based)."""
         return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
 
     def length_of(self, epochs: float) -> tuple[int, str]:
-        """The number of steps of ``epochs`` through the data, rounded up, and a line about it."""
+        """Return the number of steps of ``epochs``, rounded up, and a line about it."""
         steps = num_batches(epochs, self.num_examples, self.batch)
         over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
         return steps, f"{over} = {steps:,} steps of {self.batch}"
@@ -221,7 +221,7 @@ class SupervisedSource(Source):
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
-    """The numbers under ``key``; None where there is no file, or one that is damaged or of other rows."""
+    """Return the numbers under ``key``; None where the file is missing, damaged, or of other rows."""
     try:
         stored = load_file(cache) if cache.is_file() else {}
     except SafetensorError:

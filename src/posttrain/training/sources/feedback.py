@@ -26,7 +26,7 @@ class Feedback:
     context_tokens: int
 
     def rewrite(self, groups: Sequence[Sequence[Rollout]], rows: Sequence[tuple[int, int]]) -> tuple[Batch, Tensor]:
-        """The rows as the teacher reads them, and ``has_feedback`` ``float32 [B]``."""
+        """Return the rows as the teacher reads them, and ``has_feedback`` ``float32 [B]``."""
         samples, has_feedback = [], []
         for index, (n, g) in enumerate(rows):
             rollout = groups[n][g]

@@ -99,7 +99,7 @@ class RolloutSource(Source):
         self._warnings: dict[str, bool] = {}  # and whether they were shown
 
     def __call__(self, step: int) -> TrainBatch:
-        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
+        """Return the rows of update number ``step`` (1-based); sample when a new rollout batch is due."""
         cycle, update = divmod(step - 1, self.updates)
         if update == 0:
             draw = self._collect(step, cycle)
@@ -116,7 +116,7 @@ class RolloutSource(Source):
         return draw
 
     def length_of(self, epochs: float) -> tuple[int, str]:
-        """The number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
+        """Return the number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
         batches = num_batches(epochs, self.num_examples, self.options.num_prompts)
         over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} prompts"
         what = "steps" if self.updates == 1 else "rollout batches"
@@ -147,7 +147,7 @@ class RolloutSource(Source):
         return unreported
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
-        """The rows of one part of the prompts that something was selected from."""
+        """Return the rows of one part of the prompts with selected completions."""
         groups = sorted(set(batch.group.tolist()))
         order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
         bounds = [len(groups) * p // self.minibatches for p in (part, part + 1)]
@@ -359,7 +359,7 @@ def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tenso
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
-    """A row in which the model's own tokens are trained, and an environment's are not."""
+    """Return a row in which the model's own tokens are trained, and an environment's are not."""
     prompt, answer = list(rollout.prompt_ids), rollout.completion
     return Sample(
         ids=prompt + list(answer.ids),
@@ -433,7 +433,7 @@ def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) ->
 def _describe_choice(
     groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
 ) -> dict[str, float]:
-    """Metrics of the choice of what is trained on."""
+    """Return metrics of the selection."""
     info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
     advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
     if len(advantages):
