@@ -42,7 +42,8 @@ COLORS = {
 }
 INK = "#1d2129"
 NUM_COLORS = 8  # of lines that look different
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
+Dashes = str | tuple[int, tuple[float, float]]
+DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
 NUM_TOGETHER = 6  # series that can be distinguished in one panel; of more, each has a panel of its own
 PICTURES = (".png", ".svg", ".pdf")
 # What one figure says of itself: in a page it would hold for all others, or stand there several times.
@@ -229,7 +230,7 @@ def _draw(figure: FigureBase, panel: Panel) -> Axes:
     return axes
 
 
-def _draw_series(axes: Axes, series: Series, color: str, dashes: Any, is_flat: bool) -> None:
+def _draw_series(axes: Axes, series: Series, color: str, dashes: Dashes, is_flat: bool) -> None:
     drawn = series.drawn()
     xs, ys = [series.xs[i] for i in drawn], [series.ys[i] for i in drawn]
     low, high = ([bound[i] for i in drawn] if bound else [] for bound in (series.low, series.high))

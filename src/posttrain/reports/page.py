@@ -40,9 +40,9 @@ def write_html(page: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
     """Nested facts as lines for a table: ``("hardware: cores", 2)``; those that are None are left out."""
-    lines: list[tuple[str, Any]] = []
+    lines: list[tuple[str, object]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
             lines += flatten(value, f"{prefix}{name}: ")

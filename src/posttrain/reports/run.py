@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.reports.charts import Panel
 from posttrain.reports.page import render
@@ -97,7 +96,7 @@ class Report:
     chapters: Sequence[Chapter] = ()
     transcripts: Sequence[Transcript] = ()
     transcripts_note: str = ""
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, object] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
     primary: Metric = ACCURACY
 

@@ -9,7 +9,7 @@ need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -245,7 +245,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     return tuple(ordered.values())
 
 
-def needed_fields(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
+def needed_fields(entry: Entry, options: Mapping[str, object], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
     """Return the fields that an objective reads, given its options; with ``ref_logprobs`` where the KL has a weight.
 
     A function that was not registered gets those that cost no extra forward pass.

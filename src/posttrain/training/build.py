@@ -131,7 +131,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     method = _build_method(components, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
 
-    def build_engine(entry: Entry, options: dict[str, Any], where: str) -> Engine:
+    def build_engine(entry: Entry, options: dict[str, object], where: str) -> Engine:
         engine: Engine = entry.bind(options, where)(model, tokenizer).settle(folder, process_group)
         if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
             engine.take_parts(shards.within)
@@ -258,7 +258,7 @@ def _forward(recipe: Recipe, model: Model, temperature: float) -> Forward:
 
 
 def _eval_engine(
-    components: Components, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
+    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine], *, needed: bool
 ) -> tuple[Engine, list[str]]:
     """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain import registry
 from posttrain.data.base import eval_components
@@ -43,7 +43,7 @@ class Components:
     level: Level
     aggregation: Entry
     engine: Entry
-    engine_options: dict[str, Any]
+    engine_options: dict[str, object]
     advantage: Entry | None
     selection: Entry | None
     unit: str

@@ -261,7 +261,7 @@ class Root(torch.nn.Module):
         super().__init__()
         self.model, self.head = model, head
 
-    def forward(self, compute: Callable[[], Any]) -> Any:
+    def forward(self, compute: Callable[[], T]) -> T:
         return compute()
 
 
@@ -358,7 +358,7 @@ def _within(root: Any, compute: Callable[[], T]) -> T:
     return computed
 
 
-def part_of(tensor: Tensor, like: Any) -> Any:
+def part_of(tensor: Tensor, like: Any) -> DTensor:
     """Return an unsharded tensor, the same in all processes, sharded as ``like`` is."""
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
@@ -392,7 +392,7 @@ class StoredShards(Mapping[str, Tensor]):
                 raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is not whole")
 
     @contextmanager
-    def _explained(self) -> Iterator[Any]:
+    def _explained(self) -> Iterator[HuggingFaceStorageReader]:
         try:
             yield HuggingFaceStorageReader(str(self._folder))
         except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:

@@ -104,7 +104,7 @@ class Loop:
             dropped = f"{trimmed.dropped_lines} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
-    def beginning(self, resumed: bool, length: str | None) -> dict[str, Any]:
+    def beginning(self, resumed: bool, length: str | None) -> dict[str, object]:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
         source = self.parts.source
         return {
@@ -301,7 +301,7 @@ class Loop:
                 self.best = {"step": float(step), primary.name: value}
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
-            about: dict[str, Any] = {"step": step, "name": evaluation.name, "primary_metric": primary}
+            about: dict[str, object] = {"step": step, "name": evaluation.name, "primary_metric": primary}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
     def _pass_on_warnings(self) -> None:

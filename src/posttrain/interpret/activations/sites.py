@@ -71,7 +71,7 @@ def replaced(model: Model, site: str, change: Callable[[Tensor], Tensor]) -> Ite
     blocks = blocks_of(backbone_of(model))
     refuse_layers([site], len(blocks), "this model")
 
-    def after(_: nn.Module, __: Any, output: Any) -> Any:
+    def after(_: nn.Module, __: object, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     hook = blocks[layer_of(site) - 1].register_forward_hook(after)
@@ -85,7 +85,7 @@ class _Reached(Exception):
     """Signal that all sites are computed, so that the layers above need not run."""
 
 
-def read_sites(model: Model, sites: Sequence[str], **inputs: Any) -> list[Tensor]:
+def read_sites(model: Model, sites: Sequence[str], **inputs: object) -> list[Tensor]:
     """Run a model up to the last of the sites; return what each of them holds, ``[batch, tokens, d]``."""
     seen: dict[str, Tensor] = {}
 

@@ -140,7 +140,7 @@ def _advance(
     return logits
 
 
-def _read_source(source: Model, site: str, read: dict[str, Any], cache: Any, count: int) -> Tensor:
+def _read_source(source: Model, site: str, read: dict[str, Any], cache: Cache, count: int) -> Tensor:
     """Return the source's activations [R, tokens, d], float32; prompts, the same in every group, are read once."""
     is_first = read["input_ids"].shape == read["attention_mask"].shape
     size = len(read["input_ids"]) // count
@@ -264,7 +264,7 @@ def try_factors(
     return points
 
 
-def judge(differences: Sequence[float]) -> dict[str, Any]:
+def judge(differences: Sequence[float]) -> dict[str, object]:
     """Return the mean of differences, one per seed, with its 95 % Student-t interval, and whether that excludes 0."""
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
@@ -330,7 +330,7 @@ def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
     return sorted(set(points))
 
 
-def _verdicts(info: Mapping[str, Any]) -> dict[str, Any]:
+def _verdicts(info: Mapping[str, Any]) -> dict[str, dict[str, object]]:
     differences: dict[str, list[float]] = {}
     for test in TESTS:
         rows, points = info[test], info[test][0]

@@ -195,7 +195,7 @@ def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], 
     return examples[: changes.prompts], examples[changes.prompts :]
 
 
-def describe_answers(rollouts: list[Rollout], documents: Documents, by: str) -> dict[str, Any]:
+def describe_answers(rollouts: list[Rollout], documents: Documents, by: str) -> dict[str, object]:
     """Count the answers, and measure their length and reward."""
     rewards, answer_tokens = [r.reward for r in rollouts], documents.num_tokens - sum(documents.prompt_lengths)
     return {
@@ -331,7 +331,7 @@ def count_changes(changes: Changes) -> dict[str, int]:
     }
 
 
-def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, Any]:
+def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, object]:
     """Describe one dictionary: its quality, the counts, the null tests, and every feature's numbers."""
     changes = seen.changes
     ratio = changes.ratio[0][changes.tested]
@@ -363,7 +363,7 @@ def describe_features(
     model: Model,
     tokenizer: Tokenizer,
     count: int,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Describe the most changed features: with intervals, what they promote, and where they changed."""
     changes = seen.changes
     chosen = changes.ranking()[: min(count, max(1, changes.num_changed))].tolist()
@@ -371,7 +371,7 @@ def describe_features(
     contexts = feature_contexts(store, site, sae, chosen, tokenizer)
     entries = []
     for index, feature in enumerate(chosen):
-        entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
+        entry: dict[str, object] = {"feature": feature, "documents": int(changes.documents[feature])}
         for row, name in enumerate(MEASURES):
             for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
                 entry[f"{name}_{key}"] = number(float(getattr(changes, key)[row, feature]))
@@ -423,7 +423,7 @@ def feature_contexts(
     for column in range(len(features)):
         delta = values[1, :, column] - values[0, :, column]
         sign = 1.0 if float(delta.sum()) >= 0 else -1.0
-        entry: dict[str, list[Any]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
+        entry: dict[str, list[object]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
         seen: set[tuple[str, ...]] = set()  # answers to one prompt begin alike
         for row in (delta * sign).topk(min(len(delta), 50 * count)).indices.tolist():
             context = _context(store, documents, values[:, :, column], row, tokenizer)
@@ -435,7 +435,7 @@ def feature_contexts(
     return entries
 
 
-def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Tokenizer) -> list[list[Any]]:
+def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Tokenizer) -> list[object]:
     """Return the five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
     counts = torch.bincount(tokens)
     signed = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens, delta.double())
@@ -482,7 +482,7 @@ def overlap(
     return {name: float(value) for name, value in found.items()}
 
 
-def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, Any]:
+def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, object]:
     """Describe how far the changed features of every two seeds are the same."""
     pairs = []
     for a, b in permutations(range(len(saes)), 2):

@@ -214,7 +214,7 @@ def locate_divergence(
     }
 
 
-def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, object]]:
     """Return the tokens that carry most of the KL: their share of it, and the mean where they are."""
     ids = torch.tensor(tokens)
     counts = torch.bincount(ids)

@@ -505,7 +505,7 @@ def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 @torch.no_grad()
 def strongest_tokens(
     model: Model, directions: Tensor, tokenizer: Tokenizer, count: int = 8
-) -> list[dict[str, list[Any]]]:
+) -> list[dict[str, list[list[object]]]]:
     """Return for each direction [n, d] the tokens with the largest and the smallest logits.
 
     ``{"up": [[text, logit], ...], "down": [...]}``.
@@ -514,7 +514,7 @@ def strongest_tokens(
         return []
     up, down = build_lens(model).extremes(directions, count)
 
-    def texts(likely: list[Likely]) -> list[list[Any]]:
+    def texts(likely: list[Likely]) -> list[list[object]]:
         return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
 
     return [{"up": texts(rising), "down": texts(falling)} for rising, falling in zip(up, down, strict=True)]

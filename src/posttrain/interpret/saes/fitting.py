@@ -128,12 +128,12 @@ class RowBatches:
             [self.order(epoch)[places[epochs == epoch] % self.num_rows] for epoch in epochs.unique().tolist()]
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "seed": self.seed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         assert state["seed"] == self.seed, "the data order of another seed"
-        self.step = int(state["step"])
+        self.step = state["step"]
 
 
 # The loss of a dictionary, with the gradients of its matrix products by hand. For rows x [n, d] (scaled):

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,9 +98,16 @@ def train_run(
     store = open_or_record(recipe, files.folder, notify, allow_large=allow_large)
     rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
     metrics = TrackedMetrics(files.metrics, trackers)
-    shared: dict[str, Any] = {"resume": resume, "observer": observer, "should_stop": should_stop}
     try:
-        trained = train_sae(rows, recipe, checkpoints=files.checkpoints, metrics=metrics, **shared)
+        trained = train_sae(
+            rows,
+            recipe,
+            checkpoints=files.checkpoints,
+            metrics=metrics,
+            resume=resume,
+            observer=observer,
+            should_stop=should_stop,
+        )
     except UsageError:
         if not resume:  # so that the empty run can be removed
             shutil.rmtree(files.folder / ACTIVATIONS, ignore_errors=True)

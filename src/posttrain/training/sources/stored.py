@@ -52,7 +52,7 @@ class Prompts(Protocol):
     options: RolloutSection
 
 
-def write_drawn(drawn: Drawn) -> dict[str, Any]:
+def write_drawn(drawn: Drawn) -> dict[str, object]:
     """A drawn batch as plain data; examples and prompts are indices."""
     places = {id(group): place for place, group in enumerate(drawn.sampled)}
     return {
@@ -161,7 +161,7 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
     return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit)
 
 
-def _write_rollout(rollout: Rollout) -> dict[str, Any]:
+def _write_rollout(rollout: Rollout) -> dict[str, object]:
     plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _OF_THE_TASK}
     plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
     if rollout.turns or rollout.failures:
