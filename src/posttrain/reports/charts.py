@@ -188,12 +188,14 @@ def _settings() -> Iterator[None]:
     """Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture."""
     import matplotlib as mpl
 
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False}
-    settings |= {f"{what}.color": COLORS["soft"] for what in ("text", "xtick", "ytick")}
-    settings |= {"axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "font.size": 8}
-    settings |= {"axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    settings |= {"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False, "font.size": 8,
+        "text.color": COLORS["soft"], "xtick.color": COLORS["soft"], "ytick.color": COLORS["soft"],
+        "axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "axes.axisbelow": True,
+        "axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7,
+        "axes.spines.top": False, "axes.spines.right": False, "xtick.major.size": 0, "ytick.major.size": 0,
+        "xtick.minor.size": 0, "ytick.minor.size": 0,
+    }  # fmt: skip
     with mpl.rc_context(settings):
         yield
 
@@ -267,15 +269,13 @@ def _draw_axes(axes: Axes, panel: Panel) -> None:
     """Scales, ranges, ticks and labels."""
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    axes.set_xscale("log" if panel.log_x else "linear")
-    axes.set_yscale("log" if panel.log_y else "linear")
+    axes.set(xscale="log" if panel.log_x else "linear", yscale="log" if panel.log_y else "linear")
     low, high = panel.y_range or axis_range(panel)
     high = high * 1.03 if panel.is_share and panel.y_range is None else high
     shown = PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: show_tick(value))
     axes.set(xlabel=_short(panel.x_label or "step" * (not panel.names)), ylabel=_short(panel.y_label))
     if panel.names:
-        axes.set_xlim(low, high)
-        axes.set_ylim(len(panel.names) - 0.5, -0.5)
+        axes.set(xlim=(low, high), ylim=(len(panel.names) - 0.5, -0.5))
         axes.yaxis.set_ticks(range(len(panel.names)), [_short(name)[:MAX_NAME] for name in panel.names])
         axes.xaxis.set_major_formatter(shown)
         return
