@@ -17,11 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    import transformers
     from torch import Tensor
-
-Model: TypeAlias = "transformers.PreTrainedModel"  # or a peft model around one
-Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 # How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
 # environment says that it is over, or because a tool or the environment failed.
@@ -29,6 +25,11 @@ Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "envi
 # Those by which a limit of the recipe cuts a completion off, before it or its environment came to an end: of tokens, of
 # turns, of the seconds of a call.
 TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
+
+if TYPE_CHECKING:
+    import transformers
+Model: TypeAlias = "transformers.PreTrainedModel"  # or a peft model around one
+Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 
 @dataclass(frozen=True, slots=True)
