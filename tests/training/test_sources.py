@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from small_sources import groups_of, mostly_uniform, prompts_at, prompts_drawn, rows_of, sampled, sums, uniform
+from small_sources import (
+    groups_of,
+    mostly_uniform,
+    prompts_at,
+    prompts_drawn,
+    rows_of,
+    sampled,
+    sums,
+    uniform,
+)
 
 from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, encode_response
