@@ -112,13 +112,7 @@ def _start(prompts: Sequence[Sequence[int]], count: int, device: torch.device) -
     )
 
 
-def _advance(
-    writer: Model,
-    source: Model | None,
-    site: str,
-    rows: _Rows,
-    interventions: Sequence[Added],
-) -> Tensor:
+def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interventions: Sequence[Added]) -> Tensor:
     """Read ``rows.tokens`` with both models; return the logits of the next token of each row [R, V]."""
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
     real = rows.mask[:, -rows.tokens.shape[1] :].bool()

@@ -125,10 +125,7 @@ def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_kl(
-    base: Model,
-    post: Model,
-    documents: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
+    base: Model, post: Model, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
 ) -> tuple[list[Tensor], Tensor]:
     """Return (for each document float64 [tokens]: KL of the distribution of the token *at* each place, float64 [V]).
 
@@ -169,11 +166,7 @@ def _batches(documents: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def locate_divergence(
-    base: Model,
-    post: Model,
-    documents: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    tokenizer: Tokenizer,
+    base: Model, post: Model, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Measure KL(post ‖ base): its mean, its concentration, its places and tokens, and whole answers."""
     every, moved = token_kl(base, post, documents, prompt_lengths)

@@ -394,11 +394,7 @@ def measure(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
 
 @torch.no_grad()
 def recover(
-    model: Model,
-    sae: SparseAutoencoder,
-    site: str,
-    documents: Sequence[Sequence[int]],
-    limit: float = float("inf"),
+    model: Model, sae: SparseAutoencoder, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
 ) -> dict[str, float]:
     """Measure what is recovered on documents (token ids), one at a time: means over the predicted tokens, in nats.
 
