@@ -69,9 +69,7 @@ class Transcript:
 def turns_of(question: str) -> list[tuple[str, str]]:
     """The turns of a recorded dialogue (``store.rollouts.prompt_text``): (role, text); none of a single message."""
     pieces = _TURN.split(question)
-    if pieces[0] or len(pieces) == 1:
-        return []
-    return list(zip(pieces[1::2], pieces[2::2], strict=True))
+    return [] if pieces[0] or len(pieces) == 1 else list(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,8 @@ class AdvantageEstimator:
         shape = (len(mask), int(numbers.max()) + 1)
         rewards = torch.zeros(shape, dtype=paid.dtype).scatter_add(1, places, torch.where(mask, paid, 0.0))
         taken = torch.arange(shape[1]) < (numbers.amax(dim=1) + 1)[:, None]
-        of_groups = []
-        for one, its in zip(rewards.split(list(sizes)), taken.split(list(sizes)), strict=True):
-            of_groups.append(call_advantage(self.advantage, tuple(one.shape), 1, one, its))
+        groups = zip(rewards.split(list(sizes)), taken.split(list(sizes)), strict=True)
+        of_groups = [call_advantage(self.advantage, tuple(one.shape), 1, one, its) for one, its in groups]
         return torch.where(mask, torch.cat(of_groups).gather(1, places), 0.0)
 
     def _penalty(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:

@@ -182,9 +182,8 @@ def _of_engines(w: Components) -> Iterator[Rule]:
     elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
     unplayed = w.recipe.environment is None and not w.recipe.tools
-    gives = "give 'environment'"
-    if w.recipe.rollout is None:
-        gives = "in a recipe with 'data' nothing answers; take another task"
+    without = "in a recipe with 'data' nothing answers; take another task"
+    gives = without if w.recipe.rollout is None else "give 'environment'"
     tasks = {"task": w.recipe.task} | {f"eval.tasks.{i}": task for i, task in enumerate(w.recipe.eval.tasks)}
     for key, component in tasks.items():
         played = (registry.traits_of("task", component.name) or {}).get("played")
