@@ -30,7 +30,7 @@ MEGABYTE = 1e6
 
 
 def anonymous_bytes() -> int:
-    """What this process holds now that is no file's."""
+    """Return the bytes that this process holds now and that are not mapped from a file."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 

@@ -1,4 +1,4 @@
-"""What training and sampling cost on a CPU, next to the peers, in one table.
+"""Cost of training and sampling on a CPU, compared with other implementations, in one table.
 
     make bench-cpu                                # all rows, one thread
     python benchmarks/cpu.py --rows sft,rm --rounds 1 --steps 4

@@ -43,7 +43,7 @@ def train(recipe: str, folder: Path, run: str, words: Sequence[str]) -> float:
 
 
 def played(run: Path, name: str, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the games of an evaluation: how many, what greedy play and the best play are paid, and the share by heap."""
+    """Describe the games of an evaluation: their number, the rewards of greedy and best play, and the share by heap."""
     store = RolloutStore(run / "rollouts.db", read_only=True)
     rows = [row for row in store.evaluations() if row.evaluation == name and row.step == step]
     game = registry.find("environment", "nim:nim").bind(options)()

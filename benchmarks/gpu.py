@@ -1,4 +1,4 @@
-"""What training and sampling cost on one GPU: tokens per second, model FLOPs use, memory, launches.
+"""Cost of training and sampling on one GPU: tokens per second, model FLOPs use, memory, launches.
 
     python benchmarks/gpu.py                      # all rows
     python benchmarks/gpu.py --rows sft-0.6b,decode-64
@@ -131,7 +131,7 @@ def make_batch(vocabulary: int, groups: int, group: int, prompt: int, answer: in
 
 
 def model_flops(config: Any, groups: int, group: int, prompt: int, answer: int, backward: float) -> float:
-    """Of one step; ``backward``: FLOPs of the backward pass as a multiple of the forward pass's."""
+    """Return the FLOPs of one step; ``backward``: FLOPs of the backward pass as a multiple of the forward pass's."""
     width, heads, pairs = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     head = config.head_dim if getattr(config, "head_dim", None) else width // heads
     block = 2 * width * head * (heads + pairs) + 3 * width * config.intermediate_size
@@ -255,7 +255,7 @@ def one_step(recipe: Any, parts: TrainerState, batch: Batch, step: int) -> None:
 
 
 def profiled(work: Callable[[], Any]) -> dict[str, int]:
-    """How often each operation, kernel and call of CUDA was there, by name."""
+    """Count each operation, kernel and call of CUDA by name."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with torch.profiler.profile(activities=kinds) as profile:

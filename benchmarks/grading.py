@@ -245,7 +245,7 @@ def measure_adversary(size: str) -> dict[str, Any]:
 
 
 def best_constants(num_rows: int) -> dict[str, list[Any]]:
-    """Of tasks without one gold: the constant answer that is right most often, and for which share of rows."""
+    """Return the constant answer that is correct most often, and its share of rows, for ifeval and mmlu."""
     found = {}
     for task in ("ifeval", "mmlu"):
         examples = real_golds.load(task).examples[:num_rows]

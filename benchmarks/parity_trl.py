@@ -1,4 +1,4 @@
-"""What parity.py compares on: random inputs, and TRL's loss methods called with stand-ins.
+"""Inputs of parity.py: random batches, and TRL's loss methods called with fakes.
 
 Each function gives a callable from a draw to the loss that TRL computes from it. TRL's methods are called as they
 are; only what surrounds them (trainer, model, accelerator) is replaced by the few attributes that they read.
@@ -87,7 +87,7 @@ def make_draw(seed: int, prompt_tokens: int) -> Draw:
 
 
 class Model(torch.nn.Module):
-    """What TRL sees of a language model: log-probabilities of labels, or logits of two tokens that give them."""
+    """Fake of a language model for TRL: log-probabilities of labels, or logits of two tokens that give them."""
 
     is_gradient_checkpointing = False
 

@@ -30,7 +30,7 @@ class TensorRows:
 
 
 def match(learned: Tensor, planted: Tensor) -> tuple[float, Tensor]:
-    """How well directions [F, d] find planted ones [T, d]: mean |cosine| of a one-to-one assignment, and each one's.
+    """Measure how well directions [F, d] match planted ones [T, d]: mean |cosine| of the best assignment, and each.
 
     The mean correlation coefficient (MCC) of the literature. Pairs are assigned from the most similar downwards,
     which is never above the best assignment. With F < T, the planted directions that are left count as 0.

@@ -1,4 +1,4 @@
-"""How many more tokens a second several training processes take than one.
+"""Speed-up of several training processes over one, in tokens per second.
 
     python benchmarks/processes.py                              # 1 and 2 processes of one thread, in turns
     python benchmarks/processes.py --processes 2 --sharding fsdp2 --rounds 5
@@ -74,7 +74,7 @@ def train(folder: Path, name: str, processes: int, sharding: str, steps: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokens per second of several training processes beside one.")
+    parser = argparse.ArgumentParser(description="Tokens per second of several training processes, compared with one.")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--sharding", choices=("none", "fsdp2"), default="none")
     parser.add_argument("--rounds", type=int, default=3)

@@ -49,7 +49,7 @@ def is_installed(package: str) -> bool:
 
 
 class Seconds(NamedTuple):
-    """What a step took: by the clock, and of all threads of this process."""
+    """Seconds of a step: by the clock, and of all threads of this process."""
 
     wall: float
     cpu: float
@@ -65,7 +65,7 @@ class Seconds(NamedTuple):
 def our_steps(
     recipe: Recipe, parts: TrainerState, first: int, count: int, *, fused_layers: bool = True
 ) -> list[Seconds]:
-    """What each optimizer step took, sampling and grading included; without the hand-written layers, if asked."""
+    """Return the seconds of each optimizer step, sampling and grading included; ``fused_layers`` False: plain ones."""
     seconds = []
     fused.ENABLED = fused_layers
     for step in range(first, first + count):
@@ -98,7 +98,7 @@ class StepClock:
 
 
 def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
-    """What makes TRL fastest on a CPU: fp32, no gradient checkpointing, no reports."""
+    """Return the options with which TRL is fastest on a CPU: fp32, no gradient checkpointing, no reports."""
     return {
         "output_dir": folder,
         "max_steps": steps,
@@ -115,7 +115,7 @@ def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
 
 
 def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, TrainerState]:
-    """What GRPO's step is made of; prompts are cut to one length where it is given."""
+    """Return the recipe and components of GRPO's step; with ``prompt_tokens`` all prompts have that length."""
     recipe, parts = our_parts(
         {
             "model": {"name": "tiny"},
@@ -253,7 +253,7 @@ def median(steps: Sequence[Seconds]) -> Seconds:
 
 
 def kind_of_cpu() -> str:
-    """What the machine's processor calls itself, and the widest vectors that torch uses on it."""
+    """Return the name of the processor, and the widest vectors that torch uses on it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()

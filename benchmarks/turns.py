@@ -1,4 +1,4 @@
-"""What a rollout of several turns costs, next to the same tokens in one turn and next to reading everything again.
+"""Cost of a rollout of several turns, compared with one turn of as many tokens, and with reading all tokens again.
 
     python benchmarks/turns.py                       # 64 rows, 6 turns of some 32 tokens, replies of 16
     python benchmarks/turns.py --rows 64 --turns 6 --reply 64 --rounds 7

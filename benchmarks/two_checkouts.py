@@ -1,4 +1,4 @@
-"""Whether two checkouts of the project give the same numbers: losses, metrics, rollouts and weights, bit for bit.
+"""Comparison of two checkouts of the project, bit for bit: losses, metrics, rollouts and weights.
 
     python benchmarks/two_checkouts.py BEFORE AFTER                  # all workloads, 20 steps; the demo with 3 seeds
     python benchmarks/two_checkouts.py BEFORE AFTER --only dpo --steps 4 --seeds 0

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium that can be read: what they draw as text, or observe as text, is what the model is told."""
+"""Environments of Gymnasium with texts: the model reads their text rendering, or their observations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gymnasium(*, id: str, options: dict[str, Any] | None = None, actions: list[s
 
     ``{name: "gymnasium_adapter:gymnasium", id: FrozenLake-v1, actions: [left, down, right, up]}``. The model is
     told what ``render_mode="ansi"`` draws, with what stands out by its background in square brackets, or the
-    observation itself where that is a text; its tool is ``act``. The reward of each turn is told to ``turn_rewards``.
+    observation itself where that is a text; its tool is ``act``. The reward of each turn goes to ``turn_rewards``.
 
     Args:
         id: as in ``gymnasium.make``, of an environment that an installed package registers.

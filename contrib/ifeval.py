@@ -172,7 +172,7 @@ def count_sentences(text: str) -> int:
 
 
 def _goes_on(text: str, match: re.Match[str]) -> bool:
-    """Whether the mark does not end its sentence."""
+    """Return whether the sentence goes on after the mark."""
     following = _NEXT.match(text, match.end(), match.end() + _CONTEXT_CHARS)
     if following is None:
         return False
@@ -415,12 +415,12 @@ def _refuse(constant: str) -> None:
 
 
 def _has_text(text: str) -> bool:
-    """Whether there is a letter or a digit: dots and stars follow an instruction only in form."""
+    """Return whether there is a letter or a digit: dots and stars follow an instruction only in form."""
     return re.search(r"[^\W_]", text) is not None
 
 
 def _split_at(text: str, divider: str) -> list[str]:
-    """What stands between dividers; a divider at the very start or end of the text parts nothing."""
+    """Return the parts between dividers; a divider at the start or end of the text is ignored."""
     return [part.strip() for part in text.strip().removeprefix(divider).removesuffix(divider).split(divider)]
 
 

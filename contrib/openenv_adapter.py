@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server: what their actions take is what the tools take, what they observe is told."""
+"""Environments behind an OpenEnv server: actions are tools, and observations are the model's messages."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def openenv(
     """An environment that an OpenEnv server plays, one session for each completion; pays the sum of its rewards.
 
     ``{name: "openenv_adapter:openenv", show: [text]}``. Where its actions have fields, the tool ``act`` takes
-    these; where it offers tools (MCP), they are the tools. The reward of each turn is told to ``turn_rewards``.
+    these; where it offers tools (MCP), they are the tools. The reward of each turn goes to ``turn_rewards``.
     The server must take as many sessions at a time as completions are played (``max_concurrent_envs``).
 
     Args:
         url: of the server. A key for it belongs into ``OPENENV_API_KEY``.
         reset: further arguments of its ``reset``, next to the seed.
-        fields: of the example (``id``, ``answer``, those of ``meta``) that its ``reset`` is told, too.
-        show: fields of what it observes that the model reads; by default all but ``metadata``. A single text is told as
-            it is, anything else as JSON.
+        fields: of the example (``id``, ``answer``, those of ``meta``) that its ``reset`` gets, too.
+        show: fields of what it observes that the model reads; by default all but ``metadata``. A single text is shown
+            as it is, anything else as JSON.
         timeout_seconds: how long it may take to answer.
         remote: it may be on another machine, which then reads what the model writes.
 
@@ -89,7 +89,7 @@ def _key(url: str) -> str | None:
 
 
 class _Connection(NamedTuple):
-    """Where a server is, and how it is asked."""
+    """Address of a server, with the options of requests."""
 
     url: str
     seconds: float
@@ -102,7 +102,7 @@ class _Connection(NamedTuple):
 
 
 class _Schema(BaseModel):
-    """What is read of the schema of an action's arguments."""
+    """Keys that are read of the schema of an action's arguments."""
 
     properties: dict[str, dict[str, Any]] = {}
     required: list[str] = []
@@ -110,7 +110,7 @@ class _Schema(BaseModel):
 
 
 class _Action(BaseModel):
-    """What a model may do: ``arguments`` is the schema of its arguments; ``is_tool``: it calls a tool of that name."""
+    """Action of a model: ``arguments`` is the schema of its arguments; ``is_tool``: it calls a tool of that name."""
 
     name: str
     description: str
@@ -143,7 +143,7 @@ def _client_class() -> Any:
 
 @lru_cache(maxsize=16)
 def _actions(connection: _Connection) -> tuple[_Action, ...]:
-    """What a server's environment lets a model do, as it says itself; asked once in a process."""
+    """Return the actions that a server's environment lists; requested once per process."""
     schema = _fetch(connection, "/schema").get("action")
     if not isinstance(schema, dict):
         raise UsageError(f"environment.url: {connection.url}/schema names no action; is it an OpenEnv server?")
@@ -345,7 +345,7 @@ def _is_reward(reward: Any) -> bool:
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:
-    """What a tool of the environment returned; what it raised is raised."""
+    """Return the result of a tool of the environment; its error is raised."""
     error, result = observation.get("error"), observation.get("result")
     if error:
         raise ValueError(str(error.get("message") if isinstance(error, dict) else error))

@@ -130,7 +130,7 @@ from posttrain.algorithms.objectives.policy_gradient import register
 from posttrain.registry import find
 {objective}
 {reward}
-from posttrain.training.batch_fields import Scorer, Tensor, required_parts
+from posttrain.training.batch_fields import Scorer, Tensor, fillers
 {stream}
 from posttrain.graders.grading import Submission, Verdict, grade
 {grader}
@@ -143,7 +143,7 @@ assert find("objective", "surprised").traits["needs"] == ("advantages",)
 print(surprised(outputs, batch).values.tolist())
 print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
-print(sorted(required_parts(["distance"])))
+print(sorted({{part for entry in fillers(["distance"], "") for part in entry.provided}}))
 asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipes.document import recipe_names

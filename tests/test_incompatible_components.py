@@ -53,7 +53,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
             "correction: it weighs tokens, but objective 'dpo' gives one value per pair",
         ),
         ("--head.trunk shared", "head: objective 'grpo' reads no scores or values; leave 'head' out"),
-        ("--objective bradley_terry --head.trunk shared", "head.trunk: a reward head always stands on the model"),
+        ("--objective bradley_terry --head.trunk shared", "head.trunk: a reward head always shares the model"),
         ("--objective bradley_terry --eval.num_kl_prompts 4", "objective 'bradley_terry' trains no policy that"),
         ("--objective bradley_terry --eval.samples 2 --eval.temperature 1", "eval.samples: a reward model writes no"),
         ("--eval.samples 2", "the same answer every time; give a 'temperature' above 0 with 'samples'"),

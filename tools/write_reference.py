@@ -102,7 +102,7 @@ def game_text() -> str:
 
 
 def speed_text() -> str:
-    """What a step costs next to the peers, a table for each kind of CPU that was measured."""
+    """Return the cost of a step compared with other implementations, a table for each kind of CPU."""
     tables = []
     for path in sorted(RESULTS.glob("cpu-*.json")):
         measured = read(path.name)
@@ -126,7 +126,7 @@ def speed_text() -> str:
 
 
 def gpu_texts() -> list[str]:
-    """What a step costs on a GPU, a section for each that was measured."""
+    """Return the cost of a step on a GPU, a section for each that was measured."""
     texts = []
     for path in sorted(RESULTS.glob("gpu-*.json")):
         measured = read(path.name)

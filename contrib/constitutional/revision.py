@@ -23,7 +23,7 @@ Conversation = Sequence[Message]
 
 
 class Unusable(str):
-    """Why there is no text: counted by its words."""
+    """Reason why there is no text; reasons are counted."""
 
 
 def refuse_tags(tokenizer: Any, template: Template) -> None:

@@ -64,7 +64,7 @@ def nim(
 
 
 def winning(max_heap: int, take: int) -> list[bool]:
-    """Of each heap from 0 on, whether who is to move can win it, from the smallest heap up."""
+    """Return for each heap from 0 on whether the player to move can win it."""
     wins = [False]
     for heap in range(1, max_heap + 1):
         wins.append(not all(wins[heap - stones] for stones in range(1, min(take, heap) + 1)))
@@ -112,12 +112,12 @@ class Nim(TextGame):
 
     @property
     def legal_moves(self) -> list[Move]:
-        """What may be left."""
+        """Return the heaps that a move may leave."""
         return [("leave", {"stones": stones}) for stones in self._choices()]
 
     @property
     def best_reward(self) -> float:
-        """What the best play is still paid, whatever the opponent draws: 1 where the heap can be won, else 0."""
+        """Return the reward of the best play against every opponent: 1 where the heap can be won, else 0."""
         return float(not self.done and self.wins[self.heap])
 
     def _begin(self, random: np.random.Generator) -> str:

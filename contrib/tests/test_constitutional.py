@@ -248,7 +248,7 @@ def test_shows_working() -> None:
 def test_feedback_command_dpo_on_its_pairs_breaks_the_rule_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 96 held-out answers about one in four breaks the rule; after thirty steps of DPO not one in ten does."""
+    """About 1 in 4 of 96 held-out answers breaks the rule; after thirty steps of DPO fewer than 1 in 10 do."""
     monkeypatch.chdir(tmp_path)
     Path("rule.yaml").write_text(
         "principles:\n  - name: plain ending\n"

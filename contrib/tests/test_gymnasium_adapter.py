@@ -1,4 +1,4 @@
-"""Environments of Gymnasium: what is told, what is paid, and what cannot be played."""
+"""Environments of Gymnasium: messages, rewards, and environments that cannot be played."""
 
 from __future__ import annotations
 

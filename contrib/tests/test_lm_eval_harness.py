@@ -51,7 +51,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What training saves, after two steps."""
+    """Train for two steps and return the checkpoint."""
     root = tmp_path_factory.mktemp("runs")
     small = ["--task.size", "60", "--train.steps", "2", "--eval.every", "0", "--quiet"]
     assert main(["train", "tiny/sft", "--runs-dir", str(root), "--run", "x", *small]) == 0
@@ -186,7 +186,7 @@ def loglikelihood(loaded: Any, prompt: str, continuation: str) -> float:
 
 
 def greedy(loaded: Any, prompt: str, max_tokens: int) -> str:
-    """What the native engine continues with, without the end token."""
+    """Return the continuation of the native engine, without the end token."""
     end = loaded.tokenizer.eos_token_id
     sampling = Sampling(max_tokens, temperature=0.0, stop_ids=frozenset({end}))
     ((completion,),) = NativeEngine(loaded.model).generate([loaded.tokenizer(prompt)["input_ids"]], [[0]], sampling)

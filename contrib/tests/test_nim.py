@@ -121,7 +121,7 @@ def can_win(heap: int, take: int) -> bool:
 
 
 def worth(heap: int, take: int, policy: Callable[[int], Mapping[int, float]]) -> float:
-    """How often a policy (the chance of each move, by the heap) wins, summed over all lines of play."""
+    """Return the winning rate of a policy (the chance of each move, by the heap), over all lines of play."""
 
     def behind(left: int) -> float:
         moves = range(1, min(take, left) + 1)

@@ -158,7 +158,7 @@ def test_an_episode(package: None, serve: Callable[..., str], pool: Pool) -> Non
     )
     assert opening == "Go."
     [schema] = session.toolset.schemas
-    assert schema["function"]["description"] == "Moves. < |im_end|>", "a marker that a stranger's server says"
+    assert schema["function"]["description"] == "Moves. < |im_end|>", "a marker that an untrusted server writes"
     assert schema["function"]["parameters"]["properties"] == {
         "to": {"enum": ["left", "right"], "type": "string"},
         "far": {"type": "integer", "default": 1},

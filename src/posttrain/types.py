@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,11 @@ Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "envi
 # Those by which a limit of the recipe cuts a completion off, before it or its environment came to an end: of tokens, of
 # turns, of the seconds of a call.
 TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
+
+if TYPE_CHECKING:
+    import transformers
+Model: TypeAlias = "transformers.PreTrainedModel"  # or a peft model around one
+Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 
 @dataclass(frozen=True, slots=True)

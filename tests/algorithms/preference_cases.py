@@ -158,14 +158,6 @@ CASES: dict[str, Case] = {
     ),
     "exo": (preference.exo, {"beta": 0.8, "label_smoothing": 0.01}, lambda p: _exo(p, 0.8, 0.01)),
     "nca": (preference.nca, {"beta": 0.6}, lambda p: _nca(p, 0.6)),
-    "apo_zero": (
-        preference.apo_zero,
-        {"beta": 0.6},
-        lambda p: 1 - sigmoid(0.6 * p.ratio_w) + sigmoid(0.6 * p.ratio_l),
-    ),
-    "apo_down": (
-        preference.apo_down,
-        {"beta": 0.6},
-        lambda p: sigmoid(0.6 * p.ratio_w) + 1 - sigmoid(0.6 * p.delta),
-    ),
+    "apo_zero": (preference.apo_zero, {"beta": 0.6}, lambda p: 1 - sigmoid(0.6 * p.ratio_w) + sigmoid(0.6 * p.ratio_l)),
+    "apo_down": (preference.apo_down, {"beta": 0.6}, lambda p: sigmoid(0.6 * p.ratio_w) + 1 - sigmoid(0.6 * p.delta)),
 }

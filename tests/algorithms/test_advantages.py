@@ -69,16 +69,6 @@ def test_mean_scaled_has_the_gradient_of_the_truncated_likelihood(group: int):
     assert expectation == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, group)), abs=1e-12)
 
 
-def test_mean_scaled_approaches_the_gradient_of_the_log_likelihood():
-    """With a large group, the mean of weight times score is d log p / dp."""
-    p, group = 0.3, 400
-    drawn = (torch.rand(200, group, generator=torch.Generator().manual_seed(0)) < p).double()
-    weight = mean_scaled(drawn)
-    score = torch.where(drawn > 0, 1 / p, -1 / (1 - p)).double()  # d log Bernoulli(p) / dp
-    estimate = float((weight * score).mean())
-    assert estimate == pytest.approx(1 / p, rel=0.03)  # d log p / dp
-
-
 def test_batch_normalized_by_hand():
     flat = REWARDS.flatten()
     expected = (REWARDS - flat.mean()) / flat.std(correction=0)

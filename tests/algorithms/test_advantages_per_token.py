@@ -93,14 +93,6 @@ def test_gae_of_zero_is_the_td_error():
     assert advantages[0].tolist() == [0.0, 1 + 6 - 4, 2 + 9 - 6, 3 + 5 - 9]
 
 
-def test_without_values_the_advantage_is_the_return():
-    rewards, mask, values, _ = random_case(2)
-    nothing = torch.zeros_like(values)
-    advantages, returns = gae(rewards, mask, nothing, nothing[:, 0], gae_lambda=1.0, whiten=False)
-    assert torch.equal(advantages, returns)
-    assert torch.allclose(advantages, return_to_go(rewards, mask, values, nothing[:, 0], whiten=False)[0], atol=1e-12)
-
-
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
 def test_cut_off_and_ended_differ_by_the_share_of_the_final_value(gamma: float, gae_lambda: float):
     rewards, mask, values, _ = random_case(3)

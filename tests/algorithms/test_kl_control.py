@@ -34,7 +34,7 @@ def test_a_horizon_of_a_lasting_error_is_a_factor_of_e_to_the_fifth():
 
 
 def test_a_responsive_policy_is_brought_to_its_target():
-    """Where the KL falls as 1/β, β settles where the KL is the target."""
+    """β settles at the target if the KL falls as 1/β."""
     weight = 0.01
     for _ in range(3000):
         weight = adapt_kl_weight(weight, 0.3 / weight, 6.0, num_samples=256, horizon=10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
-WINDOWED = {"gemma2", "gemma3_text"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SHAPE,
     "llama": {key: value for key, value in SHAPE.items() if key != "head_dim"},
@@ -46,6 +46,16 @@ def build(family: str, **changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.eval()
+
+
+def disturbed(model: Any, scale: float, seed: int) -> Any:
+    """Return a copy that differs in the weights of its first two blocks alone."""
+    changed = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for block in changed.model.layers[:2]:
+            block.mlp.down_proj.weight += scale * torch.randn_like(block.mlp.down_proj.weight)
+    return changed
 
 
 def padded(documents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

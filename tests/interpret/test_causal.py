@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, cast
 
 import families
@@ -143,13 +142,7 @@ def writer() -> Any:
 
 @pytest.fixture(scope="module")
 def patch_source(writer: Any) -> Any:
-    """The writer with its first two blocks disturbed: all that differs is in the residual stream after layer 2."""
-    changed = copy.deepcopy(writer)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for block in changed.model.layers[:2]:
-            block.mlp.down_proj.weight += 0.08 * torch.randn_like(block.mlp.down_proj.weight)
-    return changed
+    return families.disturbed(writer, 0.08, 1)
 
 
 def greedy(model: Any) -> list[list[int]]:

@@ -83,7 +83,7 @@ def clustered(seed: int, features: int = 150, documents: int = 100, tokens: int 
 
 
 def flagged_by_tokens(base: Tensor, post: Tensor) -> int:
-    """What a test that takes tokens for units would flag, by the same rule."""
+    """Count the features that a test with tokens as units would flag, by the same rule."""
     delta = (post - base).double()
     t = delta.mean(0) / (delta.std(0) / math.sqrt(len(delta)))
     return int((holm(two_sided_p(t, torch.full_like(t, 10_000))) < 0.05).sum())

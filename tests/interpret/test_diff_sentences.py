@@ -1,4 +1,4 @@
-"""What a comparison says follows from its numbers, whichever way they lie."""
+"""Sentences of a comparison follow from its numbers, in either direction."""
 
 from __future__ import annotations
 

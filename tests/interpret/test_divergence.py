@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import activations_of
+from families import activations_of, disturbed
 
 from posttrain.interpret.differences.divergence import Patcher, divergence, feature_patch, locate_divergence, token_kl
 from posttrain.interpret.saes.sae import SparseAutoencoder
@@ -26,13 +26,7 @@ def base() -> Any:
 
 @pytest.fixture(scope="module")
 def post(base: Any) -> Any:
-    """The base with the weights of its first two blocks disturbed."""
-    changed = copy.deepcopy(base)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for block in changed.model.layers[:2]:
-            block.mlp.down_proj.weight += 0.05 * torch.randn_like(block.mlp.down_proj.weight)
-    return changed
+    return disturbed(base, 0.05, 0)
 
 
 def sae(kind: str = "batchtopk") -> SparseAutoencoder:

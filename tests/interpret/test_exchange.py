@@ -13,13 +13,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.interpret.activations.shards import write_tensors
-from posttrain.interpret.saes.sae import (
-    SparseAutoencoder,
-    load_sae,
-    read_metadata,
-    save_sae,
-    site_of_hook,
-)
+from posttrain.interpret.saes.sae import SparseAutoencoder, load_sae, read_metadata, save_sae, site_of_hook
 
 D, F = 12, 40
 KINDS = ["l1", "topk", "batchtopk"]

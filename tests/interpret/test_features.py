@@ -76,7 +76,7 @@ def make_random(folder: Path, features: SparseAutoencoder) -> tuple[ActivationSt
 
 
 @pytest.mark.parametrize("kind", ["l1", "topk"])
-def test_what_a_plain_loop_finds(kind: str, tmp_path: Path) -> None:
+def test_find_contexts_equals_a_plain_loop(kind: str, tmp_path: Path) -> None:
     sae = SparseAutoencoder(6, 9, kind=kind, options={"k": 3} if kind == "topk" else {})
     store, documents, _ = make_random(tmp_path / "s", sae)
     rows = StoreRows(store)
@@ -118,7 +118,7 @@ def test_what_a_plain_loop_finds(kind: str, tmp_path: Path) -> None:
         assert torch.equal(whole.counts[feature], expected)
 
 
-def test_the_chunks_do_not_matter(tmp_path: Path) -> None:
+def test_find_contexts_does_not_depend_on_chunks(tmp_path: Path) -> None:
     sae = SparseAutoencoder(6, 9, kind="l1")
     store, _, _ = make_random(tmp_path / "s", sae)
     rows, chosen = StoreRows(store), torch.tensor([8, 2])
@@ -221,7 +221,7 @@ def test_only_some_features(sae: SparseAutoencoder, store: ActivationStore) -> N
 @pytest.mark.parametrize(
     ("family", "offset", "centres"), [("qwen3", 0, False), ("gpt2", 0, True), ("gemma2", 1, False)]
 )
-def test_the_gain_of_the_final_norm(family: str, offset: float, centres: bool) -> None:
+def test_build_lens_measures_the_gain_of_the_final_norm(family: str, offset: float, centres: bool) -> None:
     model = families.build(family)
     lens = build_lens(model)
     norm = model.transformer.ln_f if family == "gpt2" else model.model.norm
@@ -231,7 +231,7 @@ def test_the_gain_of_the_final_norm(family: str, offset: float, centres: bool) -
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "olmo2", "gpt_neox"])
 @torch.no_grad()
-def test_it_is_what_norm_and_head_say(family: str) -> None:
+def test_lens_equals_norm_and_head(family: str) -> None:
     """norm(u) = gain * (u, centred or not) / size, so the head's logits are the lens's divided by that size."""
     model = families.build(family)
     lens, head = build_lens(model), model.get_output_embeddings()
@@ -243,8 +243,8 @@ def test_it_is_what_norm_and_head_say(family: str) -> None:
     size = inner.square().mean(1, keepdim=True).sqrt()
     normed = getattr(backbone, norm)
     # far above the norm's epsilon, so that it does not matter
-    message = (head(normed(1e4 * unit)) - head(normed(-1e4 * unit))) / 2 * size
-    torch.testing.assert_close(lens.logits(5 * u), message - message.mean(1, keepdim=True), rtol=1e-3, atol=1e-4)
+    logits = (head(normed(1e4 * unit)) - head(normed(-1e4 * unit))) / 2 * size
+    torch.testing.assert_close(lens.logits(5 * u), logits - logits.mean(1, keepdim=True), rtol=1e-3, atol=1e-4)
 
 
 def test_build_lens_a_backbone_is_refused() -> None:

@@ -27,11 +27,7 @@ from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.metrics import MetricsLog
 
-KINDS: dict[str, dict[str, Any]] = {
-    "batchtopk": {"k": 4},
-    "topk": {"k": 4},
-    "l1": {"coefficient": 0.02},
-}
+KINDS: dict[str, dict[str, Any]] = {"batchtopk": {"k": 4}, "topk": {"k": 4}, "l1": {"coefficient": 0.02}}
 
 
 def recipe(kind: str = "batchtopk", evaluation: dict[str, Any] | None = None, **train: Any) -> SaeRecipe:

@@ -121,11 +121,7 @@ def test_batchtopk_keeps_so_many_of_the_batch() -> None:
 # The loss.
 
 D, F, N = 10, 48, 40
-OPTIONS: dict[str, dict[str, float]] = {
-    "l1": {"coefficient": 0.05},
-    "topk": {"k": 4},
-    "batchtopk": {"k": 4},
-}
+OPTIONS: dict[str, dict[str, float]] = {"l1": {"coefficient": 0.05}, "topk": {"k": 4}, "batchtopk": {"k": 4}}
 
 
 def small_sae(kind: str) -> tuple[SparseAutoencoder, Tensor]:

@@ -70,7 +70,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How two steps went: ``sampling`` and ``training`` are paths, ``mismatch`` the largest KL of a step in nats."""
+    """Result of two steps: ``sampling`` and ``training`` are paths, ``mismatch`` the largest KL of a step in nats."""
 
     architecture: str
     name: str

@@ -47,7 +47,7 @@ def rows_of(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def same_batch(left: Batch, right: Batch) -> bool:
-    """Whether two batches are the same, bit for bit and type for type."""
+    """Return whether two batches are the same, bit for bit and type for type."""
     fixed = ("tokens", "lengths", "mask", "group", "prefix")
     pairs = [(getattr(left, name), getattr(right, name)) for name in fixed]
     pairs += [(left.fields[name], right.fields.get(name)) for name in left.fields]
@@ -104,7 +104,7 @@ def sampled(
 
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:
-    """Of a batch drawn in several rounds: the first is that of every method, the others have an order of their own."""
+    """Return the prompts of a batch of several rounds: the first as always, the others in orders of their own."""
     size = source.options.num_prompts
     start = cycle * (source.options.max_rounds - 1) * size
     further = draw_indices(source.seed, "further prompts", start, (rounds - 1) * size, source.num_examples)
@@ -112,7 +112,7 @@ def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:
 
 
 def prompts_at(source: RolloutSource, start: int, count: int) -> list[int]:
-    """Which prompts stand at places ``start`` and following of the source's order."""
+    """Return the prompts at places ``start`` and following of the source's order."""
     return draw_indices(source.seed, "prompts", start, count, source.num_examples)
 
 
@@ -122,5 +122,5 @@ def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]
 
 
 def uniform(rollouts: Sequence[Rollout]) -> bool:
-    """Whether all rewards are equal."""
+    """Return whether all rewards are equal."""
     return len({r.reward for r in rollouts}) == 1

@@ -67,7 +67,7 @@ class CaseRow:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An objective with options; ``shared``: its head stands on the policy's own trunk."""
+    """An objective with options; ``shared``: its head shares the policy's trunk."""
 
     objective: str
     options: dict[str, Any]
@@ -110,7 +110,7 @@ class Case:
         return replace(self, with_correction=True)
 
     def fields(self) -> set[str]:
-        """What the objective reads with these options, and what rollouts always have."""
+        """Return the fields that the objective reads with these options, and those of all rollouts."""
         traits, options = self.entry.traits, self.entry.options(self.own_options)
         needs = set(traits["needs"])
         needs |= {stream for option, stream in traits.get("optional_needs", {}).items() if options[option]}

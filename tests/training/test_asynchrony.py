@@ -22,17 +22,7 @@ from posttrain.training.build import TrainerState, prepare
 from posttrain.training.files import RunFiles
 from posttrain.training.sources.prefetch import HELD
 from posttrain.training.sources.rollouts import Drawn
-from small_runs import (
-    make_recipe,
-    recorded,
-    run,
-    same_bits,
-    saved_tensors,
-    shallow,
-    steps_of,
-    untimed,
-    watched,
-)
+from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, shallow, steps_of, untimed, watched
 
 STEPS = 16
 # DAPO's dropping and four updates per batch: groups are dropped and replaced
@@ -48,7 +38,7 @@ TRAIN = {"steps": STEPS, "lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "sav
 
 
 class Killed(BaseException):
-    """What nothing catches: the process is gone."""
+    """Error that nothing catches, as if the process was killed."""
 
 
 def starts_with_a_digit(text: str) -> float:

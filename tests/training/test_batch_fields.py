@@ -1,4 +1,4 @@
-"""Streams: who fills which, with which weights, and one of a user's own; all against plain modules."""
+"""Batch fields: how they are filled, with which weights, and one of a user; against plain modules."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
         ("grpo", {"kl": 1e-6}, {"advantages", "old_logprobs", "ref_logprobs"}),
     ],
 )
-def test_streams_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:
+def test_needed_fields_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:
     entry = registry.find("objective", name)
     assert needed_fields(entry, {}, True, **options) == needs
     regularize = {"kl_coef": options["kl"]} if options else {}
@@ -123,7 +123,7 @@ def test_streams_follow_from_the_options(name: str, options: dict[str, float], n
     assert set(parts.source(1).batch.fields) == needs | {"sampler_logprobs"}
 
 
-def test_streams_that_nothing_fills_are_refused() -> None:
+def test_needed_fields_that_nothing_fills_are_refused() -> None:
     entry = registry.Entry("objective", "mine", lambda outputs, batch: None, {"needs": ("weather",)})
     with pytest.raises(RecipeError, match=r"'mine' needs \['weather'\], which nothing fills; known: "):
         needed_fields(entry, {}, True)
@@ -133,7 +133,7 @@ def test_streams_that_nothing_fills_are_refused() -> None:
         needed_fields(registry.find("objective", "reinforce"), {}, False)
 
 
-# --- a stream of a user's own, which this file alone knows ---
+# --- batch fields of a user, which this file alone knows ---
 
 
 @register("batch_field", needs=("ref_logprobs",), each_step=True)
@@ -157,16 +157,16 @@ def held_back(outputs: Outputs, batch: Batch) -> Loss:
 
 @register("objective", level="token", needs=("distance",))
 def stays_near(outputs: Outputs, batch: Batch) -> Loss:
-    """An objective for this test: supervised, with the same stream."""
+    """An objective for this test: supervised, with the same batch field."""
     return Loss(batch.field("distance")[:, None] * outputs.logprobs)
 
 
 @pytest.mark.parametrize("advantage", ["normalized", "return_to_go"])
-def test_a_stream_of_a_users_own_is_filled_and_read(advantage: str) -> None:
+def test_batch_field_of_a_user_is_filled_and_read(advantage: str) -> None:
     """Bit for bit what its formula gives, at both updates on one rollout batch; the reference is built for it."""
-    declare_code("test_streams:held_back")
+    declare_code("test_batch_fields:held_back")
     settings = {"ppo_epochs": 2, "micro_batch_rows": 1}
-    recipe = make_recipe("grpo", objective="test_streams:held_back", advantage=advantage, train=settings)
+    recipe = make_recipe("grpo", objective="test_batch_fields:held_back", advantage=advantage, train=settings)
     parts = prepare(recipe)
     assert parts.reference is not None
     for step in (1, 2):
@@ -190,32 +190,32 @@ def test_a_stream_of_a_users_own_is_filled_and_read(advantage: str) -> None:
         assert rollout_buffer is None if step == 2 else "stream.distance" not in rollout_buffer
 
 
-def test_a_stream_of_a_users_own_serves_supervised_training_and_needs_its_rollouts() -> None:
-    declare_code(["test_streams:held_back", "test_streams:stays_near"])
-    parts = prepare(make_recipe("sft", objective="test_streams:stays_near"))
+def test_batch_field_of_a_user_serves_supervised_training_and_needs_its_rollouts() -> None:
+    declare_code(["test_batch_fields:held_back", "test_batch_fields:stays_near"])
+    parts = prepare(make_recipe("sft", objective="test_batch_fields:stays_near"))
     assert set(parts.source(1).batch.fields) == {"ref_logprobs", "distance"}
     message = r"'held_back' needs \['advantages', 'praise'\], which come from rollouts; give 'rollout', not 'data'"
     with pytest.raises(RecipeError, match=message):
-        prepare(make_recipe("sft", objective="test_streams:held_back"))
+        prepare(make_recipe("sft", objective="test_batch_fields:held_back"))
 
 
 def no_components(batch: Batch) -> Tensor:
-    """A stream that a test registers as it likes."""
+    """A batch field that a test registers."""
     return torch.zeros(batch.num_rows, batch.tokens.shape[1] + 1)
 
 
 def raises(batch: Batch) -> Tensor:
-    """A stream that fails."""
+    """A batch field that fails."""
     raise ValueError("no weather today")
 
 
 def sees(seen: Batch) -> Tensor:
-    """A stream of what the teacher sees, which is not known before each step."""
+    """A batch field of what the teacher sees, which is not known before each step."""
     raise AssertionError("never called")
 
 
 def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
-    """A stream with a slip in what it asks for."""
+    """A batch field with a typing error in its argument."""
     raise AssertionError("never called")
 
 
@@ -226,9 +226,9 @@ def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
             no_components,
             {},
             UsageError,
-            r"stream 'mine': .*mine: shape \(4, \d+\).*mine, with one number per row or per token",
+            r"batch field 'mine': .*mine: shape \(4, \d+\).*mine, with one number per row or per token",
         ),
-        (raises, {}, RunFailure, r"stream 'mine': the function raised ValueError: no weather today"),
+        (raises, {}, RunFailure, r"batch field 'mine': the function raised ValueError: no weather today"),
         (
             asks_for_too_much,
             {},
@@ -239,39 +239,41 @@ def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
             no_components,
             {"needs": ("label",)},
             RecipeError,
-            r"stream 'mine' needs \['label'\].*Did you mean 'labels'\?",
+            r"batch field 'mine' needs \['label'\].*Did you mean 'labels'\?",
         ),
         (no_components, {"fills": ("mine", "labels")}, RecipeError, r"fills 'labels', as something else does"),
     ],
 )
-def test_a_stream_that_cannot_work_is_reported(
+def test_batch_field_that_cannot_work_is_reported(
     function: Any, traits: dict[str, Any], error: type, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._ENTRIES["stream"], "mine", registry.Entry("stream", "mine", function, traits))
-    declare_code("test_streams:reads_mine")
-    recipe = make_recipe("sft", objective="test_streams:reads_mine")
+    monkeypatch.setitem(
+        registry._ENTRIES["batch_field"], "mine", registry.Entry("batch_field", "mine", function, traits)
+    )
+    declare_code("test_batch_fields:reads_mine")
+    recipe = make_recipe("sft", objective="test_batch_fields:reads_mine")
     with pytest.raises(error, match=message):
         prepare(recipe).source(1)
 
 
 def test_what_a_teacher_saw_is_not_known_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        registry._ENTRIES["stream"], "mine", registry.Entry("stream", "mine", sees, {"each_step": True})
+        registry._ENTRIES["batch_field"], "mine", registry.Entry("batch_field", "mine", sees, {"each_step": True})
     )
-    declare_code("test_streams:reads_mine")
-    recipe = make_recipe("sft", objective="test_streams:reads_mine", teacher={"name": "tiny"})
+    declare_code("test_batch_fields:reads_mine")
+    recipe = make_recipe("sft", objective="test_batch_fields:reads_mine", teacher={"name": "tiny"})
     with pytest.raises(RecipeError, match=r"'mine' is filled before each step, .*ask for 'batch' instead of 'seen'"):
         prepare(recipe)
 
 
 @register("objective", level="token", needs=("mine",))
 def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
-    """An objective for the tests above, whose stream cannot work."""
+    """An objective for the tests above, whose batch field cannot work."""
     raise AssertionError("never called")
 
 
 @pytest.mark.parametrize("rows_per_micro", [1, 3])
-def test_streams_do_not_depend_on_micro_batches(rows_per_micro: int) -> None:
+def test_batch_fields_do_not_depend_on_micro_batches(rows_per_micro: int) -> None:
     whole = prepare(reference_recipe(rollout={"old_logprobs": "trainer"})).source(1).batch
     pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"micro_batch_rows": rows_per_micro}))
     batch = pieces.source(1).batch
@@ -362,11 +364,11 @@ def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny_random, small_tokenizer) -> None:
-    folder = tmp_path / "stranger"
+    folder = tmp_path / "unrelated"
     tiny_random("qwen3", vocab_size=len(small_tokenizer)).save_pretrained(folder)
     small_tokenizer.save_pretrained(folder)
     recipe = make_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
-    with pytest.raises(UsageError, match=r"teacher\.name: '.*stranger' has another vocabulary than the student"):
+    with pytest.raises(UsageError, match=r"teacher\.name: '.*unrelated' has another vocabulary than the student"):
         prepare(recipe)
 
 

@@ -138,10 +138,7 @@ def test_the_folder_is_what_other_tools_load_and_holds_no_pickle(tmp_path: Path)
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.safetensors", "heads.safetensors", "state.json"],
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "heads.safetensors", "state.json"])
 def test_a_flipped_byte_in_any_file_falls_back_and_is_reported(tmp_path: Path, name: str) -> None:
     save(tmp_path, 10, heads={"value.weight": torch.ones(1, 32)})
     save(tmp_path, 20, heads={"value.weight": torch.zeros(1, 32)})
@@ -330,10 +327,7 @@ def test_fused_experts_have_other_names_on_disk(tmp_path: Path) -> None:
     ("changes", "what"),
     [
         ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is not in the model"),
-        (
-            {"hidden_size": 16},
-            r"\[32, 32\] in the checkpoint and torch.float32 \[32, 16\] in the model",
-        ),
+        ({"hidden_size": 16}, r"\[32, 32\] in the checkpoint and torch.float32 \[32, 16\] in the model"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_copied(tmp_path: Path, changes: dict, what: str) -> None:

@@ -113,7 +113,7 @@ def recipe_of(case: str, dtype: str, **changes: Any) -> dict[str, Any]:
 
 
 def share_apart(left: dict[str, Tensor], right: dict[str, Tensor], bound: float) -> float:
-    """Which share of the weights differs by more than ``bound``."""
+    """Return the share of the weights that differs by more than ``bound``."""
     weights = {n: t for n, t in left.items() if t.is_floating_point() and "optimizer" not in n}
     num_apart = sum(int(((tensor - right[name]).abs() > bound).sum()) for name, tensor in weights.items())
     return num_apart / sum(tensor.numel() for tensor in weights.values())
@@ -131,7 +131,7 @@ def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float
 
 
 def tokens_of(folder: Path, step: int | None = None) -> list[tuple[int, ...]]:
-    """What was sampled in training, in order; of one step, if it is given."""
+    """Return the tokens that were sampled in training, in order; ``step``: of this step alone."""
     return [tuple(r.completion) for r in recorded(folder)[0] if step in (None, r.step)]
 
 
@@ -142,7 +142,7 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded:
     Adam's epsilon, a difference of 1e-9 moves the first step by a tenth of the rate.
 
     ``rounded``: in float32 the loss may be what is left of terms of order 1 that cancel one another, so that rounding
-    is small beside them and not beside it; and Adam divides a gradient that is all but 0 by its own size, so that
+    is small relative to them and not to it; and Adam divides a gradient that is all but 0 by its own size, so that
     where there is nothing but rounding a weight goes either way: one in 100,000 may, none farther than all the rates.
     """
     first, second = steps_of(ours), steps_of(theirs)
@@ -232,7 +232,7 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: ProcessG
     assert difference(*tensors)[1] <= 4 * coarse["lr"], "two updates in either direction"
     begun = load_model(ModelSection(), seed=0).model.state_dict()
     moved = {n.partition(":")[2]: x for n, x in tensors[1].items()}
-    if "adapter" not in CASES[case].get("model", {}):  # bf16 has no step of 1e-7 beside a weight of 0.02
+    if "adapter" not in CASES[case].get("model", {}):  # bf16 has no step of 1e-7 at a weight of 0.02
         assert all(not torch.equal(moved[n], x) for n, x in begun.items() if n in moved)
     shapes, _ = shard_case(several, recipes["parted"])
     assert {kind for *_, kinds, _ in shapes for kind in kinds} == {"torch.float32"}
@@ -399,7 +399,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Pro
     ],
 )
 def test_a_whole_model_stays_next_to_the_parts_where_something_samples(case: str, several: ProcessGroup) -> None:
-    """Where nothing does, what a process has of every tensor is its rows, and what is read of a model is gathered."""
+    """Otherwise a process has its rows of every tensor, and a model is gathered where it is read."""
     (shapes, _), plain = shard_case(several, recipe_of(case, "float64", **SHARDED)), recipe_of(case, "float64")
     rows = [whole[0] for whole, *_ in shapes]
     kept = [of[-1][0] for of in shapes]

@@ -27,9 +27,7 @@ DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
 TRAIN = {"steps": 2, "lr": 1e-4, "micro_batch_tokens": 300}
 SHORT = {"num_prompts": 3, "group_size": 2, "max_tokens": 8, "temperature": 1.5}
 COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
-NVIDIA: dict[str, dict[str, Any]] = {
-    "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},
-}
+NVIDIA: dict[str, dict[str, Any]] = {"16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE}}
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}, "eval": {**EVALUATION, "loss": True}},
     "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl_coef": 0.1}, "eval": {**DRAWN, "num_kl_prompts": 3}},
@@ -54,7 +52,7 @@ def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]
 
 @pytest.fixture(scope="module")
 def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case gives on a CPU, which each GPU is compared with."""
+    """Results of a case on a CPU, with which each GPU is compared."""
     return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
 
 

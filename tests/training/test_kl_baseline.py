@@ -70,7 +70,7 @@ def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_
 
 
 def test_the_kl_baseline_is_never_negative() -> None:
-    """Of a KL between two models and the other way round over the same answers, one is below 0 before the clamp."""
+    """One of the KLs in both directions over the same answers is below 0 before the clamp."""
     batch = prepare(make_recipe("grpo", **KTO)).source(1).batch
     assert batch is not None
     one, other = Forward(initial_model(), TEMPERATURE), Forward(perturbed(initial_model()), TEMPERATURE)

@@ -38,10 +38,7 @@ EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 10}
 LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (recipe, updates after which it is stopped)
-    "grpo": (
-        {"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}},
-        3,
-    ),
+    "grpo": ({"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}}, 3),
     "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl_coef": 0.1}}, 2),
     "inside a rollout batch": (
         {"kind": "grpo", "train": {"steps": 5, "ppo_epochs": 2, "num_minibatches": 2, "keep_checkpoints": 9}},
@@ -80,7 +77,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
 
 
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
-    """Where a sum is cut into parts shows in its last bits."""
+    """The number of parts of a sum changes its last bits."""
     recipe, events = one_layer_recipe("grpo", regularize={"kl_coef": 0.1}, train={"steps": 3}), Events()
     own, seen = torch.get_num_threads(), []
 
@@ -113,7 +110,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert result.evaluations["stories/validation"]["n"] == 4.0
 
     def everything() -> dict[Path, bytes]:
-        """All files; the database by its rows, for it counts its own openings."""
+        """Return all files but the database, which counts its own openings."""
         return {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "rollouts.db"}
 
     before, rows = everything(), recorded(tmp_path)
@@ -318,12 +315,12 @@ from posttrain.types import Batch, Loss, Outputs
 
 @register("objective", level="token", needs=("advantages",))
 def pushing_from_outside(outputs: Outputs, batch: Batch, *, scale: float = 1.0) -> Loss:
-    """REINFORCE with a scale, from a file beside the recipe: values = -scale * A * log pi."""
-    return Loss(-scale * batch.stream("advantages") * outputs.logprobs)
+    """REINFORCE with a scale, from a file next to the recipe: values = -scale * A * log pi."""
+    return Loss(-scale * batch.field("advantages") * outputs.logprobs)
 
 def unregistered(outputs, batch):
-    assert sorted(batch.streams) == ["advantages", "old_logprobs", "sampler_logprobs"]
-    return Loss(-batch.stream("advantages") * outputs.logprobs)
+    assert sorted(batch.fields) == ["advantages", "old_logprobs", "sampler_logprobs"]
+    return Loss(-batch.field("advantages") * outputs.logprobs)
 '''
 
 

@@ -121,7 +121,7 @@ def value_error(outputs: Outputs, batch: Batch) -> Loss:
 
 
 def num_bytes(tensors: Iterator[Any] | Sequence[Any]) -> int:
-    """Of tensors of their own; one that is there twice counts once."""
+    """Return the bytes of tensors; one that occurs twice counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -175,7 +175,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak_of(parts: TrainerState, recipe: Recipe, batch: Batch) -> int:
-    """The most that a micro-batch held at a time beside weights and gradients, in bytes."""
+    """Return the most that a micro-batch held at a time in addition to weights and gradients, in bytes."""
     learn(parts, recipe, batch)  # from now on there are gradients that are added to
     grads = [p.grad for _, p in parts.parameters if p.grad is not None]
     with Peak([*parts.model.parameters(), *grads]) as peak:
@@ -333,7 +333,7 @@ def test_the_cache_of_a_server_is_not_counted(folders: dict[str, str]) -> None:
 
 
 def test_logits_of_a_large_vocabulary_worked_by_hand():
-    """Of 2,048 trained tokens 110 at a time at V = 151,936; a CPU keeps the probabilities of 883 for a trained head."""
+    """110 of 2,048 trained tokens at a time at V = 151,936; a CPU keeps the probabilities of 883 for a trained head."""
     config, micro = SimpleNamespace(vocab_size=151_936, hidden_size=896), Micro(1, 1, 0, 2049, 2048)
     frozen = 110 * 16 * 151_936
     assert _logits(config, micro, 4, None, head_trained=False) == frozen

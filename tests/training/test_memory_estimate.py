@@ -1,4 +1,4 @@
-"""Where the memory of a recipe is said: by ``train --dry-run --memory`` on stderr, and in a table of the documents."""
+"""Estimates of the memory of a recipe: ``train --dry-run --memory`` on stderr, and a table of the documents."""
 
 from __future__ import annotations
 

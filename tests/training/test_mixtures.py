@@ -61,10 +61,7 @@ def test_prompts_by_part_in_rollouts_that_replace_groups_and_resume(tmp_path: Pa
 
 def test_demonstrations_by_part(tmp_path: Path) -> None:
     recipe = one_layer_recipe(
-        "sft",
-        task=mixed({"one": 3, "two": 1}),
-        data={"batch_size": 8},
-        train={"steps": 6, "save_every": 1},
+        "sft", task=mixed({"one": 3, "two": 1}), data={"batch_size": 8}, train={"steps": 6, "save_every": 1}
     )
     run(tmp_path / "whole", recipe)
     run(tmp_path / "cut", recipe, stop_after=4)

@@ -1,4 +1,4 @@
-"""How long a training is, in passes over the data: what it comes to, and that resuming is exact."""
+"""Length of a training in epochs: its number of steps, and exact resuming."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_orthogonalize_is_the_quintic() -> None:
 
 
 def test_muon_step_by_hand() -> None:
-    """W - lr sqrt(out/in) NS(nesterov), for a tall matrix, two steps, beside a matrix of its shape."""
+    """W - lr sqrt(out/in) NS(nesterov), for a tall matrix, two steps, together with a matrix of its shape."""
     g = torch.Generator().manual_seed(2)
     weights = [Parameter(torch.randn(12, 3, generator=g)) for _ in range(2)]
     expected = [w.detach().clone() for w in weights]

@@ -1,4 +1,4 @@
-"""Runs whose data have no gold answer: what they are told by, whose weights are the best, and what is measured."""
+"""Runs whose data have no gold answer: the primary metric, the best weights, and what is measured."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def base_tensors(model: Any) -> dict[str, Tensor]:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What every run in the test is made of, in order."""
+    """Components of every run in the test, in order."""
     made: list[Any] = []
     prepare = loop.prepare
 
@@ -60,7 +60,7 @@ def test_it_learns_and_the_base_stays(tmp_path: Path, parts: list[Any], bits: in
     after = base_tensors(made.model)
     shorter = {n.removeprefix("base_model.model.").replace(".base_layer", ""): t for n, t in after.items()}
     assert same_bits(shorter, before)
-    # the folder of the adapter says what it stands on, and gives the very model that was trained
+    # the folder of the adapter names its base, and gives the model that was trained
     folder = tmp_path / "checkpoints" / "step-000012"
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(TINY)
     again = load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model

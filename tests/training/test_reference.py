@@ -1,4 +1,4 @@
-"""Reference log-probabilities of given data: computed once, kept beside the run, trusted only where they belong."""
+"""Reference log-probabilities of given data: computed once, kept in the run, used only for the same data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same_reference(left: list[Batch], right: list[Batch]) -> bool:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many rows the reference is asked for."""
+    """Numbers of rows that the reference computes."""
     request: list[int] = []
     original = Scorer.logprobs
 

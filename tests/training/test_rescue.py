@@ -21,7 +21,7 @@ KL = {"kl_in_reward": {"weight": 0.1, "target": 0.5, "horizon": 40}}
 
 
 class Failure(Exception):
-    """What breaks a run here."""
+    """Error that ends a run here."""
 
 
 def fail_at(call: int, *, after: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,5 +1,4 @@
-"""What is chosen from a rollout batch: pairs, judged rows, nothing at all; minibatches of it, and its way through a
-checkpoint."""
+"""Selection from a rollout batch: pairs, judged rows, nothing; its minibatches, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_sources import (
-    groups_of,
-    mostly_uniform,
-    rows_of,
-    sampled,
-    sums,
-)
+from small_sources import groups_of, mostly_uniform, rows_of, sampled, sums
 from transformers import AutoModelForCausalLM
 
 from posttrain.data.render import encode_prompt

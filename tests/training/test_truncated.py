@@ -90,7 +90,7 @@ def cut_recipe(words: str, *, masks: bool, **train: Any) -> Recipe:
 
 
 def gradients(recipe: Recipe, batch: Batch | None = None) -> tuple[TrainBatch, float, list[torch.Tensor]]:
-    """Of the first draw, or of this batch."""
+    """Return the gradients of the first batch, or of this one."""
     parts = prepare(recipe)
     draw = parts.source(1)
     batch = draw.batch if batch is None else batch

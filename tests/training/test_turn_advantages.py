@@ -145,12 +145,12 @@ def test_a_penalty_is_paid_in_the_turn_in_which_it_arises() -> None:
 
 @pytest.fixture(autouse=True)
 def pays_numbers() -> None:
-    declare_code("test_turn_credit:Paying")
+    declare_code("test_turn_advantages:Paying")
     Paying.wrong = None
 
 
 def paying_recipe(**changes: Any) -> Any:
-    recipe = game_recipe("test_turn_credit:Paying", **changes)
+    recipe = game_recipe("test_turn_advantages:Paying", **changes)
     rewards = ["environment", {"name": "turn_rewards", "weight": 0.5}]
     recipe.rewards[:] = one_layer_recipe("grpo", rewards=rewards).rewards
     return recipe

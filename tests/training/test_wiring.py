@@ -1,4 +1,4 @@
-"""How a recipe's parts are put together: what is shared, what is kept apart, what two keys may not contradict."""
+"""Construction of a run's components: what is shared, what is separate, and which keys exclude one another."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_teacher_that_has_become_another_is_refused_on_resume(tmp_path: Path) 
 
 
 def test_groups_are_uniform_by_the_part_that_is_named() -> None:
-    """A coin beside the answer makes every group differ; by `correct` those without a right answer are uniform."""
+    """A random reward makes every group differ; by `correct` those without a correct answer are uniform."""
     rollout = {"drop_uniform_groups": True, "max_rounds": 2}
     by_reward = prepare(one_layer_recipe("grpo", rollout=rollout)).source(1)
     by_part = prepare(one_layer_recipe("grpo", rollout=rollout | {"uniform_by": "correct"})).source(1)

@@ -1,17 +1,16 @@
-"""Advantages: what a completion's reward is worth next to the others of its prompt, or what each token is worth. Pure.
+"""Advantages per completion, relative to the others of its prompt, per turn or per token. Pure.
 
-A word per completion takes the rewards of one optimizer batch as ``float64 [N, G]`` (N prompts, G samples each) and
-returns advantages of the same shape.
+Per completion: from rewards of one optimizer batch ``float64 [N, G]`` (N prompts, G samples each) to the same shape.
 
-A word per turn (``level="turn"``) takes those of one group by turn, ``float64 [G, K]`` (K turns at most; what was paid
-for each, a KL penalty included), with the mask ``bool [G, K]`` of those that were taken, and returns ``[G, K]``.
+Per turn (``level="turn"``): from the rewards of one group by turn, ``float64 [G, K]`` (K turns at most; a KL penalty
+included), with the mask ``bool [G, K]`` of turns that were taken, to ``[G, K]``.
 
-A word per token (``level="token"``) takes one optimizer batch in float64: rewards ``[B, T]`` (what is paid at each
-token, a KL penalty included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and
-final_values ``[B]`` (of the state after the last trained token where the completion was cut off and not paid for, 0
-where it ended or was paid). It returns ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Trained
-tokens need not be contiguous. A step leads from one trained token to the next trained one of its row; what lies between
-(an answer of a tool, say) takes no step and no discount, and pays nothing.
+Per token (``level="token"``): from one optimizer batch in float64: rewards ``[B, T]`` (at each token, a KL penalty
+included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and final_values ``[B]`` (of the
+state after the last trained token where the completion was cut off and not rewarded, else 0). The result is
+``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Trained tokens need not be contiguous: a step leads
+from one trained token to the next of its row; tokens between (such as a tool's answer) have no step, discount or
+reward.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def batch_normalized(
 def turn_normalized(
     rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Field(ge=0)] = 1e-4
 ) -> Turns:
-    """What is paid from a turn on, next to the completions of the group that came to the same turn.
+    """Return from a turn on, normalized over the completions of the group that have this turn.
 
     ``R_{i,k} = Σ_{j ≥ k} γ^(j − k) r_{i,j}`` and ``A_{i,k} = (R_{i,k} − mean_k) / (std_k + ε)``, with mean and std
     (ddof = 1) over the completions i that have a turn k; 0 where that is one alone, or all have the same. A turn is not
@@ -197,15 +196,9 @@ def gae(
 
 @register("advantage", level="token")
 def return_to_go(
-    rewards: Tokens,
-    mask: Mask,
-    values: Tokens,
-    final_values: Rows,
-    *,
-    gamma: Share = 1.0,
-    whiten: bool = True,
+    rewards: Tokens, mask: Mask, values: Tokens, final_values: Rows, *, gamma: Share = 1.0, whiten: bool = True
 ) -> tuple[Tokens, Tokens]:
-    """What is paid from this token on: ``A_t = Σ_{i ≥ t} γ^(i − t) r_i``; no value function.
+    """Return from this token on: ``A_t = Σ_{i ≥ t} γ^(i − t) r_i``; no value function.
 
     REINFORCE++ (Hu et al. 2025) with γ = 1: the reward minus β times the k1 penalties of this token and
     all later ones (``kl_in_reward``), normalized over the whole batch. A completion that was cut off is
@@ -218,14 +211,8 @@ def return_to_go(
     Raises:
         ValueError: a reward at a token that is not trained.
     """
-    _check(rewards, mask)
-    returns = torch.zeros_like(rewards)
-    following = torch.zeros_like(final_values)
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        current = rewards[:, t] + gamma * following
-        returns[:, t] = torch.where(mask[:, t], current, returns[:, t])
-        following = torch.where(mask[:, t], current, following)
-    return (whitened(returns, mask) if whiten else returns.clone()), returns
+    zeros = torch.zeros_like(rewards)  # without values, and with λ = 1, gae sums the rewards
+    return gae(rewards, mask, zeros, torch.zeros_like(final_values), gamma=gamma, gae_lambda=1.0, whiten=whiten)
 
 
 def whitened(values: Tokens, mask: Mask) -> Tokens:

@@ -1,6 +1,6 @@
 """Aggregations: weights for the sum that is the loss, over the whole optimizer batch. Pure.
 
-Loss = ``(values * weights).sum()``; nothing else divides. Each word takes the mask of the whole
+Loss = ``(values * weights).sum()``; nothing else divides. Each aggregation takes the mask of the whole
 optimizer batch, before it is split into micro-batches, so the split cannot change the gradient.
 
 mask ``bool [B, T]`` → weights ``float64 [B, T]``, 0 outside the mask (``unit_mean``: ``[U]``).
@@ -45,8 +45,7 @@ def sequence_mean(mask: Mask) -> Weights:
     long ones: the length bias that ``constant`` and ``token_mean`` avoid.
     """
     counts = _check(mask)
-    rows = (counts > 0).sum()
-    return mask.to(torch.float64) / (counts.clamp(min=1)[:, None] * rows)
+    return mask.to(torch.float64) / (counts.clamp(min=1)[:, None] * (counts > 0).sum())
 
 
 @register("aggregation", level="token")
@@ -56,9 +55,7 @@ def constant(mask: Mask, *, length: Annotated[int, Field(ge=1)]) -> Weights:
     Args:
         length: L in tokens, usually the generation limit.
     """
-    counts = _check(mask)
-    rows = (counts > 0).sum()
-    return mask.to(torch.float64) / (rows * length)
+    return mask.to(torch.float64) / ((_check(mask) > 0).sum() * length)
 
 
 @register("aggregation", level="unit")

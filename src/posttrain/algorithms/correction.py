@@ -1,7 +1,7 @@
 """Corrections for a sampler that is not the trainer: weights from their probabilities. Pure.
 
 The engine that drew the tokens (μ) and the trainer that learns from them (π_old) give the same weights
-other probabilities: other kernels, other precision, older weights. Each word takes
+other probabilities: other kernels, other precision, older weights. Each correction takes
 ``log_ratio = log π_old(a_t) − log μ(a_t)`` and the mask, both ``[B, T]``, and returns weights ``[B, T]``
 that multiply the values of any token objective: detached, 0 or more, and 1 where the mask is False.
 Log-ratios are clamped to ±20 per token and per sum before the exponential; NaN stays NaN, and the loop
@@ -21,11 +21,11 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.algorithms.objectives import primitives
+from posttrain.algorithms.objectives.surrogate import Positive
 from posttrain.registry import register
 
 Tokens = Float[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
-Positive = Annotated[float, Field(gt=0)]
 
 
 @register("correction")

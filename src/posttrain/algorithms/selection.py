@@ -1,9 +1,9 @@
-"""Selections: which of the sampled completions are trained on, and in what units. Pure.
+"""Selections of the sampled completions that are trained on, in units. Pure.
 
-Each word takes the rewards of one rollout batch as ``float64 [N, G]`` (N prompts, G samples each)
+Each selection takes the rewards of one rollout batch as ``float64 [N, G]`` (N prompts, G samples each)
 and returns units: tuples of places ``(prompt, sample)``, one place per row, or two per pair, the
 chosen one first. Units come in order of their prompt. Rejection sampling, expert iteration and
-preference data from the model's own samples are nothing but such a choice.
+preference data from the model's own samples are such selections.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Units = list[tuple[Place, ...]]
 
 
 def choose_units(select: Callable[[Tensor], Any], rewards: Rewards, rows_per_unit: int) -> Units:
-    """What a selection word chose, checked: places of these rewards, so many in each unit.
+    """Call a selection and check its result: places of these rewards, ``rows_per_unit`` in each unit.
 
     Raises:
         RunFailure: the function raised.

@@ -1,1 +1,1 @@
-"""What training changed inside of a model: activations, sparse dictionaries, features, differences."""
+"""Activations of models, sparse autoencoders of them, steering, and comparisons of two models."""

@@ -42,8 +42,9 @@ COLORS = {
 }
 INK = "#1d2129"
 NUM_COLORS = 8  # of lines that look different
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
-NUM_TOGETHER = 6  # series that can be told apart in one panel; of more, each has a panel of its own
+Dashes = str | tuple[int, tuple[float, float]]
+DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
+NUM_TOGETHER = 6  # series that can be distinguished in one panel; of more, each has a panel of its own
 PICTURES = (".png", ".svg", ".pdf")
 # What one figure says of itself: in a page it would hold for all others, or stand there several times.
 _NOISE = re.compile(
@@ -175,8 +176,7 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
         for index, panel in enumerate(panels):
             part = figure.add_subfigure(grid[divmod(index, columns)])
             caption = textwrap.fill(harmless(panel.caption), 74)
-            axes = _draw(part, panel)
-            axes.set_title(caption, loc="left", fontsize=7.5, color=COLORS["soft"])
+            _draw(part, panel).set_title(caption, loc="left", fontsize=7.5, color=COLORS["soft"])
             part.suptitle(harmless(panel.title), x=0.02, ha="left", fontsize=10, fontweight="bold", color=INK)
         with storage_errors(target.name, target):
             figure.savefig(target, dpi=130, facecolor="white")
@@ -188,12 +188,14 @@ def _settings() -> Iterator[None]:
     """Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture."""
     import matplotlib as mpl
 
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False}
-    settings |= {f"{what}.color": COLORS["soft"] for what in ("text", "xtick", "ytick")}
-    settings |= {"axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "font.size": 8}
-    settings |= {"axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    settings |= {"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False, "font.size": 8,
+        "text.color": COLORS["soft"], "xtick.color": COLORS["soft"], "ytick.color": COLORS["soft"],
+        "axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "axes.axisbelow": True,
+        "axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7,
+        "axes.spines.top": False, "axes.spines.right": False, "xtick.major.size": 0, "ytick.major.size": 0,
+        "xtick.minor.size": 0, "ytick.minor.size": 0,
+    }  # fmt: skip
     with mpl.rc_context(settings):
         yield
 
@@ -230,7 +232,7 @@ def _draw(figure: FigureBase, panel: Panel) -> Axes:
     return axes
 
 
-def _draw_series(axes: Axes, series: Series, color: str, dashes: Any, is_flat: bool) -> None:
+def _draw_series(axes: Axes, series: Series, color: str, dashes: Dashes, is_flat: bool) -> None:
     drawn = series.drawn()
     xs, ys = [series.xs[i] for i in drawn], [series.ys[i] for i in drawn]
     low, high = ([bound[i] for i in drawn] if bound else [] for bound in (series.low, series.high))
@@ -267,15 +269,13 @@ def _draw_axes(axes: Axes, panel: Panel) -> None:
     """Scales, ranges, ticks and labels."""
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    axes.set_xscale("log" if panel.log_x else "linear")
-    axes.set_yscale("log" if panel.log_y else "linear")
+    axes.set(xscale="log" if panel.log_x else "linear", yscale="log" if panel.log_y else "linear")
     low, high = panel.y_range or axis_range(panel)
     high = high * 1.03 if panel.is_share and panel.y_range is None else high
     shown = PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: show_tick(value))
     axes.set(xlabel=_short(panel.x_label or "step" * (not panel.names)), ylabel=_short(panel.y_label))
     if panel.names:
-        axes.set_xlim(low, high)
-        axes.set_ylim(len(panel.names) - 0.5, -0.5)
+        axes.set(xlim=(low, high), ylim=(len(panel.names) - 0.5, -0.5))
         axes.yaxis.set_ticks(range(len(panel.names)), [_short(name)[:MAX_NAME] for name in panel.names])
         axes.xaxis.set_major_formatter(shown)
         return

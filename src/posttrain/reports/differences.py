@@ -15,8 +15,7 @@ Info = Mapping[str, Any]
 
 def findings(results: Info) -> list[str]:
     """The findings, one sentence each, from the numbers alone."""
-    lines = [_changed_line(results["dictionaries"], results["overlap"])]
-    lines.append(_divergence_line(results["divergence"]))
+    lines = [_changed_line(results["dictionaries"], results["overlap"]), _divergence_line(results["divergence"])]
     if "patching" in results:
         lines.append(_patching_line(results["patching"]))
     if "causal" in results:

@@ -38,7 +38,7 @@ _JUDGING = {
 }
 
 
-def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment: Mapping[str, object]) -> str:
     """The page of one evaluation, as Markdown."""
     template, results = settings.get("template"), evaluation.results
     name = template["name"] if isinstance(template, Mapping) else template
@@ -72,13 +72,13 @@ def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.evaluation == name] for name in dict.fromkeys(row.evaluation for row in rows)]
 
 
-def settings_list(settings: Mapping[str, Any]) -> str:
+def settings_list(settings: Mapping[str, object]) -> str:
     """The settings by name, without those that are empty."""
     lines = [f"{name}: {shown_value(value)}" for name, value in settings.items() if value not in (None, [], (), {})]
     return f"## Settings\n\n{bullets(lines)}"
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """A setting as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {shown_value(inner)}" for key, inner in value.items())
@@ -145,7 +145,7 @@ def head_to_head_table(name: str, a: str, b: str, results: Results, others: Mapp
 
 
 def write_head_to_head_page(
-    table: TextTable, notes: Sequence[str], settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+    table: TextTable, notes: Sequence[str], settings: Mapping[str, object], items: Sequence[Mapping[str, Any]]
 ) -> str:
     """The page of two models against one another, as Markdown, with the first items in full."""
 

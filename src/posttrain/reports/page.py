@@ -25,7 +25,7 @@ from posttrain.untrusted import harmless
 MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}  # as ``templates/features.js`` has them
 
 
-def render(template: str, **context: Any) -> str:
+def render(template: str, **context: object) -> str:
     """A whole page: a file of ``templates/`` with the names that it uses."""
     return _environment().get_template(template).render(context)
 
@@ -40,9 +40,9 @@ def write_html(page: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
     """Nested facts as lines for a table: ``("hardware: cores", 2)``; those that are None are left out."""
-    lines: list[tuple[str, Any]] = []
+    lines: list[tuple[str, object]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
             lines += flatten(value, f"{prefix}{name}: ")

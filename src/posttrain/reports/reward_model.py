@@ -73,9 +73,7 @@ NOTES: Mapping[str, str] = {
 }
 
 
-def _groups(
-    rows: Sequence[tuple[str, RewardEvaluation]],
-) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
+def _groups(rows: Sequence[tuple[str, RewardEvaluation]]) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
     """The evaluations of each task and view."""
     keys = dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows)
     return {key: [row for row in rows if (row[1].name, row[1].view) == key] for key in keys}
@@ -130,7 +128,7 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     ]
 
 
-def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any]) -> str:
+def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, object]) -> str:
     """Return the page of one evaluation, as Markdown."""
     results = evaluation.results
     shown = {name for _, _, columns in PARTS[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}

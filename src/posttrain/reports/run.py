@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.reports.charts import Panel
 from posttrain.reports.page import render
@@ -70,9 +69,7 @@ class Transcript:
 def turns_of(question: str) -> list[tuple[str, str]]:
     """The turns of a recorded dialogue (``store.rollouts.prompt_text``): (role, text); none of a single message."""
     pieces = _TURN.split(question)
-    if pieces[0] or len(pieces) == 1:
-        return []
-    return list(zip(pieces[1::2], pieces[2::2], strict=True))
+    return [] if pieces[0] or len(pieces) == 1 else list(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Report:
     chapters: Sequence[Chapter] = ()
     transcripts: Sequence[Transcript] = ()
     transcripts_note: str = ""
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, object] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
     primary: Metric = ACCURACY
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from posttrain.reports.charts import (
     NUM_TOGETHER,
@@ -50,8 +51,8 @@ def write_sweep(sweep: SweepResults, folder: Path) -> Path:
 def render_sweep(sweep: SweepResults) -> str:
     """The whole page as HTML."""
     shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
-    parts = [(part.tables, _part_panels(name, part), _transcripts(part)) for name, part in sweep.parts.items()]
-    return render("sweep.jinja", sweep=sweep, parts=parts, **shell)
+    sections = [(part.tables, _part_panels(name, part), _transcripts(part)) for name, part in sweep.parts.items()]
+    return render("sweep.jinja", sweep=sweep, sections=sections, **shell)
 
 
 def sweep_panels(sweep: SweepResults) -> list[Panel]:
@@ -85,7 +86,7 @@ def learning_panels(
 ) -> list[Panel]:
     """The primary metric over the key that is varied or by rank, learning curves, and the metric against KL.
 
-    Rows are numbered by rank. Of more rows than can be told apart each has a panel of its own.
+    Rows are numbered by rank. Of more than ``NUM_TOGETHER`` rows each has a panel of its own.
     """
     curves, drift, metric = [], [], primary.name
     drawn = [row for row in rows if any(trial.points for trial in row.finished)]
@@ -94,10 +95,10 @@ def learning_panels(
         steps = sorted(set.intersection(*(set(points) for points in seeds)))
         values = [[points[step][metric] for points in seeds] for step in steps]
         kls = [[points[step].get(KL, math.nan) for points in seeds] for step in steps]
-        xs, means = [float(step) for step in steps], [_mean(of_step) for of_step in values]
+        xs, means = [float(step) for step in steps], [fmean(of_step) for of_step in values]
         low, high = [min(of_step) for of_step in values], [max(of_step) for of_step in values]
         curves.append(Series(f"{rank} {row.name}", xs, means, low, high, mark=str(rank)))
-        pairs = [(_mean(kl), mean) for kl, mean in zip(kls, means, strict=True) if math.isfinite(_mean(kl))]
+        pairs = [(fmean(kl), mean) for kl, mean in zip(kls, means, strict=True) if math.isfinite(fmean(kl))]
         drift.append(Series("", [x for x, _ in pairs], [y for _, y in pairs], mark=str(rank)))
     name, is_share = primary.label, primary.is_share
     level = [("start", start[metric])] if start else []
@@ -150,10 +151,6 @@ def _each_alone(together: Panel) -> list[Panel]:
                 x_label="", y_range=limits)
         for one in together.series
     ]  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:

@@ -57,11 +57,11 @@ class AdvantageEstimator:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether advantages need a batch with its streams, next to the rewards."""
+        """True if advantages need a batch with its fields, not the rewards alone."""
         return self.per_token or self.per_turn or self.kl is not None
 
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
-        """``[G]`` advantages of the ``float64 [G]`` rewards of each group.
+        """Return the ``[G]`` advantages of the ``float64 [G]`` rewards of each group.
 
         Groups of one size are computed together: all at once where none has lost a completion.
         """
@@ -83,10 +83,10 @@ class AdvantageEstimator:
         needs: Collection[str],
         of_turns: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Per-token advantages ``float64 [B, T]`` of all rows, and metrics.
+        """Return per-token advantages ``float64 [B, T]`` of all rows, and metrics.
 
         groups: the rewards of each, ``float64 [G]``, in the order of the rows; truncated ``bool [B]``. of_turns: the
-        part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the streams
+        part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the fields
         ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
         ``returns`` where that is in ``needs``.
         """
@@ -123,16 +123,15 @@ class AdvantageEstimator:
         return advantages, metrics
 
     def _from_turns(self, paid: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Advantages ``[B, T]`` of rewards at the tokens ``[B, T]`` of groups of these sizes."""
+        """Return advantages ``[B, T]`` of the rewards of tokens ``[B, T]``, for groups of these sizes."""
         assert self.advantage is not None
         numbers = number_turns(mask)
         places = numbers.clamp(min=0)
         shape = (len(mask), int(numbers.max()) + 1)
         rewards = torch.zeros(shape, dtype=paid.dtype).scatter_add(1, places, torch.where(mask, paid, 0.0))
         taken = torch.arange(shape[1]) < (numbers.amax(dim=1) + 1)[:, None]
-        of_groups = []
-        for one, its in zip(rewards.split(list(sizes)), taken.split(list(sizes)), strict=True):
-            of_groups.append(call_advantage(self.advantage, tuple(one.shape), 1, one, its))
+        groups = zip(rewards.split(list(sizes)), taken.split(list(sizes)), strict=True)
+        of_groups = [call_advantage(self.advantage, tuple(one.shape), 1, one, its) for one, its in groups]
         return torch.where(mask, torch.cat(of_groups).gather(1, places), 0.0)
 
     def _penalty(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -157,7 +156,7 @@ class AdvantageEstimator:
 
 
 def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
-    """The places of groups of the same size, by size as it first occurs."""
+    """Return the places of groups of the same size, in order of their first occurrence."""
     places: dict[int, list[int]] = {}
     for place, group in enumerate(groups):
         places.setdefault(len(group), []).append(place)

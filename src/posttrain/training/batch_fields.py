@@ -1,15 +1,15 @@
-"""Streams: the numbers per token or row that an objective reads, each filled by one registered function.
+"""Batch fields: the numbers per token or row that an objective reads, each filled by one registered function.
 
-A stream's function takes components by name (``PARTS``). Its registration says: ``needs``, the streams that it reads;
+Such a function takes components by name (``PARTS``). Its registration has: ``needs``, the fields that it reads;
 ``fills``, their names where it fills several; ``each_step``, filled before each optimizer step instead of once per
 batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the row and the reference, which a data
-set computes once and keeps. An objective names streams in its own ``needs``; exactly these are filled, with what they
+set computes once and keeps. An objective names fields in its own ``needs``; exactly these are filled, with what they
 need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,9 +35,9 @@ T = TypeVar("T")
 OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
-# Arguments of a stream's function. ``seen`` is the batch as the teacher reads it: the same answers, maybe after other
-# prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the recipe's
-# correction.
+# Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
+# after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
+# recipe's correction.
 PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
 
 
@@ -83,7 +83,8 @@ class Scorer:
 
     @torch.no_grad()
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each row, at its trained tokens: the likeliest tokens ``int64 [N, K]`` and their log-probabilities."""
+        """Return for each row, at its trained tokens, the likeliest tokens ``int64 [N, K]`` and their
+        log-probabilities."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
         for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
             likeliest, their_logprobs = both[0].cpu(), both[1].cpu().float()
@@ -167,13 +168,13 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
 
 
 def has_other_prompts(batch: Batch) -> bool:
-    """Whether the rows of a batch answer more than one prompt."""
+    """Return whether the rows of a batch answer more than one prompt."""
     prompts = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
     return len({tuple(row[:n]) for row, n in prompts}) > 1
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
-    """Every row's prompt with the answer of the next row that has another prompt and fits into ``limit`` tokens.
+    """Return every row's prompt with the next row's answer to another prompt that fits into ``limit`` tokens.
 
     Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result.
     """
@@ -201,13 +202,13 @@ def _fills(entry: Entry) -> tuple[str, ...]:
 
 
 def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
-    """The functions that fill these streams, and those that they need, each after what it needs.
+    """Return the functions that fill these fields and those that they need, each after what it needs.
 
     The package's own come in the order of ``registry.COMPONENT_MODULES``, then users' by name. ``reader`` names who
     reads them.
 
     Raises:
-        RecipeError: a stream that nothing fills, two functions that fill one, or one that needs itself or takes an
+        RecipeError: a field that nothing fills, two functions that fill one, or one that needs itself or takes an
             unknown part.
     """
     entries = registry.entries("batch_field")
@@ -228,12 +229,12 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
             names = (*GIVEN, *known)
             raise RecipeError(
                 f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
-                f"{registry.suggest(unknown[0], names)} Or register a stream of that name"
+                f"{registry.suggest(unknown[0], names)} Or register a batch field of that name"
             )
         for entry in {known[name].name: known[name] for name in known if name in requested}.values():
             label = f"batch field {entry.name!r}"
             if label in trail:
-                raise RecipeError(f"{' needs '.join((*trail, label))}; a stream cannot wait for itself")
+                raise RecipeError(f"{' needs '.join((*trail, label))}; a batch field cannot need itself")
             for part in (name for name in entry.provided if name not in PARTS):
                 near = registry.suggest(part, PARTS)
                 raise RecipeError(f"{label} asks for {part!r}.{near} It may ask for {', '.join(PARTS)}")
@@ -244,8 +245,8 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     return tuple(ordered.values())
 
 
-def needed_fields(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
-    """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
+def needed_fields(entry: Entry, options: Mapping[str, object], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
+    """Return the fields that an objective reads, given its options; with ``ref_logprobs`` where the KL has a weight.
 
     A function that was not registered gets those that cost no extra forward pass.
 
@@ -268,24 +269,19 @@ def needed_fields(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl:
 
 
 def with_their_needs(names: Collection[str]) -> frozenset[str]:
-    """These streams, and those that they need."""
+    """Return these batch fields, and those that they need."""
     return frozenset(names).union(*(_needs(entry) for entry in fillers(names, "the recipe")))
 
 
-def required_parts(names: Collection[str]) -> frozenset[str]:
-    """The components (``PARTS``) that these streams take."""
-    return frozenset(part for entry in fillers(names, "the recipe") for part in entry.provided)
-
-
 def comes_from_rollouts(name: str) -> bool:
-    """Whether this stream, or one that it needs, is of rollouts alone."""
+    """Return whether this batch field, or one that it needs, comes from rollouts alone."""
     filling = fillers([name], name)
     read = {name}.union(*(_needs(entry) for entry in filling))
     return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
 
 
 def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
-    """The temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
+    """Return the temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
 
     There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
     objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
@@ -297,10 +293,10 @@ def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
 
 @dataclass(slots=True)
 class BatchFields:
-    """Fills the streams of batches: exactly ``needs``, and what these need.
+    """Fills the fields of batches: exactly ``needs``, and what these need.
 
     forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
-    teaches, maybe the trained one itself. world: the processes that share the passes.
+    teaches, maybe the trained one itself. process_group: the processes that share the passes.
     """
 
     needs: frozenset[str]
@@ -328,11 +324,11 @@ class BatchFields:
 
     @property
     def fixed(self) -> list[str]:
-        """The streams that a data set computes once."""
+        """The fields that a data set computes once."""
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
-        """Fill the streams of ``batch`` in place; one that needs what is not there yet is left to a later call.
+        """Fill the fields of ``batch`` in place; one that needs what is not there yet is left to a later call.
 
         ``seen``: the same answers after the prompts that the teacher sees; by default the batch itself.
         """
@@ -344,7 +340,7 @@ class BatchFields:
         return batch
 
     def before_step(self, batch: Batch) -> Batch:
-        """A copy of the batch with the streams that depend on the weights of this step."""
+        """Return a copy of the batch with the fields that depend on the weights of this step."""
         if not self._each_step:
             return batch
         batch = replace(batch, fields=dict(batch.fields))
@@ -353,7 +349,7 @@ class BatchFields:
         return batch
 
     def fill(self, name: str, batch: Batch) -> Tensor:
-        """Fill the stream ``name`` of ``batch`` and return it."""
+        """Fill the field ``name`` of ``batch`` and return it."""
         self._fill(registry.find("batch_field", name), batch, batch)
         return batch.field(name)
 

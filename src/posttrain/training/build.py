@@ -1,4 +1,4 @@
-"""From a recipe to the parts that the loop turns: model, data, engine, objective, optimizer."""
+"""Construction of the components of a run from its recipe: model, data, engine, objective, optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.data.render import end_id
 from posttrain.data.render.template import build_template, further_ends
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
-from posttrain.models.forward.forward import ActorCritic, Forward, Precision
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.sources import resolve_model_name
@@ -39,6 +39,7 @@ from posttrain.training.batch_fields import BatchFields, scoring_temperature
 from posttrain.training.checks import OWN_TEACHER, Components, resolve_components, unread_margins
 from posttrain.training.optimizer import build_optimizer
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
+from posttrain.types import Model, Tokenizer
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
@@ -53,8 +54,8 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
 class TrainerState:
     """The components of one run's loop."""
 
-    model: Any
-    tokenizer: Any
+    model: Model
+    tokenizer: Tokenizer
     policy: Forward  # the language model's forward pass
     method: Method
     heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved next to the model
@@ -64,14 +65,14 @@ class TrainerState:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
-    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
+    shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
-    warnings: Sequence[str] = ()  # what was built otherwise than asked for
+    warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
 
     @property
     def engines(self) -> list[Engine]:
-        """That of the rollouts and that of evaluations, which may be one."""
+        """The engines of rollouts and of evaluations, which may be the same."""
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
@@ -85,37 +86,37 @@ class TrainerState:
             engine.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
-        """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
+        """Return a reward model's head weight and the id of the token at which an answer is scored; else None."""
         forward = self.method.forward
         if not isinstance(forward, Forward) or forward.head is None or forward.reads == "before":
             return None
         return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
-        """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
+        """Return (parameters of the model and a head on it, parameters of a separate critic)."""
         if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
         own = {name for name, _ in self.model.named_parameters()}
         return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
 
     def learning(self) -> Method:
-        """The method over what gradients are computed with."""
+        """Return the method over the weights that gradients are computed with."""
         return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
 
     def whole_parameters(self) -> list[Tensor]:
-        """The trained parameters that this process has unsharded."""
+        """Return the trained parameters that this process has unsharded."""
         if self.shards is not None and not self.shards.keeps_whole:
             return []  # each has another part
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
 def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS) -> TrainerState:
-    """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
+    """Build all components of a resolved recipe; ``folder`` caches what is computed once for a data set.
 
-    ``process_group``: the processes that share the work; each builds all parts.
+    ``process_group``: the processes that share the work; each builds all components.
 
     Raises:
-        UsageError: words that do not fit one another, no data, a model that cannot be loaded.
+        UsageError: components that do not fit one another, no data, or a model that cannot be loaded.
     """
     task = build_task(recipe.task)
     eval_tasks: list[Task] = []
@@ -130,9 +131,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     method = _build_method(components, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
 
-    def build_engine(entry: Entry, options: dict[str, Any], where: str) -> Engine:
-        engine: Engine = entry.bind(options, where)(model, tokenizer)
-        engine = engine.settle(folder, process_group)
+    def build_engine(entry: Entry, options: dict[str, object], where: str) -> Engine:
+        engine: Engine = entry.bind(options, where)(model, tokenizer).settle(folder, process_group)
         if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
             engine.take_parts(shards.within)
         return engine
@@ -168,9 +168,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
-    trained = (policy, method, heads, named, optimizer)
-    rest = (_origins(recipe, loaded), shards, reference, evaluator, warnings)
-    return TrainerState(model, tokenizer, *trained, source, grader, engine, *rest)
+    trained = (policy, method, heads, named, optimizer, source, grader, engine)
+    return TrainerState(model, tokenizer, *trained, _origins(recipe, loaded), shards, reference, evaluator, warnings)
 
 
 def _choose_kernels(recipe: Recipe) -> None:
@@ -197,7 +196,7 @@ def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
 def _build_models(
     components: Components, task: Task, process_group: ProcessGroup, eval_tasks: Sequence[Task]
 ) -> tuple[Any, ...]:
-    """(loaded model, its pass, the objective's pass, heads, reference, shards).
+    """Return (loaded model, its forward pass, the objective's pass, heads, reference, shards).
 
     Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
     """
@@ -231,7 +230,7 @@ def _build_models(
 
 
 def _samples(components: Components, eval_tasks: Sequence[Task]) -> bool:
-    """Whether the trainer's processes sample with the model itself."""
+    """Return whether the trainer's processes sample with the model itself."""
     if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
         return components.samples()
     from posttrain.training.held_out import is_read
@@ -240,7 +239,7 @@ def _samples(components: Components, eval_tasks: Sequence[Task]) -> bool:
 
 
 def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
-    """The language model's forward pass, in ``train.precision``.
+    """Return the language model's forward pass, in ``train.precision``.
 
     Raises:
         RecipeError: TF32 where no GPU multiplies.
@@ -254,13 +253,12 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
     return _forward(recipe, loaded.model, scoring_temperature(recipe, components.needs))
 
 
-def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
-    precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
-    return Forward(model, temperature, precision=precision)
+def _forward(recipe: Recipe, model: Model, temperature: float) -> Forward:
+    return Forward(model, temperature, precision="bf16" if recipe.train.precision == "bf16" else "fp32")
 
 
 def _eval_engine(
-    components: Components, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
+    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine], *, needed: bool
 ) -> tuple[Engine, list[str]]:
     """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
 
@@ -277,8 +275,8 @@ def _eval_engine(
         return engine, [f"eval.engine: {error}; evaluations are answered by {components.engine.name!r} instead"]
 
 
-def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
-    """The grader and the environment's side of an episode, under one template; ``folder``: of the run."""
+def _build_grader(recipe: Recipe, tokenizer: Tokenizer, folder: Path | None) -> tuple[Grader, Stage | None]:
+    """Return the grader and the environment's side of an episode, under one template; ``folder``: of the run."""
     template = build_template(recipe.prompt.template)
     if recipe.environment is None and not recipe.tools:
         return build_grader(recipe.rewards, template, folder), None
@@ -289,7 +287,7 @@ def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[
 
 
 def _build_method(components: Components, forward: Forward | ActorCritic) -> Method:
-    """The objective with its options, and with the regularizers where it has a policy term."""
+    """Return the objective with its options, and with the regularizers where it has a policy term."""
     recipe, regularizers = components.recipe, components.recipe.regularize
     objective: Objective = components.objective.bind(recipe.objective.options, "objective")
     return Method(
@@ -306,13 +304,13 @@ def build_rollout_source(
     components: Components,
     task: Task,
     grader: Grader,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     engine: Engine,
     context_tokens: int,
     fields: BatchFields,
     stage: Stage | None = None,
 ) -> RolloutSource:
-    """The source of a recipe with ``rollout``; ``stage`` is what its completions of several turns are played with.
+    """Return the source of a recipe with ``rollout``; ``stage``: the environment of completions of several turns.
 
     Raises:
         UsageError: no prompt is left to sample from, or a part of the reward that there is not.
@@ -362,11 +360,11 @@ def _build_batch_fields(
     method: Method,
     policy: Forward,
     reference: Reference | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     context_tokens: int,
     process_group: ProcessGroup,
 ) -> BatchFields:
-    """The filler of batch fields; loads the teacher where another model teaches."""
+    """Return the filler of batch fields; loads the teacher where another model teaches."""
     recipe, correct = components.recipe, None
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
@@ -379,7 +377,7 @@ def _build_batch_fields(
     )
 
 
-def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
+def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> Forward:
     assert recipe.teacher is not None
     section = ModelSection(
         name=recipe.teacher.name,
@@ -397,7 +395,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
 
 
 def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
-    """The last part of where each model came from (a checkpoint, a folder, a hub name); ``rewards`` by run."""
+    """Return the last part of each model's path (a checkpoint, a folder, a hub name); ``rewards`` by run."""
     teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
     rewards: dict[str, str] = {}
     for index, component in enumerate(recipe.rewards):
@@ -413,7 +411,7 @@ def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, An
     """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
 
     Raises:
-        UsageError: a name does not stand for what it did when the run began.
+        UsageError: a name refers to another checkpoint than when the run began.
     """
     named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
     if recipe.teacher is not None and now["teacher"] is not None:
@@ -428,7 +426,7 @@ def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, An
 
 
 def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
-    """The model to train, with a new adapter where the recipe asks for one; on another device, if one is given."""
+    """Return the model to train, with a new adapter where the recipe has one; ``device``: in place of the recipe's."""
     section = recipe.model if device is None else recipe.model.model_copy(update={"device": device})
     loaded = load_model(section, seed=recipe.train.seed, texts=_texts(task, recipe))
     model = loaded.model
@@ -455,7 +453,7 @@ def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> Load
 
 
 def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:
-    """Texts for a new tokenizer, from the first examples of the task."""
+    """Return texts for a new tokenizer, from the first examples of the task."""
     if recipe.model.init is None:
         return None
     examples = islice(iter(task.examples), recipe.model.init.tokenizer.num_documents)

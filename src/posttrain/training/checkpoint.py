@@ -42,6 +42,7 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import explain_storage, storage_errors
+from posttrain.types import Model, Tokenizer
 from posttrain.untrusted import first_fault
 
 
@@ -66,10 +67,10 @@ def save_checkpoint(
     folder: str | Path,
     *,
     step: int,
-    model: Any,
-    tokenizer: Any,
+    model: Model,
+    tokenizer: Tokenizer,
     optimizer: Mapping[str, Tensor],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     rollout_buffer: Mapping[str, Tensor] | None = None,
     heads: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
@@ -125,7 +126,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None where there is none at all.
+    """Return the newest checkpoint that verifies, or None if there is none.
 
     Args:
         folder: the run's ``checkpoints`` folder.
@@ -163,7 +164,7 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
     )
 
 
-def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> None:
+def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> None:
     """Copy a checkpoint's weights into a live model of the same shape, bit for bit, in place.
 
     Tied weights are stored once and fill all their names. A peft model gets its adapters; its base is left alone. The
@@ -204,7 +205,7 @@ class KeptBest(BaseModel, strict=True, extra="allow"):
 
 
 class KeptState(BaseModel, strict=True, extra="allow"):
-    """The keys of ``state.json`` that a resumed run reads; an untrusted checkpoint may say anything."""
+    """The keys of ``state.json`` that a resumed run reads, checked because a checkpoint may be untrusted."""
 
     best: KeptBest | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -244,8 +245,8 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
         raise Unverified(name, f"holds no tensors ({error})") from None
 
 
-def names_to_write(model: Any) -> set[str]:
-    """Names of the tensors of a ``state_dict`` that a checkpoint holds: those of an adapter, or tied weights once."""
+def names_to_write(model: Model) -> set[str]:
+    """Return the names of a ``state_dict`` that a checkpoint holds: those of an adapter, or tied weights once."""
     tensors = model.state_dict()
     if hasattr(model, "peft_config"):
         return {name for name in tensors if any(_is_of(adapter, name) for adapter in model.peft_config)}
@@ -257,7 +258,7 @@ def names_to_write(model: Any) -> set[str]:
     return set(places.values())
 
 
-def write_model(path: Path, model: Any, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
+def write_model(path: Path, model: Model, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
     """Write the model as its library does, or ``own`` as its weights in one file."""
     if score is not None:
         from posttrain.models.scorer import save_adapter_scorer, save_scorer
@@ -283,8 +284,8 @@ def _without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
-    """An adapter's tensors under the names that peft gives them on disk, where its own name is left out."""
+def _adapter_tensors(model: Model, adapter: str) -> dict[str, Tensor]:
+    """Return an adapter's tensors under peft's names on disk, without the adapter's own name."""
     tag = f".{adapter}"
     live = {name: tensor for name, tensor in model.state_dict().items() if _is_of(adapter, name)}
     return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
@@ -295,7 +296,7 @@ def _is_of(adapter: str, name: str) -> bool:
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors wants them: contiguous, each with memory of its own."""
+    """Return the tensors as safetensors needs them: contiguous, without shared memory."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
 """Rules about components and sections of a recipe that go together.
 
-A rule is: whether it is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
+A rule is: whether it is broken, the key that it names, and what is wrong with a remedy. No model is loaded.
 Rules about sections alone are in ``Recipe.rules``, those about one section in ``recipes/sections``, and those about a
 loaded model in ``build``.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain import registry
 from posttrain.data.base import eval_components
@@ -19,7 +19,7 @@ from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, RolloutSection
 from posttrain.registry import Entry
-from posttrain.training.batch_fields import comes_from_rollouts, needed_fields, required_parts, with_their_needs
+from posttrain.training.batch_fields import comes_from_rollouts, fillers, needed_fields, with_their_needs
 
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
@@ -31,11 +31,10 @@ SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 @dataclass(frozen=True)
 class Components:
-    """A resolved recipe with the entries of its words.
+    """A resolved recipe with the registry entries of its components.
 
-    needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
-    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token, per_turn: advantages are
-    per token, or per turn.
+    needs: the batch fields that the objective or the recipe reads, and those that these need. level: the unit that the
+    objective gives a value for. unit: of the selection, a row or a pair. per_token, per_turn: of the advantages.
     """
 
     recipe: Recipe
@@ -44,7 +43,7 @@ class Components:
     level: Level
     aggregation: Entry
     engine: Entry
-    engine_options: dict[str, Any]
+    engine_options: dict[str, object]
     advantage: Entry | None
     selection: Entry | None
     unit: str
@@ -62,16 +61,16 @@ class Components:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The components that fill the streams: ``reference``, ``teacher``, ``critic``, ..."""
-        return required_parts(self.needs)
+        """The models that the batch fields take: ``reference``, ``teacher``, ``critic``, ..."""
+        return frozenset(part for entry in fillers(self.needs, "the recipe") for part in entry.provided)
 
     @property
     def only_scores(self) -> bool:
-        """Whether a reward model is trained, which writes no answers."""
+        """True if a reward model is trained, which writes no answers."""
         return bool(self.objective.traits.get("head") == "score")
 
     def samples(self, reads: bool | None = None) -> bool:
-        """Whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
+        """Return whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
 
         ``reads``: whether evaluations read responses instead; by default by the recipe alone.
         """
@@ -86,22 +85,21 @@ class Components:
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the model that is trained is its own teacher."""
+        """True if the model that is trained is its own teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
 
 
 def resolve_components(recipe: Recipe) -> Components:
-    """The words of a resolved recipe, which fit one another.
+    """Return the components of a resolved recipe, which fit one another.
 
     Raises:
-        RecipeError: they do not; the first broken rule speaks.
+        RecipeError: they do not fit; the message is that of the first broken rule.
     """
     objective = registry.find("objective", recipe.objective.name, "objective")
     assert recipe.aggregate is not None, "resolved"
     rollout, advantage, selection = recipe.rollout, None, None
-    engine = (
-        rollout.engine if rollout is not None else Component(name="native")
-    )  # a supervised recipe's evaluation samples
+    # the evaluation of a supervised recipe samples, too
+    engine = rollout.engine if rollout is not None else Component(name="native")
     if recipe.advantage is not None:
         advantage = registry.find("advantage", recipe.advantage.name, "advantage")
     if rollout is not None and rollout.select is not None:
@@ -134,7 +132,7 @@ def resolve_components(recipe: Recipe) -> Components:
 
 
 def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) -> list[str]:
-    """A line where rows state margins that the objective does not read."""
+    """Return a line where rows have margins that the objective does not read."""
     if components.shape != "pair" or "margins" in components.needs or ("margin", "read") not in keys:
         return []
     name = components.recipe.objective.name
@@ -165,13 +163,13 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     valued = f': {objective} reads a critic\'s values; register it with head="value"'
     yield "critic" in w.parts and head != "value", "objective", valued
     yield "correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"
-    credited = f": a stream of {objective} needs advantages; give 'advantage'"
+    credited = f": a batch field of {objective} needs advantages; give 'advantage'"
     yield not blind and not r.advantage, "advantage", credited
     samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
     yield w.teaches_itself and r.rollout is None, "teacher.name", samples
     base = ": a new model (model.init) has no base on disk that an adapter could name"
     yield r.model.adapter and r.model.init, "model.adapter", base
-    message = ": a reward head always stands on the model that is trained; leave it out"
+    message = ": a reward head always shares the model that is trained; leave it out"
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", message
     judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
@@ -184,14 +182,10 @@ def _of_engines(w: Components) -> Iterator[Rule]:
     elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
     unplayed = w.recipe.environment is None and not w.recipe.tools
-    gives = "give 'environment'"
-    if w.recipe.rollout is None:
-        gives = "in a recipe with 'data' nothing answers; take another task"
-    components = {
-        "task": w.recipe.task,
-        **{f"eval.tasks.{i}": component for i, component in enumerate(w.recipe.eval.tasks)},
-    }
-    for key, component in components.items():
+    without = "in a recipe with 'data' nothing answers; take another task"
+    gives = without if w.recipe.rollout is None else "give 'environment'"
+    tasks = {"task": w.recipe.task} | {f"eval.tasks.{i}": task for i, task in enumerate(w.recipe.eval.tasks)}
+    for key, component in tasks.items():
         played = (registry.traits_of("task", component.name) or {}).get("played")
         yield played and unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
     if evaluating is not None:
@@ -237,15 +231,13 @@ def _of_rollouts(w: Components) -> Iterator[Rule]:
         ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
         "leave rollout.select out"
     )
-    over_all = (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all")
-    yield over_all, "rollout.select", every
+    yield (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all"), "rollout.select", every
     threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
     both = (
         f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
         "labelled as right; give both the same number"
     )
-    differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
-    yield differ, "rollout.select.threshold", both
+    yield "labels" in w.needs and threshold not in (None, rollout.label_above), "rollout.select.threshold", both
     alone = rollout.group_size < 2
     yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"
     uniform = ": a group of one completion is always uniform; give rollout.group_size"
@@ -308,7 +300,7 @@ def _of_scale(w: Components) -> Iterator[Rule]:
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
         yield scale.checkpoint == "sharded", "scale.checkpoint", alike
         return
-    parts = f": nobody has said whether optimizer {optimizer!r} works on tensors in parts"
+    parts = f": it is not known whether optimizer {optimizer!r} works on sharded tensors"
     known = f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
     yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
     bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"

@@ -84,8 +84,8 @@ class Processes(ProcessGroup):
             ) from error
         return cls(rank, size, store)
 
-    def give(self, task: Mapping[str, Any]) -> None:
-        """Leave the task of the others, as rank 0."""
+    def give(self, task: Mapping[str, object]) -> None:
+        """Store the task of the others, as rank 0."""
         self.store.set(TASK, json.dumps(task))
 
     def take(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Processes(ProcessGroup):
         return task
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
-        """Leave the record of a failed rank; the first record stays."""
+        """Store the record of a failed rank; the first record stays."""
         with suppress(RuntimeError):  # rank 0, and the store with it, may be gone
             self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
 
@@ -261,7 +261,7 @@ class Root(torch.nn.Module):
         super().__init__()
         self.model, self.head = model, head
 
-    def forward(self, compute: Callable[[], Any]) -> Any:
+    def forward(self, compute: Callable[[], T]) -> T:
         return compute()
 
 
@@ -358,7 +358,7 @@ def _within(root: Any, compute: Callable[[], T]) -> T:
     return computed
 
 
-def part_of(tensor: Tensor, like: Any) -> Any:
+def part_of(tensor: Tensor, like: Any) -> DTensor:
     """Return an unsharded tensor, the same in all processes, sharded as ``like`` is."""
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
@@ -392,7 +392,7 @@ class StoredShards(Mapping[str, Tensor]):
                 raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is not whole")
 
     @contextmanager
-    def _explained(self) -> Iterator[Any]:
+    def _explained(self) -> Iterator[HuggingFaceStorageReader]:
         try:
             yield HuggingFaceStorageReader(str(self._folder))
         except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:

@@ -31,7 +31,7 @@ from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
-from posttrain.types import Batch, Example, with_float64
+from posttrain.types import Example, with_float64
 
 # Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
@@ -46,13 +46,9 @@ class HeldOut:
     units: Sequence[int]
     num_dropped: int = 0
 
-    def batch(self) -> Batch:
-        """All units as a batch, with the current weights."""
-        return self.source.batch_of(self.units)
-
 
 def build_eval_tasks(recipe: Recipe) -> list[Task]:
-    """The tasks to evaluate on, with their chosen examples; a task that is named twice gets a second name.
+    """Return the tasks to evaluate on, with their chosen examples; a task that is named twice gets a second name.
 
     Raises:
         RecipeError: training leaves no split of its task to evaluate on.
@@ -74,7 +70,7 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
 def choose_held_out(
     read: Callable[..., SupervisedSource], tasks: Sequence[Task], components: Components
 ) -> dict[str, HeldOut]:
-    """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
+    """Return by a task's label the units on which the objective, or the loss of demonstrations, is evaluated.
 
     They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples``
     examples that every evaluation of the task uses; if these have more units, a fixed sample of them. Other tasks are
@@ -109,13 +105,13 @@ def choose_held_out(
 
 
 def is_read(task: Task, n: int) -> bool:
-    """Whether a task has responses to evaluate an objective on, so that no answers are sampled."""
+    """Return whether a task has responses to evaluate an objective on, so that no answers are sampled."""
     size = len(task.examples)
     return size > 0 and any(task.examples[i].responses for i in held_out_indices(size, n))
 
 
 def _is_shown(example: Example) -> bool:
-    """Whether an example has an answer to imitate."""
+    """Return whether an example has an answer to imitate."""
     texts = (example.answer, example.solution, example.demonstration)
     return texts != (None, None, None) or bool(example.responses or example.turns)
 
@@ -132,7 +128,7 @@ def evaluate_loss(
     Raises:
         NonFiniteLoss: a loss that is NaN or infinite.
     """
-    batch, total, correct = held_out.batch(), 0.0, 0.0
+    batch, total, correct = held_out.source.batch_of(held_out.units), 0.0, 0.0
     pieces = split_rows(batch, tokens_per_micro, process_group=process_group)
     for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=policy.is_sharded):
         part = batch.select(rows)
@@ -165,7 +161,8 @@ def evaluate_objective(
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     started = time.perf_counter()
-    loss, metrics = accumulate(method, held_out.batch(), options, learns=False, process_group=process_group)
+    batch = held_out.source.batch_of(held_out.units)
+    loss, metrics = accumulate(method, batch, options, learns=False, process_group=process_group)
     metrics.pop("padding_share")
     name = next((name for name in ACCURACIES if name in metrics), None)
     if name is None:
@@ -208,7 +205,7 @@ class Evaluator:
         return done
 
     def sampling(self, temperature: float) -> Sampling:
-        """The sampling of answers."""
+        """Return the sampling of answers."""
         recipe = self.recipe
         max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
         return self.sampler.sampling(max_tokens, temperature)
@@ -235,7 +232,7 @@ class Evaluator:
         """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
         if not self.recipe.eval.num_kl_prompts:
             return evaluation
-        assert self.start is not None, "the setup makes a reference for whoever needs one"
+        assert self.start is not None, "the reference is built where KL is measured"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         kl = measure_kl(

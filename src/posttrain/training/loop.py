@@ -38,20 +38,13 @@ from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.sources import TrainBatch
-from posttrain.training.step import (
-    accumulate,
-    add_gradients,
-    apply_update,
-    learning_rate,
-    same_weights,
-    sample_weights,
-)
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights, sample_weights
 from posttrain.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by task."""
+    """Result of a run: ``reason`` is ``finished`` or ``interrupted``; ``evaluations`` are the last ones by task."""
 
     step: int
     reason: str
@@ -78,7 +71,7 @@ class Loop:
     warned: set[str] = field(default_factory=set)  # of what this process has warned
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
     consistent: bool = True  # weights, optimizer and records are those of ``step``
-    source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
+    source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -111,7 +104,7 @@ class Loop:
             dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
-    def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
+    def beginning(self, resumed: bool, length: str | None) -> dict[str, object]:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
         source = self.parts.source
         return {
@@ -128,7 +121,7 @@ class Loop:
         }
 
     def _newest_checkpoint(self) -> Checkpoint | None:
-        """The newest that verifies, as the main process says; the others load that one."""
+        """Return the newest checkpoint that verifies in the main process; the others load the same one."""
         checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.process_group.is_main else None
         step = self.process_group.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
         if self.process_group.is_main or step is None:
@@ -149,7 +142,7 @@ class Loop:
             self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
-        """Compare the steps of a number of passes with those when the checkpoint was saved.
+        """Compare the number of steps with that when the checkpoint was saved.
 
         Raises:
             UsageError: they are fewer than were made.
@@ -157,11 +150,11 @@ class Loop:
         num_epochs = self.recipe.train.num_epochs
         if num_epochs is None:
             return
-        comes_to = f"train.num_epochs {num_epochs:g} comes to {self.steps} steps over the data as they are"
+        length = f"train.num_epochs {num_epochs:g} is {self.steps} steps over the data as they are"
         if self.step > self.steps:
-            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more epochs")
+            raise UsageError(f"{length}, and the newest checkpoint is of step {self.step}; give more epochs")
         if began not in (None, self.steps):
-            self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
+            self.observer("notice", {"message": f"{length}, and the checkpoint was saved on the way to {began}"})
 
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
         """Train until the last step or until asked to stop, and save a checkpoint."""
@@ -210,7 +203,7 @@ class Loop:
         return self.best is not None and self.best["step"] == self.step
 
     def update(self) -> None:
-        """One optimizer step with its records."""
+        """Take one optimizer step and record it."""
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
@@ -221,7 +214,9 @@ class Loop:
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
-        timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
+        device = self.parts.policy.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+        timing["peak_memory_bytes"] = float(peak)
         metrics = draw.metrics | metrics | {"trained_tokens": tokens}
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
@@ -251,7 +246,7 @@ class Loop:
             self.observer("notice", {"message": f"{name}: {warnings[name]}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
-        """The gradient step on a batch, if there is one; returns trained tokens and metrics."""
+        """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
         options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
         lr = learning_rate(options, step)
         if batch is None:
@@ -306,7 +301,7 @@ class Loop:
                 self.best = {"step": float(step), primary.name: value}
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
-            about: dict[str, Any] = {"step": step, "name": evaluation.name, "primary_metric": primary}
+            about: dict[str, object] = {"step": step, "name": evaluation.name, "primary_metric": primary}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
     def _pass_on_warnings(self) -> None:
@@ -326,7 +321,7 @@ class Loop:
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
     def _gathered(self, process_group: ProcessGroup) -> dict[str, Any]:
-        """The tensors of a checkpoint, as ``save_checkpoint`` takes them, unsharded; but for the optimizer's where all
+        """Return the tensors of a checkpoint for ``save_checkpoint``: unsharded, but the optimizer's sharded where all
         of ``process_group`` write it."""
         parts, shards = self.parts, self.parts.shards
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
@@ -341,7 +336,7 @@ class Loop:
         return tensors
 
     def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
-        """Records are durable before the checkpoint appears under its name; ``process_group`` writes it together."""
+        """Write a checkpoint, after the records are durable; all of ``process_group`` write it."""
         self.rollouts.flush()
         self.metrics.flush()
         return save_checkpoint(
@@ -355,8 +350,8 @@ class Loop:
             **tensors,
         )
 
-    def _state(self) -> dict[str, Any]:
-        """The content of ``state.json``."""
+    def _state(self) -> dict[str, object]:
+        """Return the content of ``state.json``."""
         return {
             "recipe": self.recipe.fingerprint(),
             "settings": decisive(self.recipe.dump()),
@@ -388,7 +383,7 @@ class Loop:
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
         tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
         try:
-            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
+            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
         except StorageError as failure:
             return f"The batch could not be kept: {failure}"
         return f"The batch is saved in {path}"
@@ -443,7 +438,7 @@ def _use_threads(number: int) -> None:
 
 @contextmanager
 def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
-    """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
+    """Let every process compute with as many threads as the main one, which decides the last bits of sums."""
     before = torch.get_num_threads()
     _use_threads(process_group.tell(before, "number of threads"))
     try:
@@ -456,7 +451,7 @@ def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
 def _records(
     recipe: Recipe, files: RunFiles, trackers: list[Tracker], process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
-    """Where metrics and rollouts are written."""
+    """Open the stores of metrics and rollouts; those of other processes than the main one keep nothing."""
     if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return
@@ -467,7 +462,7 @@ def _records(
 
 
 def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
-    timing: dict[str, Any] = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
+    timing = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
     timing["update_seconds"] = finished - updating
     timing["step_seconds"] = finished - started
     timing["update_tokens_per_second"] = tokens / timing["update_seconds"]
@@ -475,10 +470,3 @@ def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, fi
     if draw.fresh and draw.timing.get("generate_seconds"):
         timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
     return timing
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory held so far: of a GPU that trains, else the process's resident set."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return peak_resident_bytes()

@@ -2,7 +2,7 @@
 
 Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest
 rows that the recipe allows (docs/how-to/fit-in-memory.md has the limits). With N tokens of a micro-batch in the
-trainer's stream (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f,
+trainer's pass (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f,
 attention widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
 
 - the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
@@ -21,10 +21,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
@@ -63,19 +62,19 @@ class Memory:
     rollouts: int
 
     def rows(self) -> list[tuple[str, int]]:
-        """The rows of a table: every part, and the most that is held at a time."""
+        """Return the rows of a table: every part, and the largest sums held at a time."""
         names = {"optimizer": "optimizer state", "heads": "heads, critic", "kv_cache": "key/value cache"}
         parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
         return [*parts, ("most in an update", self.update), ("most while sampling", self.sampling)]
 
     @property
     def update(self) -> int:
-        """The most that is held while gradients are computed."""
+        """Peak while gradients are computed."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.kv_cache - self.rollouts
 
     @property
     def sampling(self) -> int:
-        """The most that is held while the model samples, without gradients; 0 where it does not."""
+        """Peak while the model samples, without gradients; 0 where it does not."""
         kept = self.weights + self.optimizer + self.reference + self.heads
         return kept + self.kv_cache if self.kv_cache else 0
 
@@ -118,7 +117,7 @@ class Micro:
 
 
 def estimate_memory(recipe: Recipe) -> Memory | str:
-    """``memory_of`` a resolved recipe on this machine by the configuration that is at hand, or the reason why none."""
+    """Return ``memory_of`` a resolved recipe on this machine, or the reason why there is no estimate."""
     try:
         device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
         return memory_of(*counted(recipe), gpu_memory_of(device))
@@ -126,8 +125,8 @@ def estimate_memory(recipe: Recipe) -> Memory | str:
         return str(error)
 
 
-def counted(recipe: Recipe) -> tuple[Recipe, Any]:
-    """A resolved recipe as ``memory_of`` takes it, a loaded adapter as a new one, and its model's configuration.
+def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
+    """Return a resolved recipe for ``memory_of`` (a loaded adapter as a new one), and its model's configuration.
 
     Raises:
         UsageError: the configuration is not at hand, or of an architecture that was not worked out.
@@ -153,8 +152,8 @@ def counted(recipe: Recipe) -> tuple[Recipe, Any]:
     return recipe, config
 
 
-def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Memory:
-    """The memory of training a resolved recipe, by part.
+def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None = None) -> Memory:
+    """Return the memory of training a resolved recipe, by part.
 
     Args:
         config: a transformers configuration of an architecture in ``QK_NORMS``.
@@ -187,8 +186,8 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     )
 
 
-def weights_of(config: Any) -> list[Weight]:
-    """All tensors of a model of this configuration, without memory for any: one layer stands for all of them."""
+def weights_of(config: PretrainedConfig) -> list[Weight]:
+    """Return all tensors of a model of this configuration, built on the meta device with one layer."""
     one = copy.deepcopy(config)
     one.num_hidden_layers = 1
     with torch.device("meta"):
@@ -205,7 +204,7 @@ def weights_of(config: Any) -> list[Weight]:
 
 
 def micro_batch(recipe: Recipe, components: Components) -> Micro:
-    """The rows that go through the trainer at a time when all are as long as the recipe allows."""
+    """Return the rows of a micro-batch when all are as long as the recipe allows."""
     train, rollout, unread = recipe.train, recipe.rollout, 0 if components.only_scores else 1
     unit = 2 if components.level == "pair" else 1
     if rollout is None:
@@ -226,7 +225,7 @@ def micro_batch(recipe: Recipe, components: Components) -> Micro:
 
 
 def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
-    """Tokens of a prompt and of its answer, as long as the recipe allows."""
+    """Return the largest number of tokens of a prompt and of its answer that the recipe allows."""
     prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
     prompt = min(prompt, recipe.within(prompt + rollout.max_tokens) - 1)
     return prompt, recipe.within(prompt + rollout.max_tokens) - prompt
@@ -237,7 +236,7 @@ def _up_to(multiple: int, number: int) -> int:
 
 
 def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:
-    """The two factors of each adapted layer."""
+    """Yield the two factors of each adapted layer."""
     for weight in weights:
         layer = f".{weight.name.removesuffix('.weight')}"
         is_meant = adapter.targets == "all-linear" or any(layer.endswith(f".{target}") for target in adapter.targets)
@@ -248,7 +247,7 @@ def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight
 
 
 def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
-    """Of all weights; in 8 bits linear layers have 4 bytes for each row next to, in 4 bits a scale for 64 numbers."""
+    """Return bytes of all weights; linear layers have 4 more a row in 8 bits, and a scale for 64 numbers in 4 bits."""
     total = 0.0
     for weight in weights:
         if bits is None or weight.linear is None:
@@ -261,7 +260,7 @@ def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
 
 
 def _optimizer_bytes(trained: list[Weight], name: str) -> int:
-    """Of AdamW two numbers for each, and a count; of Muon's matrices one."""
+    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Muon's matrices."""
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
@@ -269,8 +268,8 @@ def _optimizer_bytes(trained: list[Weight], name: str) -> int:
     return total
 
 
-def _head_bytes(components: Components, config: Any, critic: list[Weight]) -> int:
-    """Weight, gradient and AdamW's state of a head, and of a critic of its own."""
+def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight]) -> int:
+    """Return bytes of the weight, gradient and AdamW state of a head, and of a separate critic."""
     if components.objective.traits.get("head") is None:
         return 0
     option = components.objective.traits.get("head_outputs")
@@ -279,8 +278,10 @@ def _head_bytes(components: Components, config: Any, critic: list[Weight]) -> in
     return int(16 * (head + sum(w.numel for w in critic if "lm_head" not in w.name)))
 
 
-def _activations(recipe: Recipe, config: Any, micro: Micro, size: int, weights: list[Weight], logits: int) -> int:
-    """Bytes that the layers, the final norm and what reads its output keep for the backward pass."""
+def _activations(
+    recipe: Recipe, config: PretrainedConfig, micro: Micro, size: int, weights: list[Weight], logits: int
+) -> int:
+    """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
     adapter, layers, width = recipe.model.adapter, config.num_hidden_layers, config.hidden_size
     heads, is_gpt2 = config.num_attention_heads, config.model_type == "gpt2"
     head_dim = getattr(config, "head_dim", None) or width // heads
@@ -311,9 +312,9 @@ def _activations(recipe: Recipe, config: Any, micro: Micro, size: int, weights: 
     return int(of_layers + size * width * (final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
 
 
-def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
-    """Of the tokens that are computed at a time: logits, probabilities and their gradients, 16 or 18 bytes each; of a
-    trained head its gradient, and the probabilities that are kept."""
+def _logits(config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
+    """Return bytes of the logits, probabilities and gradients of the tokens that are computed at a time (16 or 18 bytes
+    each), and of a trained head's gradient and kept probabilities."""
     trained = _up_to(ROUND_TOKENS, micro.trained)
     rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
     numbers = rows * (16 if size == 4 else 18)
@@ -323,8 +324,8 @@ def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, hea
     return int(numbers * config.vocab_size)
 
 
-def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None) -> int:
-    """Keys and values of the columns of each slot that samples, which grow by halves, and of each shared prompt."""
+def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory: int | None) -> int:
+    """Return bytes of the keys and values of each slot that samples, whose columns grow by halves, and of prompts."""
     rollout = recipe.rollout
     if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
         return 0
@@ -344,7 +345,7 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None)
 
 
 def _rollout_bytes(recipe: Recipe, components: Components) -> int:
-    """In main memory: 9 for each token of a batch of rollouts, and 4 for each batch field and the weights."""
+    """Return bytes in main memory: 9 a token of a batch of rollouts, and 4 for each batch field and the weights."""
     rollout = recipe.rollout
     if rollout is None:
         return 0

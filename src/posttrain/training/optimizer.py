@@ -16,14 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from posttrain import registry
+from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.process_group import whole
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 
 Named = Sequence[tuple[str, Parameter]]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # Keller Jordan's quintic: x -> a x + b x^3 + c x^5 pushes singular values in (0, 1] towards 1.
@@ -31,11 +30,10 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 
-def _groups(parameters: Named, lr: float, weight_decay: float, **settings: Any) -> list[dict[str, Any]]:
-    """Two groups, with and without weight decay; empty ones are left out."""
+def _groups(parameters: Named, lr: float, weight_decay: float, **settings: object) -> list[dict[str, Any]]:
+    """Return the groups with and without weight decay; empty ones are left out."""
     decayed = [(n, p) for n, p in parameters if p.ndim >= 2]
-    kept = [(n, p) for n, p in parameters if p.ndim < 2]
-    groups = [(decayed, weight_decay), (kept, 0.0)]
+    groups = [(decayed, weight_decay), ([(n, p) for n, p in parameters if p.ndim < 2], 0.0)]
     return [{"params": ps, "weight_decay": decay, "lr": lr, **settings} for ps, decay in groups if ps]
 
 
@@ -136,7 +134,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None]
@@ -151,7 +149,7 @@ class Muon(Optimizer):
                     self._step_adamw(group, parameter)
 
     def _step_matrices(self, group: dict[str, Any], members: Sequence[Parameter]) -> None:
-        """Of one shape."""
+        """Update matrices of one shape together."""
         mu, shape = group["momentum"], members[0].shape
         updates = []
         for parameter in members:
@@ -186,7 +184,7 @@ class Muon(Optimizer):
 
 
 def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The part of an unsharded tensor that goes with a parameter, sharded or not."""
+    """Return the part of an unsharded tensor for a parameter, sharded or not."""
     if not hasattr(parameter, "full_tensor"):
         return whole
     from posttrain.training.distributed import part_of
@@ -195,9 +193,9 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def build_optimizer(
-    recipe: Recipe, model: Any, heads: dict[str, torch.nn.Module]
+    recipe: Recipe, model: torch.nn.Module, heads: dict[str, torch.nn.Module]
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
-    """The trained parameters by name, those of heads and critics included, and their optimizer.
+    """Return the trained parameters by name (heads and critics included) and their optimizer.
 
     Raises:
         RecipeError: an unknown optimizer, or trained weights in bfloat16.
@@ -227,7 +225,7 @@ def build_optimizer(
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """The optimizer's state, keyed ``<parameter name>.<state name>``; the tensors are not copied.
+    """Return the optimizer's state, keyed ``<parameter name>.<state name>``; the tensors are not copied.
 
     ``names``: of the parameters that the optimizer was made with, in that order. Parameters that have not been stepped
     have no entry. Learning rates are not state: the schedule gives them.
@@ -249,7 +247,7 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
         CheckpointError: an entry of an unknown parameter, of another shape or type; or a missing one.
     """
     by_name, is_ours = _by_name(optimizer, names), isinstance(optimizer, torch.optim.AdamW | Muon)
-    restored: dict[Any, dict[str, Tensor]] = {}
+    restored: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
         parameter = by_name.get(name)
@@ -279,7 +277,7 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
 
 
 def _by_name(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """Parameters by name: groups that were made from named parameters know theirs, others follow the order."""
+    """Return the parameters by name: groups made from named parameters have names, others follow the order."""
     named: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         start = len(named)

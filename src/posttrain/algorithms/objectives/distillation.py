@@ -1,7 +1,6 @@
 """Distillation: a student learns, token by token, from a teacher's distribution.
 
-Who the teacher is (another model, an older self, the model itself with more in its prompt) is the
-machinery's business; it fills the teacher's streams. Shapes: B rows, T tokens, K candidates: K token
+The trainer fills the teacher's batch fields. Shapes: B rows, T tokens, K candidates: K token
 ids per position (``teacher_ids``) with the teacher's log-probabilities of them
 (``teacher_candidate_logprobs``) and the student's (``outputs.candidate_logprobs``).
 """
@@ -89,12 +88,7 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     return Loss(loss.values, loss.metrics | {"kl_teacher": -advantages})
 
 
-@register(
-    "objective",
-    level="token",
-    needs=(*CANDIDATES, "has_feedback"),
-    optional_needs={"ratio_cap": "old_logprobs"},
-)
+@register("objective", level="token", needs=(*CANDIDATES, "has_feedback"), optional_needs={"ratio_cap": "old_logprobs"})
 def sdpo(
     outputs: Outputs,
     batch: Batch,

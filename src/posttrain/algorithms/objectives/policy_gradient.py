@@ -1,7 +1,7 @@
 """Policy-gradient objectives: per-token values whose gradient improves the expected reward.
 
 All take advantages that were computed outside (``advantages.py``), so credit assignment and loss
-are two small steps. Shapes: logprobs, streams and values ``[B, T]``; values mean something where
+are two small steps. Shapes: logprobs, batch fields and values ``[B, T]``; values mean something where
 ``batch.mask`` is True.
 
 To all of them the loop may add the same regularizers, a KL to the reference and an entropy bonus: ``regularize`` in
@@ -35,13 +35,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
-def grpo(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-) -> Loss:
+def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``,
@@ -62,13 +56,7 @@ def grpo(
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
-def gspo(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    clip_low: NotNegative = 3e-4,
-    clip_high: NotNegative = 4e-4,
-) -> Loss:
+def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
@@ -87,13 +75,7 @@ def gspo(
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
-def gspo_token(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    clip_low: NotNegative = 3e-4,
-    clip_high: NotNegative = 4e-4,
-) -> Loss:
+def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
     ``values = −min(s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t)`` with
@@ -113,13 +95,7 @@ def gspo_token(
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
-def cispo(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    clip_low: NotNegative = 1.0,
-    clip_high: NotNegative = 4.0,
-) -> Loss:
+def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
@@ -132,21 +108,14 @@ def cispo(
     Args:
         clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
     """
-    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).detach()
-    ratio = log_rho.exp()
+    ratio = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     values = -weight * batch.field("advantages") * outputs.logprobs
     return Loss(values, {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)})
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
-def sapo(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    tau_positive: Positive = 1.0,
-    tau_negative: Positive = 1.05,
-) -> Loss:
+def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
     ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
@@ -159,20 +128,14 @@ def sapo(
         tau_positive, tau_negative: the temperatures of the gate.
     """
     advantages = batch.field("advantages")
-    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
-    ratio = log_rho.exp()
+    ratio = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).exp()
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     values = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
     return Loss(values, {"ratio": ratio.detach()})
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
-def gmpo(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    clip: NotNegative = 0.4,
-) -> Loss:
+def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
     """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
 
     ``values = −A · exp(mean_t c_t)`` at every token of the sequence, where

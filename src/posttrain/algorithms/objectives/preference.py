@@ -5,14 +5,14 @@ In pairs, rows alternate, chosen (even) then rejected (odd): logprobs and ``ref_
 one, ``log π(y)`` the sum of its trained tokens' log-probabilities (prompt excluded, end token
 included), and ``Δ = log π(y_w)/π_ref(y_w) − log π(y_l)/π_ref(y_l)``.
 
-Metrics of every word over pairs: ``chosen_reward``, ``rejected_reward`` (β times the log-ratio; a reference-free
-word says what its reward is), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; a tie, which is a
+Metrics of every objective over pairs: ``chosen_reward``, ``rejected_reward`` (β times the log-ratio; reference-free
+objectives define their own), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; a tie, which is a
 difference below a millionth of the log-probabilities, counts one half), ``chosen_logprob``,
 ``rejected_logprob`` (``log π(y)``, sums).
 
-Nothing is clamped but ORPO's log(1 − p): no other word takes the exponential of a log-ratio outside of a
+Nothing is clamped but ORPO's log(1 − p): no other objective takes the exponential of a log-ratio outside of a
 sigmoid. A pair with an answer that the policy or the reference finds impossible (log-probability −inf)
-has the value NaN, whatever the word, and so has an empty answer where a mean is taken; the loop
+has the value NaN, for every objective, and so has an empty answer where a mean is taken; the loop
 refuses such an update.
 """
 
@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
+from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -311,7 +310,7 @@ def _log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> tuple[Ten
 
 
 def _per_nat(beta: float, batch: Batch, mean: bool) -> float | Tensor:
-    """What one nat of an answer's log-probability adds to its reward: β, or β over its tokens, ``[B]``."""
+    """Return the reward of one nat of an answer's log-probability: β, or β over its tokens, ``[B]``."""
     return beta / batch.mask.sum(dim=1) if mean else beta
 
 
@@ -324,7 +323,7 @@ def _with_metrics(
     per_nat: float | Tensor,
     nll: Tensor | None = None,
 ) -> Loss:
-    """The loss with the metrics of every pair word; ``chosen`` and ``rejected`` are rewards, ``[U]``.
+    """Return the loss with the metrics of every pair objective; ``chosen`` and ``rejected`` are rewards, ``[U]``.
 
     ``per_nat``: what one nat of an answer's log-probability adds to its reward, of all or of each ``[B]``. A tie is one
     in log-probabilities, whatever β makes of them.
@@ -376,7 +375,7 @@ def kto(
     undesirable one, with ``r = log π(y)/π_ref(y)`` (a sum over its tokens) and z₀ an estimate of KL(π‖π_ref).
 
     Ethayarajh et al. (2024), "KTO: model alignment as prospect theoretic optimization", section 4.1. z₀ has
-    no gradient; the stream ``kl_baseline`` holds it, estimated from mismatched prompts and answers of
+    no gradient; the batch field ``kl_baseline`` holds it, estimated from mismatched prompts and answers of
     the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D
     times the number of desirable ones near λ_U times that of the others.
 
@@ -385,7 +384,7 @@ def kto(
     (log-probability −inf) has the value NaN, which the loop refuses; nothing is clamped.
 
     Metrics: ``implicit_reward`` (βr), ``kl_baseline`` (z₀), ``answer_accuracy`` (βr on the label's side of βz₀; a
-    tie counts one half), ``logprob``. Over all rows, so that they can be averaged in parts: ``desirable``
+    tie counts one half), ``logprob``. Over all rows, so that micro-batches can be averaged: ``desirable``
     (the share of such rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of
     that kind, 0 on the other; divided by the share of the kind they are its mean reward).
 

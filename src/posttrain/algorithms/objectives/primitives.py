@@ -81,7 +81,7 @@ def row_last(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
 
 
 def nan_unless_finite(values: Tensor) -> Tensor:
-    """Infinite becomes NaN, which the loop refuses.
+    """Return the values with NaN, which the loop refuses, in place of infinity.
 
     A bounded or one-sided loss of an infinite reward is finite, so that a broken row (a token of
     probability 0, an overflow) would pass as a row that has nothing left to learn.

@@ -39,7 +39,7 @@ def bradley_terry(
     ``chosen_score``, ``rejected_score``.
 
     Args:
-        margin: subtract the stream ``margins``.
+        margin: subtract the batch field ``margins``.
         centering: c.
     """
     scores = nan_unless_finite(row_last(_scores(outputs, 2), batch.mask))
@@ -151,12 +151,12 @@ def _scores(outputs: Outputs, num_dimensions: int) -> Tensor:
 
 
 def _zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """What stands outside of the mask (NaN too) has neither value nor gradient."""
+    """Return the values with 0 outside of the mask (NaN too), without gradient there."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def _refuse_wrong_labels(labels: Tensor, num_classes: int) -> None:
-    """A label outside of the classes would give a value that means nothing; waits for the device once."""
+    """Refuse a label outside of the classes; waits for the device once."""
     known = (labels >= 0) & (labels <= num_classes - 1)
     if num_classes > 2:
         known &= labels == labels.round()

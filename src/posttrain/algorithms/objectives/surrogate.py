@@ -1,4 +1,4 @@
-"""What policy objectives share: the clipped surrogate and the regularizers. Pure, per token.
+"""The clipped surrogate and the regularizers of policy objectives. Pure, per token.
 
 Shapes: B rows, T tokens. Nothing here reduces over tokens or rows.
 """
@@ -35,7 +35,7 @@ def with_regularizers(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Callable[[Outputs, Batch], Loss]:
-    """The objective with ``regularize`` behind it."""
+    """Return the objective followed by ``regularize``."""
 
     def regularized(outputs: Outputs, batch: Batch) -> Loss:
         loss = objective(outputs, batch)

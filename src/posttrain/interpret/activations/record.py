@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, load_model, load_tokenizer
 from posttrain.recipes.sections import EMBEDDED_MODELS, Component, ModelSection
 from posttrain.store.rollouts import RolloutStore
+from posttrain.types import Model, Tokenizer
 
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16
@@ -51,8 +52,8 @@ def record(
     rows_per_shard: int | None = None,
     allow_large: bool = True,
     fewer: str = "the number of documents",
-    ready: Callable[[str], Any] = lambda size: None,
-    observe: Callable[[int, int], Any] = lambda done, total: None,
+    ready: Callable[[str], object] = lambda size: None,
+    observe: Callable[[int, int], object] = lambda done, total: None,
 ) -> ActivationStore:
     """Record activations of documents (token ids) into a folder and open it; an interrupted recording continues.
 
@@ -142,7 +143,7 @@ def _check_size(folder: Path, num_tokens: int, row_bytes: int, allow_large: bool
 
 
 def _compute(
-    readers: Mapping[str, Any],
+    readers: Mapping[str, Model],
     documents: Sequence[Sequence[int]],
     numbers: range,
     sites: Sequence[str],
@@ -197,7 +198,7 @@ def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list
 
 
 def read_documents(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     task: Component | None = None,
     template: Component | None = None,
@@ -241,7 +242,7 @@ def read_rollouts(path: Path, run: str, context_tokens: int, max_tokens: int | N
     return collect(sequences, {"source": "rollouts", "run": run}, context_tokens, max_tokens)
 
 
-def _pieces(path: Path, tokenizer: Any, context_tokens: int) -> Iterator[tuple[list[int], int]]:
+def _pieces(path: Path, tokenizer: Tokenizer, context_tokens: int) -> Iterator[tuple[list[int], int]]:
     leading = list(markers_of(tokenizer).leading)
     size = context_tokens - len(leading)
     if size < 1:
@@ -262,10 +263,10 @@ def _pieces(path: Path, tokenizer: Any, context_tokens: int) -> Iterator[tuple[l
 
 
 def collect(
-    sequences: Iterable[tuple[list[int], int]], data: dict[str, Any], context_tokens: int, max_tokens: int | None
+    sequences: Iterable[tuple[list[int], int]], data: Mapping[str, object], context_tokens: int, max_tokens: int | None
 ) -> Documents:
     """Return documents (ids, length of the prompt) within both limits; ``UsageError``: there are no tokens."""
-    documents = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
+    documents = Documents(data={**data, "context_tokens": context_tokens, "max_rows": max_tokens})
     room = float("inf") if max_tokens is None else max_tokens
     for ids, prompt_length in sequences:
         if room == 0:

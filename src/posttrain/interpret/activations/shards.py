@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -48,7 +48,7 @@ class Documents:
 
     ids: list[Sequence[int]] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, object] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -92,10 +92,10 @@ class StoreIndex(BaseModel, extra="forbid"):
     sources: Annotated[list[Source], Field(min_length=1)]
     dtype: Literal["bf16", "fp32"]
     tokenizer: str = ""
-    data: dict[str, Any] = {}
+    data: dict[str, object] = {}
     documents: NonNegativeInt = 0
     documents_sha256: str = ""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     limits: dict[str, float] = {}
     dropped: dict[str, int] = {}
     rows: int = 0
@@ -128,7 +128,7 @@ class StoreIndex(BaseModel, extra="forbid"):
 
     def deciding(self) -> dict[str, str]:
         """Return what must be the same for a recording to continue, as JSON by name."""
-        keys: dict[str, Any] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
+        keys: dict[str, object] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
         keys |= {"data": self.data, "documents": self.documents_sha256}
         keys |= {x.name: [x.weights_hash, x.dtype] for x in self.sources} | self.settings
         return {key: json.dumps(value) for key, value in keys.items()}

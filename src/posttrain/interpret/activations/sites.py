@@ -20,15 +20,14 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm, decoder_of
-from posttrain.models.load import (
-    reading_model,
-)
+from posttrain.models.load import reading_model
 from posttrain.models.sources import adapter_base, resolve_model_name
 from posttrain.store.checkpoint_files import manifest_digests
+from posttrain.types import Model, Tokenizer
 
 _SITE = re.compile(r"resid\.([1-9]\d{0,5})")
 
@@ -43,13 +42,13 @@ def layer_of(site: str) -> int:
     return int(match[1])
 
 
-def backbone_of(model: Any) -> Any:
+def backbone_of(model: Model) -> Model:
     """Return the transformer without its LM head: of a causal LM, a peft model around one, or a backbone itself."""
     plain = causal_lm(model)
     return decoder_of(plain) if hasattr(plain, "lm_head") or plain.get_output_embeddings() is not None else plain
 
 
-def blocks_of(backbone: Any) -> nn.ModuleList:
+def blocks_of(backbone: Model) -> nn.ModuleList:
     """Return the blocks of a backbone in order; ``UsageError``: it keeps them in a way that is not known here."""
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
     expected = backbone.config.get_text_config().num_hidden_layers
@@ -67,12 +66,12 @@ def refuse_layers(sites: Sequence[str], num_layers: int, name: str) -> None:
 
 
 @contextmanager
-def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replaced(model: Model, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Send, inside, what a site of the model holds through ``change`` ([batch, tokens, d] to the same shape)."""
     blocks = blocks_of(backbone_of(model))
     refuse_layers([site], len(blocks), "this model")
 
-    def after(_: nn.Module, __: Any, output: Any) -> Any:
+    def after(_: nn.Module, __: object, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     hook = blocks[layer_of(site) - 1].register_forward_hook(after)
@@ -83,10 +82,10 @@ def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Itera
 
 
 class _Reached(Exception):
-    """Everything that is wanted has been computed; the layers above need not run."""
+    """Signal that all sites are computed, so that the layers above need not run."""
 
 
-def read_sites(model: Any, sites: Sequence[str], **inputs: Any) -> list[Tensor]:
+def read_sites(model: Model, sites: Sequence[str], **inputs: object) -> list[Tensor]:
     """Run a model up to the last of the sites; return what each of them holds, ``[batch, tokens, d]``."""
     seen: dict[str, Tensor] = {}
 
@@ -104,7 +103,7 @@ def read_sites(model: Any, sites: Sequence[str], **inputs: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def read_rows(model: Any, sites: Sequence[str], documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def read_rows(model: Model, sites: Sequence[str], documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return by site ``[tokens, d]`` of all tokens of the documents, one document after the other, on the CPU.
 
     ``model``: a causal LM, a peft model around one, or a backbone; the rows have its dtype. ``documents``: token ids of
@@ -116,13 +115,13 @@ def read_rows(model: Any, sites: Sequence[str], documents: Sequence[Sequence[int
     return {site: values[real].cpu() for site, values in zip(sites, seen, strict=True)}
 
 
-def device_of(model: Any) -> torch.device:
+def device_of(model: Model) -> torch.device:
     """Return the device of a model's embeddings."""
     device: torch.device = backbone_of(model).get_input_embeddings().weight.device
     return device
 
 
-def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+def pad(documents: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens int64 [B, T] padded on the right, lengths [B])."""
     lengths = torch.tensor([len(ids) for ids in documents])
     rows = [torch.as_tensor(ids, dtype=torch.long) for ids in documents]
@@ -132,7 +131,7 @@ def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
 
 
-def read_config(name: str) -> Any:
+def read_config(name: str) -> PretrainedConfig:
     """Return the configuration of a model, without its weights; of an adapter folder that of its base."""
     source = resolve_model_name(name)
     while (base := adapter_base(source)) is not None:
@@ -174,7 +173,6 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Return a hash of a tokenizer's vocabulary, to know whether two models share their token ids."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]

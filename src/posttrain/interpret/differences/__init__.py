@@ -1,1 +1,1 @@
-"""What training changed: features, activations and behaviour of two models compared."""
+"""Comparison of two models by their activations: changed features, divergence, causal tests."""

@@ -35,7 +35,7 @@ from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.rollout import Attempt, RolloutRequest, Sampler, collect
-from posttrain.types import Completion, Example, Rollout
+from posttrain.types import Completion, Example, Model, Rollout
 
 # [rows, d] to be added to the writer's activations, given the writer's and the source's at the same tokens.
 Added = Callable[[Tensor, Tensor], Tensor]
@@ -65,8 +65,8 @@ class _Rows:
 
 @torch.no_grad()
 def write_with(
-    writer: Any,
-    source: Any | None,
+    writer: Model,
+    source: Model | None,
     site: str,
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[Added],
@@ -99,7 +99,7 @@ def write_with(
     return [written[start : start + size] for start in range(0, len(written), size)]
 
 
-def _start(prompts: Sequence[Sequence[int]], count: int, device: Any) -> _Rows:
+def _start(prompts: Sequence[Sequence[int]], count: int, device: torch.device) -> _Rows:
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
@@ -112,7 +112,7 @@ def _start(prompts: Sequence[Sequence[int]], count: int, device: Any) -> _Rows:
     )
 
 
-def _advance(writer: Any, source: Any | None, site: str, rows: _Rows, interventions: Sequence[Added]) -> Tensor:
+def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interventions: Sequence[Added]) -> Tensor:
     """Read ``rows.tokens`` with both models; return the logits of the next token of each row [R, V]."""
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
     real = rows.mask[:, -rows.tokens.shape[1] :].bool()
@@ -134,7 +134,7 @@ def _advance(writer: Any, source: Any | None, site: str, rows: _Rows, interventi
     return logits
 
 
-def _read_source(source: Any, site: str, read: dict[str, Any], cache: Any, count: int) -> Tensor:
+def _read_source(source: Model, site: str, read: dict[str, Any], cache: Cache, count: int) -> Tensor:
     """Return the source's activations [R, tokens, d], float32; prompts, the same in every group, are read once."""
     is_first = read["input_ids"].shape == read["attention_mask"].shape
     size = len(read["input_ids"]) // count
@@ -151,7 +151,7 @@ def _read_source(source: Any, site: str, read: dict[str, Any], cache: Any, count
 class Subject(Sampler):
     """A sampler whose model is at hand, to be changed while it answers."""
 
-    model: Any
+    model: Model
     max_tokens: int
 
     def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
@@ -164,8 +164,8 @@ class Subject(Sampler):
     ) -> list[Rollout]:
         """Return graded answers, those to one example together; a function of the model, the seed and the purpose."""
         sampling = self.sampling(self.max_tokens, temperature)
-        prompt_text = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
-        return [rollout for group in collect(self, prompt_text)[0] for rollout in group]
+        request = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
+        return [rollout for group in collect(self, request)[0] for rollout in group]
 
 
 def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:
@@ -258,7 +258,7 @@ def try_factors(
     return points
 
 
-def judge(differences: Sequence[float]) -> dict[str, Any]:
+def judge(differences: Sequence[float]) -> dict[str, object]:
     """Return the mean of differences, one per seed, with its 95 % Student-t interval, and whether that excludes 0."""
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
@@ -275,7 +275,7 @@ def measure_causes(
     saes: Sequence[SparseAutoencoder],
     seen: Sequence[Seen],
     limit: float,
-    observe: Callable[[str], None] = lambda line: None,
+    observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure base and post model unchanged, with everything of the other, and with changed features moved or scaled.
 
@@ -324,7 +324,7 @@ def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
     return sorted(set(points))
 
 
-def _verdicts(info: Mapping[str, Any]) -> dict[str, Any]:
+def _verdicts(info: Mapping[str, Any]) -> dict[str, dict[str, object]]:
     differences: dict[str, list[float]] = {}
     for test in TESTS:
         rows, points = info[test], info[test][0]

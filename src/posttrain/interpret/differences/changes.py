@@ -1,4 +1,4 @@
-"""Which features changed between two models that read the same tokens: how often they fire, how strongly on average.
+"""Changes of features between two models that read the same tokens: in firing rate and in mean activation.
 
 Tokens of one document depend on each other, so documents are the units of chance. With bᵢ and pᵢ a feature's sum over
 document i in the base and in the post model, nᵢ the document's tokens, and capitals for sums over the D documents, the

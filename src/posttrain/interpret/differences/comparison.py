@@ -30,7 +30,7 @@ from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.changes import MEASURES, Changes, Seen, see_changes
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
-from posttrain.interpret.features.features import show_token, show_tokens, strongest_tokens
+from posttrain.interpret.features.features import rounded, show_token, show_tokens, strongest_tokens
 from posttrain.interpret.saes.fitting import StoreRows, first_held_out, fit_sae, median_norm
 from posttrain.interpret.saes.sae import CONFIG, SparseAutoencoder, load_sae, save_sae
 from posttrain.randomness import permutation
@@ -38,10 +38,10 @@ from posttrain.recipes.document import flatten
 from posttrain.sampling.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.types import Example, Rollout
+from posttrain.types import Example, Model, Rollout, Tokenizer
 from posttrain.untrusted import harmless_json
 
-Observe = Callable[[str], Any]
+Observe = Callable[[str], object]
 RECIPE, RESULTS = "changes.yaml", "diff.json"
 SIDES = ("base", "post")
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
@@ -132,7 +132,7 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
         raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
 
 
-def compare(work: Comparison, about: Mapping[str, Any], started: float) -> dict[str, Any]:
+def compare(work: Comparison, about: Mapping[str, object], started: float) -> dict[str, Any]:
     """Do all that is not there yet, write ``diff.json`` with ``about`` in front, and return its content."""
     changes, report = work.changes, work.report
     answered, tested = split_examples(work.task, changes)
@@ -195,7 +195,7 @@ def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], 
     return examples[: changes.prompts], examples[changes.prompts :]
 
 
-def describe_answers(rollouts: list[Rollout], documents: Documents, by: str) -> dict[str, Any]:
+def describe_answers(rollouts: list[Rollout], documents: Documents, by: str) -> dict[str, object]:
     """Count the answers, and measure their length and reward."""
     rewards, answer_tokens = [r.reward for r in rollouts], documents.num_tokens - sum(documents.prompt_lengths)
     return {
@@ -308,9 +308,9 @@ MAX_POINTS = 4096  # features of the scatter
 WINDOW = 14  # tokens shown on either side
 
 
-def number(value: float, digits: int = 5) -> float | None:
-    """Return a number rounded to so many significant digits; None for one that is not finite."""
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+def number(value: float) -> float | None:
+    """Return a number rounded to 5 significant digits; None for one that is not finite."""
+    return rounded(value) if math.isfinite(value) else None
 
 
 def numbers(values: Tensor) -> list[float | None]:
@@ -331,7 +331,7 @@ def count_changes(changes: Changes) -> dict[str, int]:
     }
 
 
-def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, Any]:
+def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, object]:
     """Describe one dictionary: its quality, the counts, the null tests, and every feature's numbers."""
     changes = seen.changes
     ratio = changes.ratio[0][changes.tested]
@@ -360,10 +360,10 @@ def describe_features(
     site: str,
     sae: SparseAutoencoder,
     seen: Seen,
-    model: Any,
-    tokenizer: Any,
+    model: Model,
+    tokenizer: Tokenizer,
     count: int,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Describe the most changed features: with intervals, what they promote, and where they changed."""
     changes = seen.changes
     chosen = changes.ranking()[: min(count, max(1, changes.num_changed))].tolist()
@@ -371,7 +371,7 @@ def describe_features(
     contexts = feature_contexts(store, site, sae, chosen, tokenizer)
     entries = []
     for index, feature in enumerate(chosen):
-        entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
+        entry: dict[str, object] = {"feature": feature, "documents": int(changes.documents[feature])}
         for row, name in enumerate(MEASURES):
             for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
                 entry[f"{name}_{key}"] = number(float(getattr(changes, key)[row, feature]))
@@ -402,7 +402,7 @@ def feature_contexts(
     site: str,
     sae: SparseAutoencoder,
     features: Sequence[int],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     count: int = 4,
 ) -> list[dict[str, Any]]:
@@ -423,7 +423,7 @@ def feature_contexts(
     for column in range(len(features)):
         delta = values[1, :, column] - values[0, :, column]
         sign = 1.0 if float(delta.sum()) >= 0 else -1.0
-        entry: dict[str, list[Any]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
+        entry: dict[str, list[object]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
         seen: set[tuple[str, ...]] = set()  # answers to one prompt begin alike
         for row in (delta * sign).topk(min(len(delta), 50 * count)).indices.tolist():
             context = _context(store, documents, values[:, :, column], row, tokenizer)
@@ -435,7 +435,7 @@ def feature_contexts(
     return entries
 
 
-def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[Any]]:
+def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Tokenizer) -> list[object]:
     """Return the five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
     counts = torch.bincount(tokens)
     signed = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens, delta.double())
@@ -445,7 +445,9 @@ def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[A
     return [[show_token(tokenizer, i), float(amount[i]) / total, float(signed[i] / counts[i])] for i in best]
 
 
-def _context(store: ActivationStore, documents: Tensor, values: Tensor, row: int, tokenizer: Any) -> dict[str, Any]:
+def _context(
+    store: ActivationStore, documents: Tensor, values: Tensor, row: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     document, position = int(documents[row]), int(store.positions(torch.tensor([row]))[0])
     ids = store.document_tokens(document)
     start, end = max(0, position - WINDOW), min(len(ids), position + WINDOW + 1)
@@ -480,7 +482,7 @@ def overlap(
     return {name: float(value) for name, value in found.items()}
 
 
-def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, Any]:
+def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, object]:
     """Describe how far the changed features of every two seeds are the same."""
     pairs = []
     for a, b in permutations(range(len(saes)), 2):

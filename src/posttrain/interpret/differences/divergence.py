@@ -23,6 +23,7 @@ from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.recipe import ChangesSection
 from posttrain.interpret.features.features import show_token, show_tokens
 from posttrain.interpret.saes.sae import SparseAutoencoder
+from posttrain.types import Model, Tokenizer
 
 # What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
@@ -53,8 +54,8 @@ class Patcher:
 
     def __init__(
         self,
-        base: Any,
-        post: Any,
+        base: Model,
+        post: Model,
         site: str,
         documents: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
@@ -83,7 +84,7 @@ class Patcher:
     @torch.no_grad()
     def _read(
         self,
-        post: Any,
+        post: Model,
         chosen: list[int],
         documents: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
@@ -124,7 +125,7 @@ def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_kl(
-    base: Any, post: Any, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+    base: Model, post: Model, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
 ) -> tuple[list[Tensor], Tensor]:
     """Return (for each document float64 [tokens]: KL of the distribution of the token *at* each place, float64 [V]).
 
@@ -165,7 +166,7 @@ def _batches(documents: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def locate_divergence(
-    base: Any, post: Any, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], tokenizer: Any
+    base: Model, post: Model, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Measure KL(post ‖ base): its mean, its concentration, its places and tokens, and whole answers."""
     every, moved = token_kl(base, post, documents, prompt_lengths)
@@ -206,7 +207,7 @@ def locate_divergence(
     }
 
 
-def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Any) -> list[dict[str, Any]]:
+def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, object]]:
     """Return the tokens that carry most of the KL: their share of it, and the mean where they are."""
     ids = torch.tensor(tokens)
     counts = torch.bincount(ids)
@@ -230,7 +231,7 @@ def patch_curves(
     saes: Sequence[SparseAutoencoder],
     seen: Sequence[Seen],
     frozen: tuple[SparseAutoencoder, Sequence[int]],
-    observe: Callable[[str], None] = lambda line: None,
+    observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure the share of KL recovered against the number of features patched into the base.
 

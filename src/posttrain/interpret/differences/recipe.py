@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,8 +15,8 @@ from posttrain.recipes.sections import Component, Section
 
 SECTION = "changes"
 # As few features a token as two seeds still agree on (docs/how-to/sparse-autoencoders.md).
-_DICTIONARY: dict[str, Any] = {"name": "batchtopk", "k": 4, "expansion": 3.0}
-_TRAIN: dict[str, Any] = {"steps": 1600, "batch": 1024, "lr": 5.0e-3}
+_DICTIONARY: dict[str, object] = {"name": "batchtopk", "k": 4, "expansion": 3.0}
+_TRAIN: dict[str, object] = {"steps": 1600, "batch": 1024, "lr": 5.0e-3}
 
 
 class Compared(Section):
@@ -30,7 +30,7 @@ class Compared(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_name(cls, value: Any) -> Any:
+    def _from_name(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class ChangesSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, value: Any) -> Any:
+    def _fill_in(cls, value: object) -> object:
         """Let options of the training, and of a dictionary without a name, change single defaults."""
         if not isinstance(value, Mapping):
             return value

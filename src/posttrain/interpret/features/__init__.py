@@ -1,1 +1,1 @@
-"""What a feature means: its contexts, its logits, and what it does when steered or cut out."""
+"""Descriptions of the features of a sparse autoencoder, and steering by them."""

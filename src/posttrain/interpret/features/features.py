@@ -36,6 +36,7 @@ from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.durable import replace_file
+from posttrain.types import Model, Tokenizer
 
 NUM_BINS = 32
 MAX_ELEMENTS = 1 << 26  # activations at a time: 256 MiB in fp32, unless one document has more
@@ -95,8 +96,7 @@ class FeatureStatistics:
 
     def _widen(self, exponents: Tensor) -> None:
         """Let the bins reach up to 2**exponents, by joining pairs of them."""
-        is_empty = self.counts.sum(1) == 0
-        self.exponents = torch.where(is_empty, exponents, self.exponents)
+        self.exponents = torch.where(self.counts.sum(1) == 0, exponents, self.exponents)
         while bool((grows := self.exponents < exponents).any()):
             joined = torch.zeros_like(self.counts)
             joined[:, : NUM_BINS // 2] = self.counts.view(-1, NUM_BINS // 2, 2).sum(2)
@@ -117,8 +117,7 @@ class FeatureStatistics:
         kept = top.argsort(dim=0, descending=True, stable=True)
         kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
         self.top, self.keys = top.gather(0, kept), keys.gather(0, kept)
-        all_rows = torch.cat([self.top_rows, local + start])
-        self.top_rows = all_rows.gather(0, kept).masked_fill(self.top <= 0, -1)
+        self.top_rows = torch.cat([self.top_rows, local + start]).gather(0, kept).masked_fill(self.top <= 0, -1)
 
     def look_around(self, before: int, after: int) -> None:
         """Fill ``windows``: read the documents of the contexts once more."""
@@ -202,8 +201,8 @@ def describe_features(
     contexts: int = 10,
     tokens: int = 10,
     lens: Lens | None = None,
-    tokenizer: Any | None = None,
-    about: dict[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+    about: dict[str, object] | None = None,
 ) -> Report:
     """Describe the features of a dictionary on raw activations, from one pass over rows.
 
@@ -238,7 +237,7 @@ def _describe(
     found: FeatureStatistics,
     store: ActivationStore,
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
 ) -> list[Report]:
     def texts(tokens: Sequence[int]) -> list[str]:
         return [f"<{token}>" for token in tokens] if tokenizer is None else show_tokens(tokenizer, tokens)
@@ -380,7 +379,7 @@ def _warnings(metadata: Metadata, rows: StoreRows, model: str | None) -> list[st
 
 def _load_lens(
     name: str | None, store: ActivationStore, resolve: Callable[[str], str], *, with_lens: bool
-) -> tuple[Lens | None, Any]:
+) -> tuple[Lens | None, Tokenizer | None]:
     """Return the lens and the tokenizer of a model; None where they are not known or not wanted."""
     if name is None:
         return None, None
@@ -440,7 +439,7 @@ Likely = tuple[int, float]  # a token's id and its logit
 
 
 @torch.no_grad()
-def build_lens(model: Any) -> Lens:
+def build_lens(model: Model) -> Lens:
     """Return the lens of a causal LM, or of a peft model around one; ``UsageError``: no known LM head or final norm."""
     plain, backbone = causal_lm(model), backbone_of(model)
     head = plain.get_output_embeddings()
@@ -458,8 +457,7 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
 
     ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
     """
-    draws = torch.Generator().manual_seed(0)
-    x = 1 + torch.rand(d, generator=draws)
+    x = 1 + torch.rand(d, generator=torch.Generator().manual_seed(0))
     x[1::2] *= -1  # no entry near 0, with or without the mean subtracted
     x = x.to(device)
     exact = copy.deepcopy(norm).float()
@@ -475,7 +473,7 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
 
 
 @lru_cache(maxsize=1 << 16)
-def show_token(tokenizer: Any, token: int) -> str:
+def show_token(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as text: bytes that are part of a character as ``\\xe2``, and for an empty one its name."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     if not text or "\ufffd" in text:
@@ -496,17 +494,18 @@ def _byte_letters() -> dict[str, int]:
     return own | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-def show_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """Return tokens that follow one another as text: a character of several tokens is with the last of them."""
     alone, stream = [show_token(tokenizer, token) for token in tokens], TextStream(tokenizer)
     if not any("\\x" in text or "<0x" in text for text in alone):
         return alone
-    added = map(stream.push, tokens)
-    return [text.strip("\ufffd") or own for text, own in zip(added, alone, strict=True)]
+    return [text.strip("\ufffd") or own for text, own in zip(map(stream.push, tokens), alone, strict=True)]
 
 
 @torch.no_grad()
-def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int = 8) -> list[dict[str, list[Any]]]:
+def strongest_tokens(
+    model: Model, directions: Tensor, tokenizer: Tokenizer, count: int = 8
+) -> list[dict[str, list[list[object]]]]:
     """Return for each direction [n, d] the tokens with the largest and the smallest logits.
 
     ``{"up": [[text, logit], ...], "down": [...]}``.
@@ -515,7 +514,7 @@ def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int 
         return []
     up, down = build_lens(model).extremes(directions, count)
 
-    def texts(likely: list[Likely]) -> list[list[Any]]:
+    def texts(likely: list[Likely]) -> list[list[object]]:
         return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
 
     return [{"up": texts(rising), "down": texts(falling)} for rising, falling in zip(up, down, strict=True)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from posttrain.interpret.activations.sites import backbone_of, blocks_of, device
 from posttrain.interpret.features.features import check_features
 from posttrain.interpret.saes.recipe import DIFFERENCE
 from posttrain.interpret.saes.sae import SparseAutoencoder, load_sae, read_metadata
+from posttrain.types import Model
 
 Changes = Mapping[int, float | None]
 
@@ -37,7 +37,7 @@ class Steering:
         UsageError: no such site or feature, or a dictionary of another width.
     """
 
-    def __init__(self, model: Any, sae: SparseAutoencoder, site: str, changes: Changes) -> None:
+    def __init__(self, model: Model, sae: SparseAutoencoder, site: str, changes: Changes) -> None:
         backbone = backbone_of(model)
         width = backbone.config.get_text_config().hidden_size
         if sae.d != width:
@@ -54,7 +54,7 @@ class Steering:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the model stays as it is."""
+        """True if the model stays as it is."""
         return self.added is None and not len(self.ablated)
 
     def change(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Steering:
             yield
 
 
-def load_steering(model: Any, folder: str | Path, changes: Changes) -> Steering:
+def load_steering(model: Model, folder: str | Path, changes: Changes) -> Steering:
     """Prepare changes with the dictionary in a folder, at the site that its ``cfg.json`` names.
 
     ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.

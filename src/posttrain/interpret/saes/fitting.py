@@ -27,6 +27,7 @@ from posttrain.interpret.saes.recipe import DIFFERENCE, SaeComponent, SaeTrainSe
 from posttrain.interpret.saes.sae import SparseAutoencoder, keep_largest
 from posttrain.models.forward.precision import DTYPES
 from posttrain.randomness import generator, permutation
+from posttrain.types import Model
 
 SAMPLE_ROWS = 65_536
 
@@ -127,12 +128,12 @@ class RowBatches:
             [self.order(epoch)[places[epochs == epoch] % self.num_rows] for epoch in epochs.unique().tolist()]
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "seed": self.seed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         assert state["seed"] == self.seed, "the data order of another seed"
-        self.step = int(state["step"])
+        self.step = state["step"]
 
 
 # The loss of a dictionary, with the gradients of its matrix products by hand. For rows x [n, d] (scaled):
@@ -393,7 +394,7 @@ def measure(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
 
 @torch.no_grad()
 def recover(
-    model: Any, sae: SparseAutoencoder, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
+    model: Model, sae: SparseAutoencoder, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
 ) -> dict[str, float]:
     """Measure what is recovered on documents (token ids), one at a time: means over the predicted tokens, in nats.
 

@@ -135,7 +135,7 @@ class SparseAutoencoder(nn.Module):
         d: int,
         num_features: int,
         kind: str = "batchtopk",
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def site_of_hook(hook: str | None) -> str | None:
     return f"resid.{layer}" if layer else None
 
 
-def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
+def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, object] | None = None) -> Path:
     """Write a dictionary that takes raw activations (``input_scale`` folded into the weights), and return its folder.
 
     ``metadata``: what it was trained on, as plain data. Other tools look for ``model_name`` and ``hook_name``.
@@ -233,7 +233,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, 
         place.mkdir(parents=True, exist_ok=True)
     tensors = {name: getattr(folded, name).detach().contiguous() for name in _shapes(folded)}
     replace_file(place / WEIGHTS, save(tensors))
-    configuration: dict[str, Any] = {
+    configuration: dict[str, object] = {
         "architecture": folded.architecture,
         "d_in": folded.d,
         "d_sae": folded.features,

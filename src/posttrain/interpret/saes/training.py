@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ DICTIONARY, RESULTS = "dictionary", "dictionary.json"  # inside a run
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training ended: ``reason`` is ``finished`` or ``interrupted``; ``quality`` on the rows held out."""
+    """Result of a training: ``reason`` is ``finished`` or ``interrupted``; ``quality`` is on the held-out rows."""
 
     dictionary: SparseAutoencoder
     step: int
@@ -81,7 +80,13 @@ class Trained:
 
 
 def train_run(
-    recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
+    recipe: object,
+    files: RunFiles,
+    *,
+    resume: bool,
+    observer: Observer,
+    should_stop: Callable[[], bool],
+    allow_large: bool,
 ) -> Trained:
     """Record activations if the recipe says so, train, measure, and write the dictionary."""
     assert isinstance(recipe, SaeRecipe)
@@ -93,9 +98,16 @@ def train_run(
     store = open_or_record(recipe, files.folder, notify, allow_large=allow_large)
     rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
     metrics = TrackedMetrics(files.metrics, trackers)
-    shared: dict[str, Any] = {"resume": resume, "observer": observer, "should_stop": should_stop}
     try:
-        trained = train_sae(rows, recipe, checkpoints=files.checkpoints, metrics=metrics, **shared)
+        trained = train_sae(
+            rows,
+            recipe,
+            checkpoints=files.checkpoints,
+            metrics=metrics,
+            resume=resume,
+            observer=observer,
+            should_stop=should_stop,
+        )
     except UsageError:
         if not resume:  # so that the empty run can be removed
             shutil.rmtree(files.folder / ACTIVATIONS, ignore_errors=True)
@@ -104,7 +116,7 @@ def train_run(
         metrics.close()
     if trained.reason == "finished":
         save_sae(trained.dictionary, files.folder / DICTIONARY, _describe_training(rows, recipe, trained.step))
-        results: dict[str, Any] = {"held_out": trained.quality.numbers() | {"rows": trained.quality.rows}}
+        results: dict[str, object] = {"held_out": trained.quality.numbers() | {"rows": trained.quality.rows}}
         if recipe.eval.documents:
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
         replace_file(files.folder / RESULTS, json.dumps(results, indent=1).encode() + b"\n")
@@ -153,7 +165,7 @@ def open_or_record(
     )
 
 
-def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, Any]:
+def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, object]:
     """Return metadata for ``save_sae``: the model, the place in it, and the training."""
     index, site = rows.store.index, rows.site
     used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
@@ -212,7 +224,7 @@ def train_sae(
         return measure(sae, in_batches(rows, num_rows, rows.num_rows))
 
     module = _Training(sae, recipe, checkpoints, metrics, observer, should_stop, measure_held_out)
-    info: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
+    info: dict[str, object] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
     observer("start", info)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -262,18 +274,18 @@ class _Training(lightning.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.learner.loss(batch, self.global_step)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> dict[str, object]:
         optimizer, schedule = self.learner.optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def configure_gradient_clipping(self, *args: object, **kwargs: object) -> None:
         self.learner.clip()
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(self, *args: object, **kwargs: object) -> None:
         super().optimizer_step(*args, **kwargs)
         self.dictionary.normalize()  # here, so that a checkpoint has it
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
         step, settings = int(self.global_step), self.recipe.train
         last, stop = step >= settings.steps, self.should_stop()
         if step % settings.log_every == 0 or last or step == 1:

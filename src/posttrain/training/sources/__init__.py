@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
@@ -32,17 +31,17 @@ class TrainBatch:
 
 
 class Source:
-    """A source of batches (called with a step), whose state between two steps is empty unless it says otherwise."""
+    """A source of batches, called with a step; by default it has no state between two steps."""
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """Tensors that updates after ``step`` still need, to be saved."""
+        """Return the tensors that updates after ``step`` still need, to be saved."""
         return None
 
-    def state(self) -> dict[str, Any]:
-        """The state next to the step, as plain data."""
+    def state(self) -> dict[str, float]:
+        """Return the state in addition to the step, as plain data."""
         return {}
 
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float], vocabulary: int = 0) -> None:
         """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
 
         Raises:
@@ -50,31 +49,31 @@ class Source:
         """
 
     def take_warnings(self) -> list[str]:
-        """Notices that were not shown yet."""
+        """Return warnings that were not shown yet."""
         return []
 
     def wait(self) -> None:
         """Wait until nothing is being sampled."""
 
     def close(self) -> None:
-        """End what works next to the trainer."""
+        """Stop background work."""
 
 
 def num_batches(epochs: float, num_examples: int, batch: int) -> int:
-    """Batches of ``batch`` examples that go ``epochs`` times through ``num_examples``; the last may reach further."""
+    """Return the number of batches of ``batch`` examples for ``epochs`` of ``num_examples``, rounded up."""
     return math.ceil(Fraction(epochs).limit_denominator(10**6) * num_examples / batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The rows of one round: their places among those of a source, and in which pass over them each is."""
+    """The rows of one round: their places in the source, and the epoch of each."""
 
     places: list[int]
     epochs: list[int]
 
 
 class RowOrder:
-    """Rows of a source in a new order for every pass; the parts of a mixture take turns by weight, each in its order.
+    """Rows of a source in a new order for every epoch; the parts of a mixture take turns by weight, each in its order.
 
     Every batch has its share of each part (``tasks/mixture.next_turn``). Further rounds of a batch, which replace
     dropped groups, have the same shares and orders of their own.
@@ -91,7 +90,7 @@ class RowOrder:
     """
 
     def __init__(
-        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[Any], further: int = 0
+        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[object], further: int = 0
     ) -> None:
         self.seed, self.purpose, self.size, self.further = seed, purpose, size, further
         self.names, self.weights = [part.name for part in parts] or [""], [part.weight for part in parts] or [1.0]

@@ -23,7 +23,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
-from posttrain.types import Batch, Example, Sample, collate
+from posttrain.types import Batch, Example, Sample, Tokenizer, collate
 
 FIXED_CHUNK = 256
 UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
@@ -42,7 +42,7 @@ class Labels:
         self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
 
     def label(self, example: Example, row: Row) -> tuple[Row, ...] | str:
-        """The row of one answer with its label in place of its score, or the reason why it has none."""
+        """Return the row of one answer with its label in place of its score, or the reason why it has none."""
         self._scores.append(row.score)
         if self.label_above is not None:
             return (replace(row, score=float(row.score > self.label_above)),)
@@ -81,7 +81,7 @@ class Labels:
 class SupervisedSource(Source):
     """Rows of a task, ``data.batch_size`` units a step, in an order that is a function of (seed, epoch).
 
-    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed streams
+    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed fields
     (reference log-probabilities) are computed once for the data set, and kept in the folder ``cache`` with a hash of
     the rows and of the reference. ``draws``: False where no batch is asked for by its step.
     """
@@ -91,7 +91,7 @@ class SupervisedSource(Source):
         recipe: Recipe,
         task: Task,
         template: Template,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         context_tokens: int,
         *,
         shape: Shape = "demonstration",
@@ -138,17 +138,17 @@ class SupervisedSource(Source):
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
     def __call__(self, step: int) -> TrainBatch:
-        """The rows of update number ``step`` (1-based)."""
+        """Return the rows of update number ``step`` (1-based)."""
         return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
 
     def length_of(self, epochs: float) -> tuple[int, str]:
-        """The number of steps of ``epochs`` through the data, rounded up, and a line about it."""
+        """Return the number of steps of ``epochs``, rounded up, and a line about it."""
         steps = num_batches(epochs, self.num_examples, self.batch)
         over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
         return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
-        """The given units, with their streams."""
+        """Return the given units as a batch with all its fields."""
         batch = self._collated(chosen)
         rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
         for name, of_row in self._fixed.items():
@@ -195,9 +195,9 @@ class SupervisedSource(Source):
         return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
 
     def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
-        """The stream's numbers at the trained tokens of each row."""
+        """Return a batch field's numbers at the trained tokens of each row."""
         assert self.batch_fields is not None
-        assert self.batch_fields.reference is not None, "the build makes a reference for whoever asks for one"
+        assert self.batch_fields.reference is not None, "the reference is built where a batch field needs it"
         digest = hashlib.sha256(f"{self.batch_fields.reference.fingerprint()} {self.shape} {self.train_all}".encode())
         for unit in self.units:
             for row in unit:
@@ -221,7 +221,7 @@ class SupervisedSource(Source):
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
-    """The numbers under ``key``; None where there is no file, or one that is damaged or of other rows."""
+    """Return the numbers under ``key``; None where the file is missing, damaged, or of other rows."""
     try:
         stored = load_file(cache) if cache.is_file() else {}
     except SafetensorError:

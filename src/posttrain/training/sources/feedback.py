@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.data.render import Template, encode_prompt
-from posttrain.types import Batch, Rollout, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +20,13 @@ class Feedback:
     keep their own prompt and count as without feedback.
     """
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     template: Template
     label_above: float
     context_tokens: int
 
     def rewrite(self, groups: Sequence[Sequence[Rollout]], rows: Sequence[tuple[int, int]]) -> tuple[Batch, Tensor]:
-        """The rows as the teacher reads them, and ``has_feedback`` ``float32 [B]``."""
+        """Return the rows as the teacher reads them, and ``has_feedback`` ``float32 [B]``."""
         samples, has_feedback = [], []
         for index, (n, g) in enumerate(rows):
             rollout = groups[n][g]

@@ -1,9 +1,9 @@
 """Rollout batches that are sampled before they are trained on, on a schedule (``rollout.staleness``).
 
 Version v of the weights is trained by v rollout batches. With staleness S batch b (from 0) is sampled with version
-max(0, b − S): before the updates of batch c, batch c + S is sampled and waits here.
+max(0, b − S): before the updates of batch c, batch c + S is sampled and kept here.
 
-An engine over the trainer's own weights samples at once; a checkpoint stores the batches that wait, so that a resumed
+An engine over the trainer's own weights samples at once; a checkpoint stores the batches kept, so that a resumed
 run equals the undisturbed one bit for bit. A server samples in a thread while the trainer works; a checkpoint stores
 what is done, and the rest is sampled again from the same seeds, with the weights of then.
 """
@@ -32,10 +32,10 @@ NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batche
 
 
 class PrefetchSource(RolloutSource):
-    """A rollout source whose batches wait to be trained on.
+    """A rollout source with prefetched batches.
 
-    ``in_thread``: the engine computes elsewhere; the main process samples for all of the ``streams.world``, and sends
-    the others what it got.
+    ``in_thread``: the engine computes elsewhere; the main process samples for all of the process group, and sends
+    the others the result.
     """
 
     def __init__(self, *arguments: Any, in_thread: bool = False, **options: Any) -> None:
@@ -122,7 +122,7 @@ class PrefetchSource(RolloutSource):
         return {HELD: torch.frombuffer(content, dtype=torch.uint8)} | (buffer or {})
 
     def restore(
-        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float], vocabulary: int = sys.maxsize
     ) -> None:
         super().restore(rollout_buffer, state, vocabulary)
         if HELD not in (rollout_buffer or {}):

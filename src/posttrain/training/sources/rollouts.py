@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from posttrain.training.advantages import AdvantageEstimator, number_turns, same
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.types import Batch, Rollout, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
 
 if TYPE_CHECKING:
     from posttrain.sampling.episodes import Stage
@@ -53,7 +53,7 @@ class RolloutSource(Source):
         recipe: Recipe,
         task: Task,
         grader: Grader,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         engine: Engine,
         context_tokens: int,
         *,
@@ -99,7 +99,7 @@ class RolloutSource(Source):
         self._warnings: dict[str, bool] = {}  # and whether they were shown
 
     def __call__(self, step: int) -> TrainBatch:
-        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
+        """Return the rows of update number ``step`` (1-based); sample when a new rollout batch is due."""
         cycle, update = divmod(step - 1, self.updates)
         if update == 0:
             draw = self._collect(step, cycle)
@@ -116,7 +116,7 @@ class RolloutSource(Source):
         return draw
 
     def length_of(self, epochs: float) -> tuple[int, str]:
-        """The number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
+        """Return the number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
         batches = num_batches(epochs, self.num_examples, self.options.num_prompts)
         over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} prompts"
         what = "steps" if self.updates == 1 else "rollout batches"
@@ -126,11 +126,11 @@ class RolloutSource(Source):
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         return {"kl_weight": self.advantage_estimator.kl_weight}
 
     def restore(
-        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float], vocabulary: int = sys.maxsize
     ) -> None:
         self.advantage_estimator.kl_weight = state.get("kl_weight", self.advantage_estimator.kl_weight)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
@@ -147,7 +147,7 @@ class RolloutSource(Source):
         return unreported
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
-        """The rows of one part of the prompts that something was selected from."""
+        """Return the rows of one part of the prompts with selected completions."""
         groups = sorted(set(batch.group.tolist()))
         order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
         bounds = [len(groups) * p // self.minibatches for p in (part, part + 1)]
@@ -164,9 +164,8 @@ class RolloutSource(Source):
         if not self.advantage_estimator.needs_batch:
             _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
         trained = self._unmasked(chosen, units)
-        rows = (
-            units if self.advantage_estimator.needs_batch else trained
-        )  # the credit of tokens is over all completions, too
+        # advantages per token are over all completions, the masked ones included
+        rows = units if self.advantage_estimator.needs_batch else trained
         batch = self.batch_of(chosen, rows) if rows else None
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
@@ -258,7 +257,7 @@ class RolloutSource(Source):
         return Drawn(sampled, (fitting + rest)[: options.num_prompts], len(fitting) / len(sampled), cycle, {})
 
     def _fits(self, group: Sequence[Rollout]) -> bool:
-        """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
+        """Return whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
         played = [r for r in group if not r.has_failed]
@@ -294,8 +293,7 @@ class RolloutSource(Source):
         """The selected units of groups with these rewards, in order of their prompts."""
         units: Units = []
         for places in same_sizes(rewards):
-            table = torch.stack([rewards[n] for n in places])
-            chosen = choose_units(self.select, table, self.rows_per_unit)
+            chosen = choose_units(self.select, torch.stack([rewards[n] for n in places]), self.rows_per_unit)
             units += [tuple((places[n], g) for n, g in unit) for unit in chosen]
         return sorted(units, key=lambda unit: unit[0][0])
 
@@ -345,8 +343,7 @@ class RolloutSource(Source):
         )
         self.batch_fields(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
-        means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
-        _record_advantages(groups, means)
+        _record_advantages(groups, (advantages.sum(dim=1) / counts).split([len(group) for group in rewards]))
         return metrics
 
 
@@ -362,7 +359,7 @@ def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tenso
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
-    """A row in which the model's own tokens are trained, and an environment's are not."""
+    """Return a row in which the model's own tokens are trained, and an environment's are not."""
     prompt, answer = list(rollout.prompt_ids), rollout.completion
     return Sample(
         ids=prompt + list(answer.ids),
@@ -436,7 +433,7 @@ def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) ->
 def _describe_choice(
     groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
 ) -> dict[str, float]:
-    """Metrics of the choice of what is trained on."""
+    """Return metrics of the selection."""
     info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
     advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
     if len(advantages):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Protocol, get_type_hints
@@ -52,11 +52,11 @@ class Prompts(Protocol):
     options: RolloutSection
 
 
-def write_drawn(drawn: Drawn) -> dict[str, Any]:
+def write_drawn(drawn: Drawn) -> dict[str, object]:
     """A drawn batch as plain data; examples and prompts are indices."""
     places = {id(group): place for place, group in enumerate(drawn.sampled)}
     return {
-        "sampled": write_groups(drawn.sampled),
+        "sampled": [[_write_rollout(rollout) for rollout in group] for group in drawn.sampled],
         "chosen": [places[id(group)] for group in drawn.chosen],
         "accepted": drawn.accepted,
         "version": drawn.version,
@@ -66,7 +66,24 @@ def write_drawn(drawn: Drawn) -> dict[str, Any]:
 
 def read_drawn(stored: Mapping[str, Any], source: Prompts) -> Drawn:
     """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
-    sampled = read_groups(stored["sampled"], source)
+    position = {index: place for place, index in enumerate(source.kept)}
+
+    def read(row: Mapping[str, Any]) -> Rollout:
+        index = row["prompt_index"]
+        sampled: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()
+        }
+        known = {name: x for name, x in row.items() if name not in ("completion", "episode")}
+        prompt = tuple(source.prompts[position[index]])
+        example = source.task.examples[index]
+        if "episode" in row:
+            episode = row["episode"]
+            example = replace(example, messages=tuple(Message(*message) for message in episode["messages"]))
+            prompt, known["turns"] = tuple(episode["prompt_ids"]), read_turns(episode["turns"])
+            known["failures"] = tuple(episode["failures"])
+        return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
+
+    sampled = [[read(row) for row in group] for group in stored["sampled"]]
     chosen = [sampled[place] for place in stored["chosen"]]
     return Drawn(sampled, chosen, stored["accepted"], stored["version"], dict(stored["timing"]))
 
@@ -99,7 +116,7 @@ def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -
 
 @cache
 def _groups_type() -> TypeAdapter[Any]:
-    """The type of what ``write_groups`` writes."""
+    """Return the type of the groups that ``write_drawn`` writes."""
     strict, types = ConfigDict(strict=True, extra="forbid"), get_type_hints(Rollout)
     names = [f.name for f in fields(Rollout) if f.name not in _OF_THE_TASK]
     plain: dict[str, Any] = {name: (_Count if types[name] is int else types[name], ...) for name in names}
@@ -144,34 +161,7 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
     return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit)
 
 
-def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
-    """Groups as plain data."""
-    return [[_write_rollout(rollout) for rollout in group] for group in groups]
-
-
-def read_groups(stored: Sequence[Sequence[Mapping[str, Any]]], source: Prompts) -> Groups:
-    """Read what ``write_groups`` gave."""
-    position = {index: place for place, index in enumerate(source.kept)}
-
-    def read(row: Mapping[str, Any]) -> Rollout:
-        index = row["prompt_index"]
-        sampled: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()
-        }
-        known = {name: x for name, x in row.items() if name not in ("completion", "episode")}
-        prompt = tuple(source.prompts[position[index]])
-        example = source.task.examples[index]
-        if "episode" in row:
-            episode = row["episode"]
-            example = replace(example, messages=tuple(Message(*message) for message in episode["messages"]))
-            prompt, known["turns"] = tuple(episode["prompt_ids"]), read_turns(episode["turns"])
-            known["failures"] = tuple(episode["failures"])
-        return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
-
-    return [[read(row) for row in group] for group in stored]
-
-
-def _write_rollout(rollout: Rollout) -> dict[str, Any]:
+def _write_rollout(rollout: Rollout) -> dict[str, object]:
     plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _OF_THE_TASK}
     plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
     if rollout.turns or rollout.failures:
