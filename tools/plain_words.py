@@ -31,7 +31,9 @@ NAMES = {
 PHRASES = ("stand_in", "words_of")
 OPENINGS = ("What", "Whether", "Who", "Where", "How", "Which", "Why", "When", "Of", "Whoever")
 # Whole lines that may hold such a word, because it is a term here or a quotation.
-ALLOWED: tuple[str, ...] = ()
+ALLOWED: tuple[str, ...] = (
+    '"eval.beside": "eval.engine: vllm, which answers on another device; training waits for it",',
+)
 
 
 def bad_name(name: str) -> bool:

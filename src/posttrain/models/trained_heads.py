@@ -100,4 +100,4 @@ def copy_tensors(
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
     """Return the start in memory of a tensor, or of this process's part: tied weights have one."""
     own = own_part(tensor)
-    return own.untyped_storage().data_ptr(), own.storage_offset()
+    return own.untyped_storage().data_ptr(), int(own.storage_offset())
