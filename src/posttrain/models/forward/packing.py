@@ -174,8 +174,10 @@ class Packing:
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
 
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Packing(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in parts.items()})
+        def moved(part: Any) -> Any:
+            return part.to(device) if isinstance(part, Tensor) else part
+
+        return Packing(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
 
     @cached_property
     def _rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
