@@ -254,6 +254,6 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
     return (*earlier, Message("user", "\n\n".join(row.text(key) for key in ("instruction", *further))))
 
 
-def is_blank(value: Any) -> bool:
+def is_blank(value: object) -> bool:
     """Return True if a value is a text of nothing but white space."""
     return isinstance(value, str) and not value.strip()

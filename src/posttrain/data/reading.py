@@ -141,7 +141,7 @@ class Row:
             return repr(value)
         return self.text(key)
 
-    def checked(self, value: Any, name: str) -> str:
+    def checked(self, value: object, name: str) -> str:
         """``value`` if it is text that can be used."""
         if not isinstance(value, str):
             raise self.fail(f"{name!r} must be text; got {shown(value)}")
@@ -176,7 +176,7 @@ class Row:
         return list(value)
 
 
-def are_messages(value: Any) -> bool:
+def are_messages(value: object) -> bool:
     """Return True if a value is a list of messages, each with a known role."""
     known = {*ROLES, *OTHER_ROLES["role"], *OTHER_ROLES["from"]}
     return (
@@ -186,7 +186,7 @@ def are_messages(value: Any) -> bool:
     )
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value for a message: at most 60 characters, and its type."""
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

@@ -330,7 +330,7 @@ def _new_ratings(
     return ratings
 
 
-def _object(row: Row, value: Any, name: str) -> Mapping[str, Any]:
+def _object(row: Row, value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise row.fail(f"{name} must be an object, as in the published files; got {value!r}"[:200])
     return value

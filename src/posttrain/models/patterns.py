@@ -195,7 +195,7 @@ def check_tokenizer(folder: Path) -> None:
         raise UsageError(f"{where}{shorten(patterns[0])} does not come to an end on short texts; replace this pattern")
 
 
-def _growth(part: Any) -> float:
+def _growth(part: object) -> float:
     """Return the factor by which the replacements of a normalizer may lengthen a text."""
     if not isinstance(part, dict):
         return 1.0
@@ -209,7 +209,7 @@ def _growth(part: Any) -> float:
     return growth
 
 
-def _regexes(part: Any) -> Iterable[str]:
+def _regexes(part: object) -> Iterable[str]:
     if isinstance(part, dict):
         if isinstance(pattern := part.get("Regex"), str):
             yield pattern
@@ -225,12 +225,14 @@ def _trial_texts(patterns: Iterable[str]) -> Iterable[str]:
         yield letter * 40 + "!"
 
 
-def _is_quick(kind: str, what: Mapping[str, Any]) -> bool:
+def _is_quick(kind: str, what: Mapping[str, object]) -> bool:
     """Return True if a process has tried them within the time, or failed for another reason."""
     return _ends(_TRIAL, what, kind, isolated=kind != "tokenizer")
 
 
-def _ends(program: str, what: Mapping[str, Any], *arguments: str, isolated: bool = True, most_bytes: int = -1) -> bool:
+def _ends(
+    program: str, what: Mapping[str, object], *arguments: str, isolated: bool = True, most_bytes: int = -1
+) -> bool:
     """Return True if a process of its own ran the program to an end within the limits, and did not give up."""
     numbers = {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS, "MAX_BYTES": most_bytes}
     program = _LIMITS + program

@@ -141,7 +141,7 @@ def _remedy(path: Path, shown: Path) -> str:
     return "restore it from a copy, or train again; no other checkpoint there verifies"
 
 
-def _manifest_bytes(step: int, files: Mapping[str, Any]) -> bytes:
+def _manifest_bytes(step: int, files: Mapping[str, object]) -> bytes:
     # one spelling only, so that a flipped byte anywhere in the manifest shows
     return (json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n").encode()
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import StorageError, UsageError
 from posttrain.option_types import shorten
@@ -57,7 +56,7 @@ def storage_errors(what: str, place: Path) -> Iterator[None]:
         raise explain_storage(what, place, error) from error
 
 
-def sayable(value: Any) -> Any:
+def sayable(value: object) -> object:
     """Return plain data as JSON can hold it: a number that is not finite is null."""
     if isinstance(value, Mapping):
         return {key: sayable(inner) for key, inner in value.items()}

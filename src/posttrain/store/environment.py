@@ -9,7 +9,6 @@ import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from posttrain import __version__
 from posttrain.errors import hide_secrets
@@ -19,12 +18,16 @@ _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "nump
 _GIT_TIMEOUT_SECONDS = 5.0
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, object]:
     """Return plain data for ``env.json``: time, command, git, versions, hardware."""
     import torch
 
     versions = {"posttrain": __version__, "python": platform.python_version()}
-    hardware: dict[str, Any] = {"platform": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()}
+    hardware: dict[str, object] = {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+    }
     if (memory := posix.memory_bytes()) is not None:
         hardware["memory_bytes"] = memory
     hardware["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -37,7 +40,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> dict[str, str | int | None] | None:
     """Return the commit of the checkout that tracks ``folder`` and the number of changed files; None outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _git(folder, "ls-files"):  # an environment inside some other checkout

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
@@ -50,7 +50,7 @@ class Metric:
     def is_share(self) -> bool:
         return self.unit == "share"
 
-    def value(self, results: Mapping[str, Any]) -> float | None:
+    def value(self, results: Mapping[str, object]) -> float | None:
         """Return its value; None where it was not measured, or is no finite number."""
         value = results.get(self.name)
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

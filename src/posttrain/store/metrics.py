@@ -134,7 +134,7 @@ class MetricsLog:
         return rows, False
 
 
-def _writable(values: Mapping[str, float]) -> dict[str, Any]:
+def _writable(values: Mapping[str, float]) -> dict[str, float | str]:
     # float() also turns NumPy and zero-dimensional tensor numbers into plain ones
     plain = {name: float(value) for name, value in values.items()}
     return {name: value if math.isfinite(value) else str(value) for name, value in plain.items()}

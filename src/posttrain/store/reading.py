@@ -123,9 +123,9 @@ def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> Any:
     return value
 
 
-def _check_plain(value: Any) -> None:
+def _check_plain(value: object) -> None:
     """Raise ``ValueError`` for what JSON or a terminal cannot hold, and for too much of it."""
-    open_values: list[tuple[Any, int]] = [(value, 0)]
+    open_values: list[tuple[object, int]] = [(value, 0)]
     count = 0
     while open_values:
         item, depth = open_values.pop()

@@ -102,7 +102,7 @@ def spans_of(own: Sequence[bool]) -> list[int]:
     return spans if own and own[0] else [0, *spans]
 
 
-def write_turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
     """Return turns as plain data."""
     return [
         {
@@ -265,7 +265,7 @@ class RolloutStore:
     def _select(
         self,
         table: str,
-        equal: Mapping[str, Any],
+        equal: Mapping[str, object],
         *,
         text: str | None = None,
         limit: int | None = None,
@@ -289,7 +289,7 @@ class RolloutStore:
             yield db
 
 
-def _to_row(rollout: Rollout) -> dict[str, Any]:
+def _to_row(rollout: Rollout) -> dict[str, object]:
     example, completion = rollout.example, rollout.completion
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return {

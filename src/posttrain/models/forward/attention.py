@@ -61,7 +61,7 @@ class packed_attention:
         self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _active.put(None)
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 

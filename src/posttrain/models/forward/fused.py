@@ -148,7 +148,7 @@ class FusedLayers:
         for module, forward in self.replaced if ENABLED else ():
             module.__dict__["forward"] = forward
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for module, _forward in self.replaced:
             module.__dict__.pop("forward", None)
 
