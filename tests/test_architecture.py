@@ -23,7 +23,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "registry",
         "randomness",
         "untrusted",
-        "world",
+        "process_group",
     ),
     "recipes": ("recipes",),
     "algorithms": ("algorithms",),

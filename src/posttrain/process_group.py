@@ -64,7 +64,7 @@ def whole(tensor: Tensor) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Any:
     """Return the part of a tensor that this process has."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation
@@ -72,14 +74,13 @@ def run_studio(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _import_gradio() -> Any:
+def _import_gradio() -> ModuleType:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
-        import gradio
+        return import_module("gradio")
     except ImportError:
         raise MissingExtra("gradio", "studio", "posttrain studio") from None
-    return gradio
 
 
 class Library:
@@ -121,7 +122,7 @@ class Library:
         trained = [name for name in run_names(self.runs_dir) if has_sae(self.runs_dir / name)]
         return list(dict.fromkeys([*self.named_saes, *trained]))
 
-    def rollouts(self, run: str, kind: str, step: int | None, text: str) -> list[list[Any]]:
+    def rollouts(self, run: str, kind: str, step: int | None, text: str) -> list[list[object]]:
         """Return the newest rollouts of a run as rows of ``COLUMNS``."""
         path = self.runs_dir / check_offered(run, every_run_name(self.runs_dir), "run") / "rollouts.db"
         if not path.is_file():
@@ -246,7 +247,7 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, saes: Sequence[str
     return page.queue(api_open=False, default_concurrency_limit=1)
 
 
-def _build_chat(gradio: Any, library: Library) -> None:
+def _build_chat(gradio: ModuleType, library: Library) -> None:
     state, offered = gradio.State(None), list(library.models())
     first, second, *_ = [*(library.named_models or offered[:1]), NOBODY, NOBODY]
     with gradio.Row():
@@ -304,12 +305,12 @@ def _build_chat(gradio: Any, library: Library) -> None:
     clear.click(lambda: (None, None, None, "", "", ""), None, outputs)
 
 
-def heading(side: str, name: str) -> dict[str, Any]:
+def heading(side: str, name: str) -> dict[str, str | bool]:
     """Return the heading of a column with its model; a column without one is not shown."""
     return {"label": f"{side}: {name}", "visible": name != NOBODY}
 
 
-def _build_rollouts(gradio: Any, page: Any, library: Library) -> None:
+def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
     with gradio.Row():
         run = gradio.Dropdown(every_run_name(library.runs_dir), value=None, label="run")
         kind = gradio.Radio([TRAINING, "evaluation"], value=TRAINING, label="sampled in")
@@ -317,7 +318,7 @@ def _build_rollouts(gradio: Any, page: Any, library: Library) -> None:
         text = gradio.Textbox(label="containing")
     table = gradio.Dataframe(headers=list(COLUMNS), datatype="str", interactive=False, wrap=True, max_chars=2000)
 
-    def read(name: str | None, sampled: str, at: float | None, containing: str) -> list[list[Any]]:
+    def read(name: str | None, sampled: str, at: float | None, containing: str) -> list[list[object]]:
         try:
             return library.rollouts(name, sampled, None if at is None else int(at), containing) if name else []
         except PosttrainError as error:
