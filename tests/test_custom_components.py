@@ -38,13 +38,13 @@ SMALL = {
     "train.lr": "1e-3",
     "eval.every": "0",
 }
-# Reads the stream, which no recipe names by itself.
+# Reads the batch field, which no recipe names by itself.
 MOVED = """
 
 @register("objective", level="token", needs=("advantages", "distance"))
 def moved(outputs, batch):
-    values = -batch.stream("advantages") * outputs.logprobs
-    return Loss(values, {"distance": batch.stream("distance").abs()[:, None].expand_as(values)})
+    values = -batch.field("advantages") * outputs.logprobs
+    return Loss(values, {"distance": batch.field("distance").abs()[:, None].expand_as(values)})
 """
 
 
@@ -134,7 +134,7 @@ def check_engine(run: Path, own: Own) -> None:
 
 TRIALS: dict[str, tuple[dict[str, str], Callable[[Path, Own], None]]] = {
     "objective": ({"objective": "mine:surprised"}, check_objective),
-    "stream": ({"objective": "mine:moved"}, check_batch_field),
+    "batch_field": ({"objective": "mine:moved"}, check_batch_field),
     "reward": ({"rewards": "[{name: mine:brief, limit: 4}, small_runs:digit_share]"}, check_reward),
     "grader": (
         {"rewards": "[{name: correct, mode: mine:brackets}, small_runs:digit_share]", "prompt.template": "plain"},
@@ -157,7 +157,7 @@ def test_it_trains_by_its_name_alone(kind: str, word: str, own: Own, capsys: pyt
     options, check = TRIALS[kind]
     assert word not in registry.names(kind), "the package knows it"
     mine = own.folder / "mine.py"
-    mine.write_text(f"{IMPORTS}\n\n\n{block_of(word)}\n{MOVED if kind == 'stream' else ''}")
+    mine.write_text(f"{IMPORTS}\n\n\n{block_of(word)}\n{MOVED if kind == 'batch_field' else ''}")
     run = own.train("mine", options)
     rows = steps_of(run)
     assert len(rows) == 2

@@ -73,7 +73,7 @@ def test_every_command_option_key_word_and_task_is_tried() -> None:
             wanted = {f"{where}.{key}" for key in entry.options_model.model_fields}
             assert wanted - {f"{where}.{key}" for key in ("texts", "variables", "options", "mode")} <= options
     assert fuzz_keys.COMPONENT_PLACES.keys() == registry.COMPONENT_MODULES.keys() - {
-        "stream",
+        "batch_field",
         "principle",
     }  # no key names these
     assert fuzz_data.path_tasks().keys() == fuzz_data.ROWS.keys()

@@ -39,6 +39,8 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("studio",): ["no/such/model"],
     ("recipes",): ["show", "tiny/grpo"],
     ("explain",): ["grpo"],
+    ("new",): ["blocked"],
+    ("exercise",): ["list"],
     ("data",): ["show", "stories", "--limit", "2"],
     ("runs", "list"): [],
     ("runs", "show"): ["honest"],
@@ -207,7 +209,7 @@ def test_hostile_data(show: Show, stage: Path) -> None:
 
 def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "posttrain.commands.generate.decode_response", lambda *_: f"{HOSTILE}</think> <answer>{HOSTILE}</answer>"
+        "posttrain.api.measure.decode_response", lambda *_: f"{HOSTILE}</think> <answer>{HOSTILE}</answer>"
     )
     assert SEEN in show(["generate", "tiny", "--max-tokens", "2"])
     texts = f"[{harmless_json(safe_dump(HOSTILE, default_style=chr(34), width=10**6)).strip()}]"

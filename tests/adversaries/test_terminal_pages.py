@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hostile_text import HOSTILE, leaks
@@ -48,8 +49,10 @@ def make_pages(text: str) -> dict[str, str]:
     free = Answer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
     report = Report(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
+    with patch("posttrain.reports.sweeps._part_panels", return_value=[panel]):
+        page_of_sweep = render_sweep(sweep)
     return {
-        "sweep": render_sweep(sweep, [panel]),
+        "sweep": page_of_sweep,
         "report": render_report(report),
         "shell": render("page.jinja", title=text),
     }

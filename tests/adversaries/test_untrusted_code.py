@@ -41,6 +41,8 @@ SHORT = ["--max-tokens", "4"]
 COMMANDS: dict[str, list[list[str]]] = {
     "demo": [],  # trains two recipes of its own; a taken name is compared as `train` compares it
     "explain": [],
+    "exercise": [],  # runs the file that the reader names
+    "new": [],
     "train": [
         ["tiny/grpo", "--run", "evil"],
         ["tiny/grpo", "--run", "evil", "--resume"],

@@ -58,7 +58,7 @@ def recipe_of(reward: str, launcher: str = "ray", processes: int = 2, **options:
     restarts = options.pop("restarts", None)
     return make_recipe(
         "grpo",
-        rewards=[{"name": f"rank_words:{reward}", **options}],
+        rewards=[{"name": f"rank_components:{reward}", **options}],
         rollout=SHORT,
         train={"steps": 5, "lr": 1e-4, "save_every": 1, "keep_checkpoints": 9},
         scale=scale | ({} if restarts is None else {"restarts": restarts}),

@@ -78,7 +78,7 @@ def test_it_gives_up_with_the_cause(two_nodes: Machines, tmp_path: Path) -> None
 def test_an_error_of_the_runs_own_is_not_repeated(two_nodes: Machines, tmp_path: Path) -> None:
     code, error = two_nodes.ended(tmp_path, recipe_of("raises_in_rank_one", after=6))
     assert code == 1
-    assert "rank 1 of 2: reward 'rank_words:raises_in_rank_one'" in error
+    assert "rank 1 of 2: reward 'rank_components:raises_in_rank_one'" in error
     assert "no reward today" in error
     assert "start again" not in error
     assert "Traceback" not in error

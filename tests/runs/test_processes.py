@@ -32,7 +32,7 @@ SHORT = {"num_prompts": 4, "group_size": 2, "max_tokens": 6, "temperature": 1.5}
 def recipe_of(reward: str, processes: int = 2, **options: Any) -> Any:
     return make_recipe(
         "grpo",
-        rewards=[{"name": f"rank_words:{reward}", **options}],
+        rewards=[{"name": f"rank_components:{reward}", **options}],
         rollout=SHORT,
         train={"steps": 4, "lr": 1e-4, "save_every": 1, "keep_checkpoints": 9},
         scale={"processes": processes},
@@ -74,7 +74,7 @@ def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, mo
 def test_what_fails_in_another_process_ends_all_with_its_message(tmp_path: Path) -> None:
     code, error = ended(tmp_path, recipe_of("raises_in_rank_one", after=6))
     assert code == 1
-    assert "rank 1 of 2: reward 'rank_words:raises_in_rank_one'" in error
+    assert "rank 1 of 2: reward 'rank_components:raises_in_rank_one'" in error
     assert "no reward today" in error
     assert "Traceback" not in error
     run = RunDirectory(tmp_path / "runs" / "it")
@@ -107,7 +107,7 @@ def test_a_process_that_is_killed_while_it_writes_its_share_leaves_the_checkpoin
     """And the run goes on from that, to the bits of one that nobody killed."""
     scale = {"processes": 2, "sharding": "fsdp2", "checkpoint": "sharded"}
     train = {"steps": 3, "save_every": 1, "keep": 9, "lr": 1e-4}
-    objective = {"name": "rank_words:dies_while_saving", "rank": killed}
+    objective = {"name": "rank_components:dies_while_saving", "rank": killed}
     mortal = make_recipe("sft", objective=objective, scale=scale, train=train)
     code, error = ended(tmp_path, mortal)
     assert code in (1, -signal.SIGKILL), error
