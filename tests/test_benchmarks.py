@@ -29,7 +29,7 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         "times as fast",
     ),
     "demo.py": ([["--seeds", "0"], ["--seeds", "0", "--story", "tools"]], None, "seed 0: base 0.0%"),
-    "dictionaries.py": (
+    "saes.py": (
         [["--only", "speed", "--steps", "1", "--repeats", "1"], ["--only", "planted", "--scale", "0.01"]],
         None,
         "wrote ",
@@ -172,7 +172,7 @@ def test_it_runs(
         pytest.importorskip(package, reason="what it is compared with is not installed")
     before = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
     script = load(name)
-    if name == "dictionaries.py":
+    if name == "saes.py":
         monkeypatch.setattr(script, "PLANTED_ROWS", 65_536)
     if name == "reward_model_hh.py":
         write_pairs(tmp_path / "pairs")

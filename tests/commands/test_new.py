@@ -14,7 +14,7 @@ from posttrain.cli import main
 from posttrain.data.base import build_task
 from posttrain.recipes.sections import Component
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "own.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "your-own-project.md"
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
 
 

@@ -227,7 +227,7 @@ def test_an_unmodified_client_of_openai(served: Served, opened: OpenedModel) -> 
     assert client.chat.completions.create(**request).choices[0].message.content == greedy
     pieces = client.chat.completions.create(**request, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == greedy
-    with client.chat.completions.field(**request) as stream:
+    with client.chat.completions.stream(**request) as stream:
         assert stream.get_final_completion().choices[0].message.content == greedy
     with pytest.raises(openai.BadRequestError, match="does not do that"):
         client.chat.completions.create(**request, presence_penalty=1)

@@ -211,7 +211,7 @@ def carry_out(
     recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
 ) -> tuple[RunResult, Path]:
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
-    from posttrain.commands.summary import write_summary  # it draws
-
     result = launch(recipe, root=Path(runs_dir), name=run, recipe_name=called, observer=observer, **options)
+    from posttrain.commands.summary import write_summary  # it draws, which training does not need
+
     return result, write_summary(result.folder)
