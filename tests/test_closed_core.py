@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST_MODULES = 101  # what `tiny/grpo` needed when this was last counted
+MOST_MODULES = 109  # what `tiny/grpo` needed when this was last counted; the command calls `posttrain.api`
 LABORATORY = ("interpret", "sweeps", "reports")
 # Of the rooms of words, what `tiny/grpo` names, and what these modules share.
 NAMED = {
@@ -19,12 +19,12 @@ NAMED = {
     "graders.answers",
     "graders.grading",
     "graders.numeric",
-    "rewards.words",
-    "tasks.base",
-    "tasks.stories.families",
-    "tasks.stories.task",
+    "graders.rewards",
+    "data.base",
+    "data.stories.families",
+    "data.stories.task",
 }
-FOLDERS = {"algorithms", "algorithms.objectives", "graders", "rewards", "tasks", "tasks.stories"}
+FOLDERS = {"algorithms", "algorithms.objectives", "graders", "data", "data.stories"}
 
 # Ends the process when update number 2 begins, as the loop is imported by the command itself.
 PROGRAM = """
@@ -81,7 +81,7 @@ def test_training_imports_what_its_recipe_names(tmp_path: Path):
     assert "posttrain.training.step" in modules
     names = {name.removeprefix("posttrain.") for name in modules}
     assert {name for name in names if name.partition(".")[0] in LABORATORY} == set()
-    words = {name for name in names if name.partition(".")[0] in ("algorithms", "graders", "rewards", "tasks")}
+    words = {name for name in names if name.partition(".")[0] in ("algorithms", "graders", "data") and not name.startswith("data.re")}
     assert words - FOLDERS == NAMED
     assert len(modules) <= MOST_MODULES, f"{len(modules)} modules: {', '.join(modules)}"
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, find_run
-from posttrain.runs.export import Weights, export_run
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metrics import MetricsLog, evaluation_points, is_evaluation
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
+
+if TYPE_CHECKING:
+    from posttrain.runs.export import Weights
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class Run:
             >>> run.export("out", merge=True)
             PosixPath('out')
         """
+        from posttrain.runs.export import export_run  # which no training needs
+
         return export_run(self.folder.parent, self.folder, Path(to), weights=weights, merge=merge).target
 
 
