@@ -108,9 +108,7 @@ def options_table(options: list[explain.Option]) -> str:
     """Return a Markdown table of options."""
     if not options:
         return "No options.\n"
-    rows = [
-        f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` | {_entry(o.meaning)} |" for o in options
-    ]
+    rows = [f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` | {_entry(o.meaning)} |" for o in options]
     return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
