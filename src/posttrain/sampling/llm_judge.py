@@ -434,18 +434,9 @@ def judge(
     Raises:
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
-    judge = _judge_for(
-        url=url,
-        model=model,
-        structured=structured,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_seconds=timeout_seconds,
-        where=where,
-        folder=folder[0],
-    )
+    options = {"temperature": temperature, "max_tokens": max_tokens, "concurrency": concurrency, "retries": retries}
+    options |= {"timeout_seconds": timeout_seconds, "structured": structured}
+    judge = _judge_for(url=url, model=model, where=where, folder=folder[0], **options)
     judged = judge.ask(
         [
             rate(prompt_text(one), answer, rubric=rubric, scale=scale, gold=one.answer if known_answer else None)
