@@ -119,7 +119,7 @@ class Run:
             >>> run.export("out", merge=True)
             PosixPath('out')
         """
-        return export_run(self.folder.parent, self.folder, to, weights=weights, merge=merge).target
+        return export_run(self.folder.parent, self.folder, Path(to), weights=weights, merge=merge).target
 
 
 def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] = "runs") -> Run:

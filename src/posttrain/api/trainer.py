@@ -12,6 +12,7 @@ import torch
 
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.algorithms.selection import Units
 from posttrain.api.inputs import Data, Model, Place, Rewards, overrides_of, without_command_line
 from posttrain.api.measure import Prompt, example_of
 from posttrain.api.training import given, read_recipe
@@ -155,7 +156,7 @@ class Trainer:
         """
         if self.source.rows_per_unit != 1:
             raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
-        units = [((n, g),) for n, group in enumerate(groups) for g in range(len(group))]
+        units: Units = [((n, g),) for n, group in enumerate(groups) for g in range(len(group))]
         needs = self.source.streams.needs
         if "advantages" in needs and any(one.advantage is None for group in groups for one in group):
             raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
