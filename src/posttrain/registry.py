@@ -284,9 +284,9 @@ def import_component(kind: str, path: str, where: str) -> Entry:
         raise UnallowedCode(f"{place}{kind} {path!r}: {what}. Put it into a file, and train with that")
     prepare_import(path, f"{place}{kind} ")
     if path in _FUNCTIONS:
-        function = _FUNCTIONS[path]
-        own = (entry for entry in _ENTRIES.get(kind, {}).values() if entry.function is function)
-        return next(own, Entry(kind, path, function, {}))
+        given = _FUNCTIONS[path]
+        own = (entry for entry in _ENTRIES.get(kind, {}).values() if entry.function is given)
+        return next(own, Entry(kind, path, given, {}))
     try:
         module = _import_until_call(module_name)
     except KeyboardInterrupt:

@@ -28,20 +28,6 @@ class Job:
         self.error: BaseException | None = None
 
 
-class _Kept:
-    """Keeps the error of a user's function, which may raise anything, for the caller of the job."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        self.job.error = error
-        return True
-
-
 class Pool:
     """``num_threads`` daemon threads that are started as they are needed."""
 
@@ -110,10 +96,12 @@ class Pool:
                 self._running.append(job)
                 self._changed.notify_all()
                 self._start()
-            with _Kept(job):
+            try:
                 job.result = job.function()
                 if inspect.iscoroutine(job.result):
                     job.result = self._finish(job.result)
+            except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; the caller gets it
+                job.error = error
             with self._changed:
                 job.done = True
                 self._changed.notify_all()
