@@ -81,7 +81,8 @@ def test_training_imports_what_its_recipe_names(tmp_path: Path):
     assert "posttrain.training.step" in modules
     names = {name.removeprefix("posttrain.") for name in modules}
     assert {name for name in names if name.partition(".")[0] in LABORATORY} == set()
-    words = {name for name in names if name.partition(".")[0] in ("algorithms", "graders", "data") and not name.startswith("data.re")}
+    named = ("algorithms", "graders", "data")
+    words = {name for name in names if name.partition(".")[0] in named and not name.startswith("data.re")}
     assert words - FOLDERS == NAMED
     assert len(modules) <= MOST_MODULES, f"{len(modules)} modules: {', '.join(modules)}"
 

@@ -293,7 +293,8 @@ def test_from_records_to_files(make_plan: MakePlan) -> None:
     assert "| grpo | 2 |" in (plan.folder / "table.md").read_text()
     assert (plan.folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     page = report.read_text()
-    assert page.count("<svg viewBox=") == 3
+    assert page.count("<svg viewBox=") == 3 + 2  # gold and proxy, then the learning of the reward models
+    assert page.index("Gold and proxy") < page.index("<h2>Reward models</h2>")
     assert "posttrain sweep x" in page
 
 
