@@ -102,6 +102,5 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
             continue
         assert program == "posttrain"
         assert main(words) == 0, words
-    assert (Path("out") / "sft" / "config.json").is_file()
-    accuracy = {name: json.loads(Path(f"runs/{name}/results.json").read_text()) for name in ("sft", "grpo", "dpo")}
-    assert all(accuracy.values())
+    assert list(Path("out/sft").rglob("config.json"))
+    assert all(Path(f"runs/{name}/report.html").is_file() for name in ("sft", "grpo", "dpo"))

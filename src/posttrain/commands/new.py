@@ -40,7 +40,7 @@ rewards: [{{name: "my_rewards:near", partial: 0.3}}, {{name: xml_format, weight:
 rollout: {{num_prompts: 16, group_size: 8, max_tokens: 64}}
 advantage: centered
 objective: grpo
-train: {{steps: 30, lr: 6.0e-5, warmup_steps: 5, schedule: linear, save_every: 10}}
+train: {{steps: 40, lr: 6.0e-5, warmup_steps: 5, schedule: linear, save_every: 10}}
 {_RECIPE}""",
     "dpo.yaml": f"""\
 description: A model that mostly guesses learns from pairs to prefer answers that show their steps.
