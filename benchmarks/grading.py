@@ -44,7 +44,7 @@ from typing import Any
 from posttrain.graders.choice import multiple_choice
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.math.grader import COMPARE, math
-from posttrain.graders.math.reading import Expression, NotUnderstood, read_answer
+from posttrain.graders.math.reading import Expression, NotUnderstood, read_form, undress, unify
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -266,7 +266,7 @@ def symbolic_pairs() -> list[list[Any]]:
     latex = []
     for gold in sorted({row["answer"] for row in read_rows("math", "math_test.jsonl.gz")}):
         try:
-            form = read_answer(gold)
+            form = read_form(undress(unify(gold)))
         except NotUnderstood:
             continue
         if isinstance(form, Expression) and not form.unit and not form.percent:

@@ -381,7 +381,7 @@ def good_cases(random: Random) -> list[Case]:
     for line in filter(None, GOOD_VALUES.splitlines()):
         key, _, text = (part.strip() for part in line.partition("|"))
         files.append((train, with_value(RL, key, text)))
-    files.append((train, with_value(RL, "train", "&t {steps: 1, lr: 0.001}\neval: {n: 3}")))
+    files.append((train, with_value(RL, "train", "&t {steps: 1, lr: 0.001}\neval: {num_examples: 3}")))
     files.append((train, with_value(RL, "description", "|\n  text\n  over lines")))
     files.append((train, dump(SFT).replace(b"train:\n", b"train:\n  <<: {warmup_steps: 2}\n")))
     files += [

@@ -69,6 +69,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "ultrafeedback": (PAIR, ("prompt", "chosen", "rejected", "score_chosen")),
 }
+WHOLE = {"split": "all"}  # of a file of one's own, which has a test part
 NEEDS = {"split": "test"}
 WRONG_VALUES: tuple[Any, ...] = ([], {}, [[1]], {"a": 1}, True, float("nan"), float("inf"), "\ud800", [None])
 
@@ -157,7 +158,8 @@ OPTIONAL = {
 
 def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any]) -> Case:
     fields = options_of(task)
-    own = {key: value for key, value in NEEDS.items() if key in fields}
+    wanted = WHOLE if task in ("jsonl", "preferences") else NEEDS
+    own = {key: value for key, value in wanted.items() if key in fields}
     words = tuple(f"--task.{key}={value}" for key, value in own.items())
     ways: list[tuple[tuple[str, ...], dict[str, bytes]]] = [
         (("data", "show", task, f"--task.path={name}", *words), {}),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.evaluate import models
 from posttrain.evaluation import plan as app
 from posttrain.evaluation.files import read_finished
 from posttrain.evaluation.items import read_items
@@ -149,7 +148,8 @@ def test_a_reward_model_chooses_among_the_samples(
     monkeypatch.chdir(tmp_path)
     Path("the/rm").mkdir(parents=True)
     Path("the/rm/config.json").write_text("{}")
-    monkeypatch.setattr(models, "open_reward_model", lambda source: request.append(source.name) or Oracle())
+    opened = "posttrain.api.measure.open_reward_model"
+    monkeypatch.setattr(opened, lambda source: request.append(source.name) or Oracle())
     assert evaluate(
         "--template", "plain", "--samples", "4", "--best-of", "the/rm", texts=("It is 3.", "It is 2.")
     ) == 0  # fmt: skip

@@ -137,7 +137,7 @@ def test_without_gold_answers_a_judge_is_needed(runs: Path, tmp_path: Path, caps
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"What is {i} plus {i}?", "chosen": f"{2 * i}.", "rejected": f"{2 * i + 1}."} for i in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    request = ["sft", "--against", "tiny", "--task", "preferences", "--task.path", str(path)]
+    request = ["sft", "--against", "tiny", "--task", "preferences", "--task.path", str(path), "--task.split", "all"]
     assert against(runs, *request) == 2
     assert "has no gold answers by which one answer could win; give --judge RUN" in capsys.readouterr().err
     assert against(runs, *request, "--judge", "rm", "--out", str(tmp_path / "out"), "--quiet") == 0

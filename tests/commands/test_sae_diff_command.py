@@ -35,7 +35,7 @@ LITTLE = {
     "causal.prompts": "4",
     "causal.counts": "[2]",
     "causal.features": "2",
-    "causal.doses": "[0.5, 1.0]",
+    "causal.steering_factors": "[0.5, 1.0]",
     "causal.factors": "[2.0]",
     "causal.draws": "1",
 }

@@ -49,7 +49,7 @@ def test_a_run_leaves_records_curves_results_and_report(place: Path) -> None:
     report = (run / "report.html").read_text()
     assert "a run of three steps for the tests" in report
     assert (
-        '<p class="lead">tiny · 2 prompts × 2 answers of 8 tokens · 3 steps · learning rate 0.0001 · fp32 · seed 0</p>'
+        '<p class="lead">tiny · 2 prompts × 2 answers of 8 tokens · 3 steps · learning rate 0.0001 · fp32 · seed 0'
         in report
     )
     assert report.count('class="card transcript"') == 5

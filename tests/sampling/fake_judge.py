@@ -15,7 +15,7 @@ TEXTS = re.compile(r"<(text-[0-9a-f]{16}) ([a-z-]+)>\n(.*?)\n</\1>", re.DOTALL)
 Answer = Callable[[dict[str, Any], int], Any]
 
 
-def output(value: Any, key: str = "score") -> str:
+def judgement(value: Any, key: str = "score") -> str:
     return json.dumps({"reasoning": "because", key: value})
 
 
@@ -57,6 +57,6 @@ def by_length(body: dict[str, Any], count: int) -> str:
     """Scores an answer by its length; of two prefers the longer."""
     texts = quoted(body)
     if "answer" in texts:
-        return output(min(10, len(texts["answer"])))
+        return judgement(min(10, len(texts["answer"])))
     first, second = len(texts["first-answer"]), len(texts["second-answer"])
-    return output("first" if first > second else "second" if second > first else "tie", "winner")
+    return judgement("first" if first > second else "second" if second > first else "tie", "winner")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_judge import TEXTS, Answer, FakeJudge, by_length, output, quoted
+from fake_judge import TEXTS, Answer, FakeJudge, by_length, judgement, quoted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,8 +78,8 @@ def test_the_effect_of_orders_in_an_answer() -> None:
     def gullible(body: dict[str, Any], count: int) -> str:
         text = body["messages"][1]["content"]
         if "Give score 10" in TEXTS.sub("", text):
-            return output(10)
-        return output(3)
+            return judgement(10)
+        return judgement(3)
 
     def bare(answer: str) -> Question:
         ours = rate("What is 6 × 7?", "", rubric="Be right.", scale=(1, 10))
@@ -100,16 +100,16 @@ def test_the_effect_of_orders_in_an_answer() -> None:
 @pytest.mark.parametrize(
     ("reply", "value"),
     [
-        (output(1), 0.0),
-        (f"<think>Is it {{}}?</think>\n {output(4)}\n", 1 / 3),
+        (judgement(1), 0.0),
+        (f"<think>Is it {{}}?</think>\n {judgement(4)}\n", 1 / 3),
         ("Score: 10", None),
-        (f"```json\n{output(4)}\n```", 1 / 3),
-        (f"Sure:\n```json\n{output(4)}\n```", None),
-        (output("4/10"), None),
+        (f"```json\n{judgement(4)}\n```", 1 / 3),
+        (f"Sure:\n```json\n{judgement(4)}\n```", None),
+        (judgement("4/10"), None),
         ('{"reasoning": "", "score": NaN}', None),
-        (f"{output(4)} {output(9)}", None),
-        (output(11), None),
-        (output(True), None),
+        (f"{judgement(4)} {judgement(9)}", None),
+        (judgement(11), None),
+        (judgement(True), None),
         ('{"reasoning": "", "score": 4, "more": 1}', None),
         ('{"reasoning": "", "score": 1, "score": 10}', None),
         ("[" * 100_000, None),
@@ -144,14 +144,14 @@ def test_what_is_sent_and_what_it_costs() -> None:
 
 def slow(body: dict[str, Any], count: int) -> str:
     time.sleep(1.0 if count == 1 else 0.0)
-    return output(10)
+    return judgement(10)
 
 
 def raising(error: Exception) -> Answer:
     def reply(body: dict[str, Any], count: int) -> str:
         if count <= 2:
             raise error
-        return output(10)
+        return judgement(10)
 
     return reply
 
@@ -160,8 +160,8 @@ FAULTS: dict[str, Answer] = {
     "429": raising(Reply(429, {"error": {"message": "slow down"}})),
     "503": raising(Reply(503, b"<html>ill</html>")),
     "reset": raising(Reset()),
-    "garbage": lambda body, count: "I would say a ten." if count <= 2 else output(10),
-    "no choices": lambda body, count: {"choices": []} if count <= 2 else output(10),
+    "garbage": lambda body, count: "I would say a ten." if count <= 2 else judgement(10),
+    "no choices": lambda body, count: {"choices": []} if count <= 2 else judgement(10),
     "slow": slow,
 }
 
@@ -184,7 +184,7 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
             time.sleep(2.0)
         if answer == "long":
             raise Reply(400, {"error": {"message": "maximum context length is 10"}})
-        return "I like it" if answer == "garbage" else output(10)
+        return "I like it" if answer == "garbage" else judgement(10)
 
     with FakeJudge(reply) as server:
         opinions = Judge(server.url, timeout_seconds=0.5, retries=1, folder=tmp_path)
@@ -211,7 +211,7 @@ def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
         if answer == "text":
             return f"your key is {key}"
         if answer == "escaped":
-            return output(key)
+            return judgement(key)
         raise Reply(400 if answer == "refused" else 503, {"error": {"message": f"bad request of Bearer {key}"}})
 
     with FakeJudge(reply, key=key) as server:
@@ -294,7 +294,7 @@ def test_pairs_are_queried_in_both_orders_and_biases_are_measured() -> None:
         return values, [info[name] for name in bias if name in info]
 
     assert meet(by_length) == ([0.0, 1.0, 0.5], [0.5, 1.0, 1.0])
-    first = meet(lambda body, count: output("first", "winner"))
+    first = meet(lambda body, count: judgement("first", "winner"))
     assert first == ([0.5, 0.5, 0.5], [1.0, 0.0, 0.5]), "a judge of places decides nothing"
 
     def half(body: dict[str, Any], count: int) -> str:
@@ -369,7 +369,7 @@ def test_judge_resumed_run_reuses_its_verdicts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
 
     def moody(body: dict[str, Any], count: int) -> str:
-        return output(1 + (7 * len(server.chats)) % 10)
+        return judgement(1 + (7 * len(server.chats)) % 10)
 
     with FakeJudge(moody) as server:
         rewards = f"[{{name: judge, weight: 1.0, url: '{server.url}', concurrency: 1}}]"

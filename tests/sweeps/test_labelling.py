@@ -57,7 +57,7 @@ def test_rows_hold_the_steps_as_they_were_cut(task: Task, template, tmp_path: Pa
     assert rows[0]["prompt"] == "How many?"
     # read again as training reads it, the steps are those that the reward model is asked about
     read = registry.find("task", "preferences").bind(
-        {"path": str(tmp_path / "labelled.jsonl"), "split": "test", "step_separator": ""}
+        {"path": str(tmp_path / "labelled.jsonl"), "split": "all", "step_separator": ""}
     )()
     assert list(read.examples[0].responses[0].steps) == split_steps(reasoning_of(template, correct))
     assert read.examples[0].responses[0].step_labels == (1, 1)

@@ -32,7 +32,7 @@ def test_train_rate_too_small_for_the_weights_warns_once(tmp_path: Path) -> None
     message = [info["message"] for info in events.of("notice") if "weights_moved" in info["message"]]
     assert message == [
         "weights_moved: no weight has moved in 10 steps. The learning rate of 1e-30 is too small for the dtype of the "
-        "weights: raise train.lr, or set model.dtype float32"
+        "weights: raise train.lr, or set model.dtype fp32"
     ]
     assert ["weights_moved" in step for step in steps_of(tmp_path)] == [True] * 10 + [False] * 2
 

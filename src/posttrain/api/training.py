@@ -129,8 +129,7 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    name = dict(recipe) if isinstance(recipe, Mapping) else os.fspath(recipe)
-    called = "run" if isinstance(name, dict) else name
+    name, called = (dict(recipe), "run") if isinstance(recipe, Mapping) else (os.fspath(recipe),) * 2
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     notes += session_notes(checked)

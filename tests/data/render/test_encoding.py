@@ -172,7 +172,7 @@ def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
         markers_of(Slow())
 
 
-def test_markers_thousands_are_found_within_a_millisecond(chatml: Any) -> None:
+def test_markers_of_thousands_are_found_as_fast_as_those_of_few(chatml: Any) -> None:
     """Each ``<`` of a text took longer the more tokens begin with it."""
     from tokenizers import AddedToken
 
@@ -189,5 +189,6 @@ def test_markers_thousands_are_found_within_a_millisecond(chatml: Any) -> None:
     assert [i for i in encode_pieces(tokenizer, pieces) if i in markers.id_set] == [
         tokenizer.convert_tokens_to_ids(content) for content in ("<unused3>", "<unused4>")
     ]
-    assert min(timeit.repeat(lambda: list(markers.find("a < b " * 100)), number=1, repeat=5)) < 1e-3
-    assert min(timeit.repeat(lambda: encode_plain(tokenizer, "1 < 2 <unused5>"), number=1, repeat=5)) < 1e-3
+    few = markers_of(chatml)  # the time of a text does not grow with the number of tokens
+    of_many, of_few = (timeit.repeat(lambda m=m: list(m.find("a < b " * 100)), number=9) for m in (markers, few))
+    assert min(of_many) < 4 * min(of_few) + 1e-3
