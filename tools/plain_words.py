@@ -54,6 +54,10 @@ def check_python(path: Path) -> Iterator[tuple[int, str]]:
     if bad_name(path.stem):
         yield 1, f"module {path.stem}"
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if path.is_relative_to(ROOT / "src"):
+        for node in tree.body:
+            if isinstance(node, documented) and not node.name.startswith("_") and ast.get_docstring(node) is None:
+                yield node.lineno, f"no docstring: {node.name}"
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and bad_name(node.name):
             yield node.lineno, f"name {node.name}"

@@ -187,15 +187,18 @@ def share(text: str) -> float:
 
 
 def runs_dir(default: str = "runs") -> Argument:
+    """Return ``--runs-dir``."""
     about = "where run directories are (default: runs)"
     return option("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=about)
 
 
 def seed_of(what: str = "seed of the sampling") -> Argument:
+    """Return ``--seed``."""
     return option("--seed", type=seed, default=0, help=f"{what} (default: 0)")
 
 
 def dtype_of(what: str, name: str = "--dtype") -> Argument:
+    """Return ``--dtype``, or the same under another name."""
     return option(name, type=short_dtype, choices=("fp32", "bf16"), help=f"{what} (default: the run's, or fp32)")
 
 

@@ -18,6 +18,7 @@ from posttrain.graders.grading import Submission, is_blank
 
 
 def word_set(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 

@@ -77,6 +77,7 @@ def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor], 
 def copy_tensors(
     stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place: Path, fill: Fill = Tensor.copy_
 ) -> None:
+    """Copy stored tensors into live ones of the same names; a name or shape that does not fit is refused."""
     filled = {place_in_memory(live[name]) for name in stored if name in live}
     missing = [name for name in live if name not in stored and place_in_memory(live[name]) not in filled]
     wrong = [f"{name} is not in the checkpoint" for name in missing]

@@ -45,6 +45,8 @@ class BadRequest(UsageError):
 
 
 class TextPart(Options):
+    """A text within the content of a message."""
+
     type: Literal["text"]
     text: str
 
@@ -58,6 +60,8 @@ class CalledFunction(Options):
 
 
 class ToolCall(Options):
+    """A call in an assistant's message."""
+
     id: str = Field(min_length=1)
     function: CalledFunction
     type: Literal["function"] = "function"
@@ -108,6 +112,8 @@ class Function(Options):
 
 
 class ToolOffer(Options):
+    """A tool that the model may call."""
+
     type: Literal["function"]
     function: Function
 

@@ -119,6 +119,7 @@ def read_models(answer: object) -> list[ServedModel]:
 
 
 def first_fault(error: ValidationError) -> str:
+    """Return the place, reason and input of the first fault."""
     fault = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}; got {fault['input']!r:.80}"
 
