@@ -52,7 +52,7 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
             "clip_low",
             ["clip_low  option of", "grpo        objective  float (at least 0), default 0.2: ", "gspo_token"],
         ),
-        ("rewards.0.mode", ["mode  option of", "correct  reward"]),
+        ("rewards.0.mode", ["mode  option of", "correct    reward"]),
     ],
 )
 def test_an_option_of_words_is_explained_by_them(
