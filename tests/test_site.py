@@ -117,14 +117,14 @@ def test_blocks_of_a_page_run_in_order(page: Path, folder: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
-def test_notebook_runs_from_the_first_trial_to_the_last(
+def test_notebook_runs_from_first_block_to_last(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    values = importlib.import_module("write_notebooks").read_trials((DOCS / "learn" / f"{name}.md").read_text("utf-8"))
+    written = importlib.import_module("write_notebooks").read_blocks((DOCS / "learn" / f"{name}.md").read_text("utf-8"))
     names: dict[str, object] = {}
     place = tmp_path
-    for kind, source in values:
+    for kind, source in written:
         monkeypatch.chdir(place)
         if kind == "markdown":
             continue

@@ -17,9 +17,9 @@ FOLDER = ROOT / "docs" / "learn"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-def read_trials(text: str) -> list[tuple[str, str]]:
+def read_blocks(text: str) -> list[tuple[str, str]]:
     """Return (kind, source) of the cells of a tutorial; kind is ``markdown`` or ``code``."""
-    values, end = [], 0
+    blocks, end = [], 0
     for match in _BLOCK.finditer(text):
         language, body = match.groups()
         if language not in ("bash", "python", "yaml", "json"):
@@ -27,16 +27,16 @@ def read_trials(text: str) -> list[tuple[str, str]]:
         named = re.match(r"# ([\w./-]+\.(?:py|yaml|jsonl))\n", body)
         if language in ("yaml", "json") and not named:
             continue
-        values.append(("markdown", text[end : match.start()]))
+        blocks.append(("markdown", text[end : match.start()]))
         end = match.end()
         if named:
-            values.append(("code", f"%%writefile {named[1]}\n{body}"))
+            blocks.append(("code", f"%%writefile {named[1]}\n{body}"))
         elif language == "bash":
-            values.append(("code", "\n".join(shell_line(line) for line in body.splitlines())))
+            blocks.append(("code", "\n".join(shell_line(line) for line in body.splitlines())))
         else:
-            values.append(("code", body))
-    values.append(("markdown", text[end:]))
-    return [(kind, source.strip()) for kind, source in values if source.strip()]
+            blocks.append(("code", body))
+    blocks.append(("markdown", text[end:]))
+    return [(kind, source.strip()) for kind, source in blocks if source.strip()]
 
 
 def shell_line(line: str) -> str:
@@ -46,12 +46,12 @@ def shell_line(line: str) -> str:
 
 def notebook_text(text: str) -> str:
     """Return a tutorial as a notebook (nbformat 4.5), without outputs."""
-    values = []
-    for number, (kind, source) in enumerate(read_trials(text)):
-        value = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
-        values.append(value | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+    blocks = []
+    for number, (kind, source) in enumerate(read_blocks(text)):
+        block = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
+        blocks.append(block | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    document = {"cells": values, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    document = {"cells": blocks, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
