@@ -30,7 +30,7 @@ MINUTES = 15
 def page_rank(page: Path) -> tuple[int, str]:
     """Return the place of a page in the order of reading."""
     folder = page.relative_to(DOCS).parts[0]
-    return ORDER.index(folder) if folder in ORDER else -1, page.as_posix()
+    return ORDER.index(folder) if folder in ORDER else len(ORDER), page.as_posix()
 
 
 PAGES = sorted(
