@@ -24,9 +24,8 @@ from posttrain.reports.sweeps import (
     sweep_panels,
 )
 from posttrain.store.metrics import MetricsRow
-from posttrain.sweeps.best_of_n import choose
+from posttrain.sweeps.best_of_n import Point, choose, describe_method
 from posttrain.sweeps.learning import TrialResult
-from posttrain.sweeps.overoptimization import Point, describe_method
 
 
 def path_of(svg: str, color: str) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from fake_runs import add_checkpoint, make_run, make_sweep, snapshot
 from posttrain.errors import RunConflict, UsageError
 from posttrain.runs import removal
 from posttrain.runs.directory import lock_run, run_names
-from posttrain.runs.lineage import find_links
+from posttrain.runs.listing import find_links
 from posttrain.runs.paths import locate
 from posttrain.runs.removal import check_steps, check_unused, delete, plan_prune, prune, refuse_live
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, verify

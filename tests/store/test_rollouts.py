@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, StorageError
-from posttrain.store.database import SCHEMA_VERSION, connect
-from posttrain.store.rollouts import RolloutStore
+from posttrain.store.rollouts import SCHEMA_VERSION, RolloutStore, connect
 from posttrain.types import Completion, Example, Message, Rollout
 
 

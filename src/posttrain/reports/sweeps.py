@@ -22,10 +22,9 @@ from posttrain.reports.page import render, write_html
 from posttrain.reports.run import Answer, Transcript, turns_of
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import KL, Metric
-from posttrain.sweeps.best_of_n import Chosen
+from posttrain.sweeps.best_of_n import Chosen, MethodCurve
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
-from posttrain.sweeps.overoptimization import MethodCurve
 from posttrain.sweeps.results import Part, SweepResults
 from posttrain.untrusted import fitting, harmless
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
-from posttrain.runs.lineage import Link, find_links, steps_in_use
+from posttrain.runs.listing import Link, find_links, steps_in_use
 from posttrain.runs.paths import Place, runs_of, sweep_of
 from posttrain.store.checkpoint_files import (
     BEST,
