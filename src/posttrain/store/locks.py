@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
@@ -22,7 +23,7 @@ from posttrain.untrusted import kind_of_file
 
 _REFUSALS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 # Newer versions of filelock would take the lock file itself for a claim, where ``flock`` is missing.
-_OPTIONS = {"fallback_to_soft": False} if "fallback_to_soft" in signature(FileLock).parameters else {}
+_OPTIONS: dict[str, Any] = {"fallback_to_soft": False} if "fallback_to_soft" in signature(FileLock).parameters else {}
 _NAME = re.compile(r"pid [0-9]{1,18} on [A-Za-z0-9._-]+")
 
 
