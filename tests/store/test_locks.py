@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from posttrain.store.locks import Held, hold, holder
 
-REFUSALS = [errno.ENOLCK, errno.ENOSYS]
 # Read by every Python that finds it on its path: a file system without flock.
 WITHOUT_FLOCK = """\
 import fcntl, os
@@ -28,7 +24,7 @@ fcntl.flock = flock
 """
 
 
-@pytest.fixture(params=[None, *REFUSALS])
+@pytest.fixture(params=[None, errno.ENOSYS])
 def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Error number that ``flock`` raises; None: it works."""
     if request.param is not None:
@@ -109,38 +105,3 @@ def test_error_of_the_disk_is_not_taken_for_a_missing_feature(tmp_path: Path, mo
     refuse(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="error"), hold(tmp_path / ".lock"):
         pytest.fail("held")
-
-
-def test_training_works_without_flock(tmp_path: Path) -> None:
-    """Training, resuming and deleting on a file system that has no locks."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_FLOCK)
-    sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-    try:
-        import killing
-    finally:
-        sys.path.pop(0)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(killing.sft_recipe(2)))
-    program = textwrap.dedent("""\
-        import json, sys
-        from posttrain.cli import main
-        words = json.loads(sys.argv[1])
-        print(json.dumps([main(each) for each in words]), file=sys.stderr)
-    """)
-    commands = [
-        ["train", "recipe.yaml", "--run", "a", "--quiet"],
-        ["train", "recipe.yaml", "--run", "a", "--quiet"],
-        ["runs", "resume", "a", "--quiet"],
-        ["runs", "delete", "a", "--yes"],
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(commands)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "REFUSAL": str(errno.ENOLCK)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stderr.splitlines()[-1:] == ["[0, 2, 0, 0]"], done.stderr[-3000:]
-    assert "exists already" in done.stderr  # the second training, refused in words
-    assert list((tmp_path / "runs").iterdir()) == []
