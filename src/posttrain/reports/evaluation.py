@@ -172,41 +172,41 @@ def _decimals(results: Results, name: str) -> str:
     return f"{results[name]:.3f}" if name in results else NOTHING
 
 
-_PAIRS: Sequence[tuple[str, str, Show]] = (
-    ("pair accuracy", "pair_accuracy", show_share),
-    ("95 % interval", "pair_accuracy", show_interval),
-    ("margin", "margin", _decimals),
-)
-_ANSWERS: Sequence[tuple[str, str, Show]] = (
-    ("answer accuracy", "answer_accuracy", show_share),
-    ("95 % interval", "answer_accuracy", show_interval),
-    ("AUC", "auc", _decimals),
-)
-_CHOOSING: Sequence[tuple[str, str, Show]] = (
-    ("top 1", "top_one", show_share),
-    ("95 % interval", "top_one", show_interval),
-    ("any one", "random_one", show_share),
-    ("best there is", "oracle", show_share),
-)
-_STEPS: Sequence[tuple[str, str, Show]] = (
-    ("solution accuracy", "solution_accuracy", show_share),
-    ("95 % interval", "solution_accuracy", show_interval),
-    ("F1", "error_f1", show_share),
-    ("erroneous", "accuracy_erroneous", show_share),
-    ("correct", "accuracy_correct", show_share),
-    ("step accuracy", "step_accuracy", show_share),
-    ("step AUC", "step_auc", _decimals),
-)
 # The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
 # no model has a number is left out, and so is a table without columns.
 PARTS: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] = {
-    "pairs": [("pairs", "n", _PAIRS)],
-    "judged answers": [
-        ("judged answers", "n", _ANSWERS),
-        ("choosing among the answers to a problem", "num_problems", _CHOOSING),
+    "pairs": [
+        ("pairs", "n", [
+            ("pair accuracy", "pair_accuracy", show_share),
+            ("95 % interval", "pair_accuracy", show_interval),
+            ("margin", "margin", _decimals),
+        ]),
     ],
-    "labelled steps": [("labelled steps", "n", _STEPS)],
-}
+    "judged answers": [
+        ("judged answers", "n", [
+            ("answer accuracy", "answer_accuracy", show_share),
+            ("95 % interval", "answer_accuracy", show_interval),
+            ("AUC", "auc", _decimals),
+        ]),
+        ("choosing among the answers to a problem", "num_problems", [
+            ("top 1", "top_one", show_share),
+            ("95 % interval", "top_one", show_interval),
+            ("any one", "random_one", show_share),
+            ("best there is", "oracle", show_share),
+        ]),
+    ],
+    "labelled steps": [
+        ("labelled steps", "n", [
+            ("solution accuracy", "solution_accuracy", show_share),
+            ("95 % interval", "solution_accuracy", show_interval),
+            ("F1", "error_f1", show_share),
+            ("erroneous", "accuracy_erroneous", show_share),
+            ("correct", "accuracy_correct", show_share),
+            ("step accuracy", "step_accuracy", show_share),
+            ("step AUC", "step_auc", _decimals),
+        ]),
+    ],
+}  # fmt: skip
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
     "pairs": "pair accuracy: the chosen answer has the higher score; a tie counts half.",

@@ -49,8 +49,8 @@ def write_sweep(sweep: SweepResults, folder: Path) -> Path:
 
 def render_sweep(sweep: SweepResults) -> str:
     """The whole page as HTML."""
-    shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
     sections = [(part.tables, _part_panels(name, part), _transcripts(part)) for name, part in sweep.parts.items()]
+    shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
     return render("sweep.jinja", sweep=sweep, sections=sections, **shell)
 
 

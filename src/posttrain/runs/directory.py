@@ -276,6 +276,4 @@ class RunDirectory:
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:
     """Return the status of a run that starts now, or goes on from ``before``."""
     here: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "updated": time.time()}
-    if before is None:
-        return RunStatus("running", 0, steps, **here)
-    return replace(before, state="running", steps=steps, message=None, **here)
+    return replace(before or RunStatus("running", 0, steps, **here), state="running", steps=steps, message=None, **here)

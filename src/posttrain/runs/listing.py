@@ -124,8 +124,7 @@ def summarize_sweep(root: str | Path, name: str) -> SweepSummary:
     """Return one sweep at a glance."""
     folder = Path(root) / name
     states = [summarize_run(Path(root) / trial).state for trial in trial_names(root, name)]
-    finished = states.count("finished")
-    return SweepSummary(name, folder, is_live(folder), len(states), finished, disk_bytes(folder))
+    return SweepSummary(name, folder, is_live(folder), len(states), states.count("finished"), disk_bytes(folder))
 
 
 def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:

@@ -139,10 +139,11 @@ def _checkpoints_of(root: str | Path, run: Place) -> Path:
 
 def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[Link]) -> dict[int, str]:
     """The checkpoints that a resumption of the run, or another run, needs, each with the reason."""
+    needed = {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()}
     status = RunDirectory(run.path).read_status()
-    is_finished = status is not None and status.state == "finished"
-    needed = {} if is_finished else dict.fromkeys(steps[-1:], "to be resumed from")
-    return {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()} | needed
+    if status is None or status.state != "finished":
+        needed |= dict.fromkeys(steps[-1:], "to be resumed from")
+    return needed
 
 
 def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:

@@ -224,8 +224,7 @@ def training_points(rows: Sequence[MetricsRow]) -> list[Point]:
 def score_scale(items: Sequence[Item]) -> tuple[float, float]:
     """Mean and standard deviation of the scores of all samples; the deviation is 1 where they do not differ."""
     scores = [sample.score for item in items for sample in item.samples if sample.score is not None]
-    mean = statistics.fmean(scores) if scores else 0.0
-    return mean, statistics.pstdev(scores) if len(set(scores)) > 1 else 1.0
+    return statistics.fmean(scores) if scores else 0.0, statistics.pstdev(scores) if len(set(scores)) > 1 else 1.0
 
 
 def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve:
