@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item
-from posttrain.evaluation.reward_models.measures import RewardEvaluation
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.tables import (
     NOTHING,
@@ -25,6 +24,9 @@ from posttrain.evaluation.tables import (
     to_markdown,
 )
 from posttrain.untrusted import bullets, code, plain
+
+if TYPE_CHECKING:  # pages of policies need no reward model
+    from posttrain.evaluation.reward_models.measures import RewardEvaluation
 
 T = TypeVar("T")
 Results = Mapping[str, float]
