@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,21 +13,12 @@ import pytest
 
 from posttrain.store.locks import Held, hold, holder
 
-# Read by every Python that finds it on its path: a file system without flock.
-WITHOUT_FLOCK = """\
-import fcntl, os
-def flock(descriptor, kind):
-    raise OSError(int(os.environ["REFUSAL"]), os.strerror(int(os.environ["REFUSAL"])))
-fcntl.flock = flock
-"""
-
 
 @pytest.fixture(params=[None, errno.ENOSYS])
-def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Error number that ``flock`` raises; None: it works."""
+def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as it is, and once ``flock`` raises an error of that number."""
     if request.param is not None:
         refuse(monkeypatch, request.param)
-    return request.param
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -39,33 +28,35 @@ def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def hold_elsewhere(path: Path, place: Path, refusal: int | None) -> subprocess.Popen[str]:
-    """Another process that holds the lock until it is killed."""
-    (place / "sitecustomize.py").write_text(WITHOUT_FLOCK if refusal is not None else "")
-    program = "import sys, time, pathlib; from posttrain.store.locks import hold\n"
-    program += "with hold(pathlib.Path(sys.argv[1])):\n print('held', flush=True); time.sleep(60)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place), *sys.path]), "REFUSAL": str(refusal)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+def hold_elsewhere(path: Path) -> int:
+    """Return the number of another process, which holds the lock until it is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with hold(path):
+            os.write(writing, b"1")
+            time.sleep(60)
+        os._exit(1)
+    assert os.read(reading, 1) == b"1"
+    os.close(reading)
+    os.close(writing)
+    return child
 
 
-def test_hold_by_another_process_names_it_and_is_free_after_a_kill(tmp_path: Path, refusal: int | None) -> None:
+@pytest.mark.usefixtures("refusal")
+def test_hold_by_another_process_names_it_and_is_free_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     assert holder(path) is None
-    other = hold_elsewhere(path, tmp_path, refusal)
-    name = f"pid {other.pid} on {socket.gethostname()}"
+    other = hold_elsewhere(path)
+    name = f"pid {other} on {socket.gethostname()}"
     try:
         assert holder(path) == name
         with pytest.raises(Held, match=f"^{name}$"), hold(path, 0.1):
             pytest.fail("the lock was given twice")
         assert holder(path) == name
     finally:
-        other.kill()
-        other.wait()
+        os.kill(other, 9)
+        os.waitpid(other, 0)
     assert holder(path) is None
     with hold(path, 0.5):
         assert holder(path) == f"pid {os.getpid()} on {socket.gethostname()}"
