@@ -102,9 +102,11 @@ def delete_and_die(root: Path, module: ModuleType, name: str, when: str) -> int:
 
     child = os.fork()
     if child == 0:
-        setattr(module, name, deadly)
-        delete(root, locate(root, "a"))
-        os._exit(0)
+        try:
+            setattr(module, name, deadly)
+            delete(root, locate(root, "a"))
+        finally:
+            os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -33,10 +33,12 @@ def hold_elsewhere(path: Path) -> int:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        with hold(path):
-            os.write(writing, b"1")
-            time.sleep(60)
-        os._exit(1)
+        try:
+            with hold(path):
+                os.write(writing, b"1")
+                time.sleep(60)
+        finally:
+            os._exit(1)
     assert os.read(reading, 1) == b"1"
     os.close(reading)
     os.close(writing)

@@ -115,11 +115,14 @@ def test_flush_leaves_nothing_to_a_kill(tmp_path: Path) -> None:
     """The process ends without closing anything; what was flushed is there, in order."""
     child = os.fork()
     if child == 0:
-        store = RolloutStore(tmp_path / "r.db")
-        for step in range(1, 41):
-            store.record([make_rollout(step, i) for i in range(8)])
-        store.flush()
-        os.kill(os.getpid(), 9)
+        try:
+            store = RolloutStore(tmp_path / "r.db")
+            for step in range(1, 41):
+                store.record([make_rollout(step, i) for i in range(8)])
+            store.flush()
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     counts = RolloutStore(tmp_path / "r.db", read_only=True).count_training()
     assert counts == dict.fromkeys(range(1, 41), 8)
