@@ -194,14 +194,8 @@ SCRIPTS: dict[str, tuple[str, str]] = {
         f"DROP TABLE rollouts; CREATE VIEW rollouts AS {RECURSIVE} AS step FROM c;",
         "it holds view 'rollouts'",
     ),
-    "a trigger": (
-        "CREATE TRIGGER t AFTER DELETE ON rollouts BEGIN DELETE FROM about; END;",
-        "it holds trigger 't'",
-    ),
-    "a generated column": (
-        "ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);",
-        "it holds table 'rollouts'",
-    ),
+    "a trigger": ("CREATE TRIGGER t AFTER DELETE ON rollouts BEGIN DELETE FROM about; END;", "it holds trigger 't'"),
+    "a generated column": ("ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);", "it holds table 'rollouts'"),
     "a table less": ("DROP TABLE evaluation_rollouts;", "something is missing"),
     "an older version that it is not": ("PRAGMA user_version = 1;", "an earlier posttrain wrote this file"),
     "a step of text": ("UPDATE rollouts SET step = 'one';", "a step is no whole number"),

@@ -39,10 +39,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "train": TRAIN,
         },
     ),
-    "mixed": (
-        "grpo",
-        {"task": {"name": "mixture", "parts": PARTS}, "train": TRAIN},
-    ),
+    "mixed": ("grpo", {"task": {"name": "mixture", "parts": PARTS}, "train": TRAIN}),
     "muon": ("sft", {"optimizer": {"name": "muon"}, "train": TRAIN}),
 }
 DELETED = object()

@@ -31,9 +31,7 @@ TRAINS = {
     "eval": {"tasks": [CODE]},
 }
 ANSWERS = {"task": CODE, "prompt": {"template": CODE}, "rewards": [CODE, {"name": "correct", "mode": CODE}]}
-MIXES = {
-    "task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]},
-}
+MIXES = {"task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]}}
 PLAYS = {"environment": CODE, "tools": [CODE]}
 
 SHORT = ["--max-tokens", "4"]

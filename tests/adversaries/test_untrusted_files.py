@@ -170,10 +170,7 @@ def test_adapters_that_name_code_are_refused(changes: dict[str, Any], tmp_path: 
         load_model(ModelSection(name=str(folder)), seed=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"lora_alpha": float("nan")}, {"alpha_pattern": {"q_proj": 1e9}}],
-)
+@pytest.mark.parametrize("changes", [{"lora_alpha": float("nan")}, {"alpha_pattern": {"q_proj": 1e9}}])
 def test_an_adapter_whose_scale_is_no_number_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", **changes)
     with pytest.raises(UsageError, match=r"adapter_config.json: an alpha of .* scales by no number"):

@@ -15,15 +15,7 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import find_source
-from posttrain.runs.paths import (
-    Place,
-    every_run_name,
-    locate,
-    locate_all,
-    refuse_absent,
-    sweep_names,
-    trial_names,
-)
+from posttrain.runs.paths import Place, every_run_name, locate, locate_all, refuse_absent, sweep_names, trial_names
 
 
 @pytest.fixture

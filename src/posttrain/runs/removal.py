@@ -18,13 +18,7 @@ from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
 from posttrain.runs.listing import Link, find_links, steps_in_use
 from posttrain.runs.paths import Place, runs_of, sweep_of
-from posttrain.store.checkpoint_files import (
-    BEST,
-    best_step,
-    checkpoint_steps,
-    clean_leftovers,
-    discard_checkpoint,
-)
+from posttrain.store.checkpoint_files import BEST, best_step, checkpoint_steps, clean_leftovers, discard_checkpoint
 from posttrain.store.durable import ASIDE, remove_leftovers, sync_folder
 
 _DELETING = ".deleting-"
