@@ -297,8 +297,8 @@ class RolloutStore:
                 raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
             if not read_only:
                 self._prepare(db, about or {})
-        if is_new:
-            sync_folder(self.path.parent)
+            if is_new:
+                sync_folder(self.path.parent)
 
     def _prepare(self, db: sqlite3.Connection, about: Mapping[str, str]) -> None:
         """Create the tables in an empty file, if no other process was faster, and write ``about``."""
