@@ -76,7 +76,7 @@ PARTS = st.sampled_from(
 NAMES = st.one_of(st.lists(PARTS, min_size=1, max_size=5).map("/".join), st.text(max_size=12))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=NAMES)
 def test_no_name_leads_out_of_the_runs_folder(name: str, root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
