@@ -18,11 +18,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 # By script: its arguments, the package that it needs, and a text of its output.
 SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "checkpoints.py": ([["--width", "64", "--layers", "2"]], None, "sharded: {'seconds'"),
-    "code_tests.py": (
-        [["--only", part, "--size", "smallest"] for part in ("attacks", "seconds")],
-        None,
-        "",
-    ),
+    "code_tests.py": ([["--only", part, "--size", "smallest"] for part in ("attacks", "seconds")], None, ""),
     "cpu.py": (
         [["--rows", "sft,ppo,sampling-ragged,grading,help", "--rounds", "1", "--steps", "1"]],
         None,
@@ -57,16 +53,9 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         None,
         "peak_megabytes",
     ),
-    "turns.py": (
-        [["--rows", "8", "--turns", "2", "--reply", "4", "--rounds", "1"]],
-        None,
-        "kept_to_one_turn",
-    ),
+    "turns.py": ([["--rows", "8", "--turns", "2", "--reply", "4", "--rounds", "1"]], None, "kept_to_one_turn"),
 }
-ELSEWHERE = {
-    "grading.py": "tests/adversaries/test_benchmark.py",
-    "two_checkouts.py": "tests/test_two_checkouts.py",
-}
+ELSEWHERE = {"grading.py": "tests/adversaries/test_benchmark.py", "two_checkouts.py": "tests/test_two_checkouts.py"}
 PARTS = {"parity_trl.py", "planted.py", "training_reward.py"}  # of other scripts
 
 

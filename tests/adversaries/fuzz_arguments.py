@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Iterator
 from random import Random
 
-from fuzz_case import COMPARISON, DIFF, FIFO, FOLDER, LOADERS, RL, SAE, SFT, STUDY, Case, dump, with_value
+from fuzz_case import COMPARISON, DIFF, FIFO, LOADERS, RL, SAE, SFT, Case, dump, with_value
 from fuzz_texts import BOMB
 
 from posttrain.cli import COMMANDS, build_parser
@@ -161,26 +160,17 @@ def override_cases(random: Random) -> list[Case]:
 RUN_NAMES = [LONG, "x" * 256, "a b", "a\nb", "bad\udcff", "\x1b[2J", " ", "x" * 4000]
 RUN_NAMES += ["a/b", "..", ".", "/", "²", ".hidden", "a:b", "a\\b", "~", "$HOME", "*"]
 FILES: dict[str, dict[str, bytes | str]] = {
-    "nowhere": {},
     "f": {"f": b"x"},
     "f/x": {"f": b"x"},
-    "d": {"d": FOLDER},
     "pipe": {"pipe": FIFO},
     "circle": {"circle->": "circle"},
     "gone": {"gone->": "f/x", "f": b""},
-    "e": {"e": b""},
-    "b": {"b": b"\xff\xfe" * 9},
-    "/dev/zero": {},
-    "/dev/null": {},
-    LONG: {},
-    "a/" + LONG: {},
 }
 OUTPUTS = (
     ("evaluate tiny --task stories --limit 1 --max-tokens 2 --quiet", "--out"),
     ("quantize tiny --bits 8 --limit 0 --quiet", "--out"),
     ("activations tiny --layer 1 --task stories --max-rows 2 --yes --quiet", "--out"),
 )
-RECORDING = "activations tiny --layer 1 --max-rows 2 --yes --quiet --out acts"
 QUICK = ("runs", "sweep", "train")  # commands that say at once that a folder of runs cannot be
 
 
@@ -199,118 +189,16 @@ def place_cases(random: Random) -> list[Case]:
         everywhere = ("f", "f/x", "pipe", LONG, "a/" + LONG, "gone", "circle", "/dev/null")
         for place in everywhere if words[0] in QUICK else ("f", LONG):
             shown = ("--runs-dir", place[:40])
-            cases.append(Case("runs-dir", (*words, *given, f"--runs-dir={place}"), shown, {**files, **FILES[place]}))
-    return cases + output_cases(random) + named_run_cases(random)
-
-
-def output_cases(random: Random) -> list[Case]:
-    """Where results shall go, and where texts shall come from."""
-    cases = []
-
-    def add(kind: str, command: str, option: str, place: str, more: str = "") -> None:
-        words = (*command.split(), f"{option}={place}", *more.split())
-        cases.append(Case(kind, words, (option, place[:30], repr(place)[1:-1][:30]), FILES.get(place, {})))
-
+            laid_out = {**files, **FILES.get(place, {})}
+            cases.append(Case("runs-dir", (*words, *given, f"--runs-dir={place}"), shown, laid_out))
     for command, option in OUTPUTS:
-        for place in ("f", "f/x", "pipe", LONG, "a/" + LONG, "bad\udcff/" + LONG):
-            add("output", command, option, place)
-    for place in ("nowhere/x.png", LONG + ".png", "x.nonsense"):
-        add("output", "data show stories --limit 2", "--plot", place)
-    for option in ("--text", "--rollouts", "--import-pt", "--paired"):
-        for place in ("nowhere", "d", "pipe", LONG, "e", "b", "/dev/zero", "circle", "f/x"):
-            add("input", RECORDING, option, place, "--task stories" if option == "--paired" else "")
-    for place in ("nowhere", "d", "pipe", LONG, "f", "f/x"):
-        add("input", "generate tiny x", "--sae", place, "--steer 1=2 --max-tokens 2")
-        cases.append(Case("input", ("sae", "features", place), (place[:30], "DICTIONARY"), FILES[place]))
-    return cases
-
-
-# A command line each, and behind the bar what the message may name it by.
-WORDS = f"""
-trian | trian
-'' | '' COMMAND
-² | ²
-TRAIN | TRAIN
-{"x" * 5000} | xxx
---nonsense | --nonsense
-runs nonsense | nonsense
-sae nonsense | nonsense
-sae | ACTION action
-recipes nonsense | nonsense
-data nonsense | nonsense
-explain nonsense | nonsense
-explain '' | '' NAME name
-explain nowhere:f | nowhere
-explain : | :
-data show nonsense | nonsense
-data show '' | task TASK NAME
-data show | name NAME
-data show nowhere:f | nowhere
-data show jsonl | path
-data show {"x" * 5000} | xxx
-recipes show | NAME name
-recipes show nonsense | nonsense
-recipes list x y | y unrecognized
-train tiny/grpo more | more
-train tiny/grop | tiny/grop
-compare tiny/grpo | sweep
-sae train tiny/grpo | tiny/grpo
-sae diff tiny/grpo | tiny/grpo
-train sweep/ppo-grpo-dpo | sweep
-evaluate tiny --task nonsense | nonsense
-evaluate tiny --task , | --task
-evaluate tiny --template nonsense --task stories | nonsense
-evaluate tiny --engine nonsense --task stories | nonsense
-evaluate tiny --task stories --k 5 --limit 1 | --k k
-generate tiny --template nonsense | nonsense
-generate tiny {"x" * 200_000} | prompt PROMPT tokens
-runs --state nonsense | nonsense --state
-runs --sort ² | --sort ²
-runs prune --all --keep ² --yes | --keep
-runs prune --all --keep nonsense --yes | --keep
-serve nowhere/at/all | nowhere
-serve tiny --host 0.0.0.0 | --api-key
-serve tiny --api-key short | --api-key
-serve-command nowhere/at/all | nowhere
-generate tiny x --steer ²:1 | --steer
-generate tiny x --steer 1:nan | --steer
-generate tiny x --steer : | --steer
-generate tiny x --steer 1:{HUGE} | --steer
-activations tiny --site resid.² --task stories --out acts | --site --layer
-activations tiny --layer 99 --task stories --out acts | 99 --layer
-sweep mine.yaml --rows nonsense | nonsense
-sweep mine.yaml --rows , | --rows
-sweep mine.yaml --seeds 1000000 | --seeds
-"""
-
-
-NO_RUNS = [LONG, "bad\udcff", "a b", "\x1b[2J", "x" * 5000, "..", "../..", "/etc", "/", "nowhere", "²", ".", "f", "f/x"]
-NO_RUNS += ["pipe", "[", "*?"]
-
-
-def named_run_cases(random: Random) -> list[Case]:
-    """Runs that are not there, by names that lead elsewhere; commands and words that there are not."""
-    cases = []
-    for action in ("show", "compare", "delete", "prune", "export", "resume"):
-        for name in NO_RUNS:
-            behind = {"compare": ["x", name], "export": [name, "--to", "to"]}
-            behind |= {"delete": [name, "--yes"], "prune": [name, "--yes"]}
-            names = (name[:30], repr(name)[1:-1][:30], *(["'x'"] if action == "compare" else []))
-            words = ("runs", action, *behind.get(action, [name]))
-            cases.append(Case("named run", words, names, FILES.get(name, {}) if name != LONG else {}))
-    for line in filter(None, WORDS.splitlines()):
-        command, _, names_of = line.partition(" | ")
-        words = tuple(shlex.split(command))
-        files = {"mine.yaml": dump(COMPARISON)} if "mine.yaml" in words else {}
-        cases.append(Case("words", words, tuple(names_of.split()), files))
-    for words, names in (("bad\udcff",), ("bad",)), (("generate", "tiny", "bad \udcff"), ("prompt", "PROMPT", "'bad")):
-        cases.append(Case("words", words, names))
-    for name in (LONG, "a/b", "²", "", "..", "a b", "bad\\udcff"):
-        for recipe in (COMPARISON, STUDY):
-            rows = f'rows:\n  "{name}": {{recipe: rl/grpo}}\n'.encode()
-            text = dump({k: v for k, v in recipe.items() if k != "rows"}) + rows
-            shown = ("rows", name[:30], "mine.yaml")
-            cases.append(Case("row name", ("sweep", "mine.yaml"), shown, {"mine.yaml": text}))
+        for place in ("f", "f/x", "pipe", LONG, "a/" + LONG):
+            words = (*command.split(), f"{option}={place}")
+            cases.append(Case("output", words, (option, place[:30]), FILES.get(place, {})))
+    for name in (LONG, "a/b", "²", "", "..", "a b"):
+        rows = f'rows:\n  "{name}": {{recipe: rl/grpo}}\n'.encode()
+        text = dump({k: v for k, v in COMPARISON.items() if k != "rows"}) + rows
+        cases.append(Case("row name", ("sweep", "mine.yaml"), ("rows", name[:30], "mine.yaml"), {"mine.yaml": text}))
     return cases
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from functools import cache
 from random import Random
@@ -93,7 +92,6 @@ def lines(*rows: Any) -> bytes:
 def damaged(row: dict[str, Any]) -> list[tuple[str, str, bytes | str]]:
     """(what, name of the file, contents)."""
     good = lines(row, row)
-    deep = '{"prompt": ' + "[" * 10_000 + "]" * 10_000 + "}\n"
     return [
         ("empty", "rows.jsonl", b""),
         ("null", "rows.jsonl", b"null\n"),
@@ -101,24 +99,12 @@ def damaged(row: dict[str, Any]) -> list[tuple[str, str, bytes | str]]:
         ("other keys", "rows.jsonl", b'{"nonsense": 1}\n'),
         ("cut off", "rows.jsonl", good + lines(row)[:-9]),
         ("a JSON list over lines", "rows.jsonl", json.dumps([row, row], indent=1).encode()),
-        ("deep", "rows.jsonl", good + deep.encode()),
-        ("huge integer", "rows.jsonl", good + b'{"prompt": ' + b"9" * 5000 + b"}\n"),
         ("bad UTF-8", "rows.jsonl", good + b'{"prompt": "\xff\xfe"}\n'),
-        ("NUL", "rows.jsonl", good + b"\0\0\0\n"),
-        ("BOM in the middle", "rows.jsonl", good + b"\xef\xbb\xbf" + lines(row)),
         ("not gzip", "rows.jsonl.gz", good),
-        ("cut gzip", "rows.jsonl.gz", gzip.compress(good * 50)[:-12]),
-        ("gzip with a wrong sum", "rows.jsonl.gz", gzip.compress(good)[:-8] + b"\0" * 8),
-        ("empty in gzip", "rows.jsonl.gz", gzip.compress(b"")),
         ("not parquet", "rows.parquet", good),
-        ("parquet's mark", "rows.parquet", b"PAR1"),
         ("a folder", "rows.jsonl", FOLDER),
         ("a pipe", "rows.jsonl", FIFO),
-        ("another kind", "rows.csv", good),
-        ("zeros", "rows.jsonl->", "/dev/zero"),
-        ("a circle", "rows.jsonl->", "rows.jsonl"),
         ("nothing", "nowhere.jsonl", ""),
-        ("a long name", "x" * 300 + ".jsonl", ""),
     ]
 
 
@@ -128,9 +114,8 @@ def data_cases(random: Random) -> list[Case]:
     for task in path_tasks():
         row, keys = ROWS[task]
         for what, name, content in damaged(row):
-            plain = name.removesuffix("->")
             files = {name: content} if content != "" else {}
-            cases.append(_ask(random, f"data: {what}", task, plain, files))
+            cases.append(_ask(random, f"data: {what}", task, name, files))
         for key in keys:
             for value in WRONG_VALUES:
                 content = lines(row | {key: value})

@@ -16,6 +16,7 @@ from posttrain.cli import main
 from posttrain.commands.summary import write_summary
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.runs.listing import summarize_run
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -72,21 +73,13 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("status.json", status(step="four"), "step is 'four'"),
     ("status.json", status(state="splendid"), "state is 'splendid'"),
     ("status.json", status(held_out={"accuracy": float("nan")}), "nan where a number is expected"),
-    (
-        "status.json",
-        status(primary_metric=["nothing"]),
-        "primary_metric is",
-    ),
+    ("status.json", status(primary_metric=["nothing"]), "primary_metric is"),
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
     ("recipe.yaml", b"train: {steps: 1}\ntrain: {}\n", "recipe.yaml:2: train: this key stands twice"),
     ("recipe.yaml", b"train: {steps: many}\n", "train.steps is no whole number"),
     ("recipe.yaml", BOMB, "more than 50,000 values, aliases written out"),
-    (
-        "recipe.yaml",
-        b"x: !!python/object/apply:os.system [ls]\n",
-        "the tag !!python/object/apply:os.system is not",
-    ),
+    ("recipe.yaml", b"x: !!python/object/apply:os.system [ls]\n", "the tag !!python/object/apply:os.system is not"),
     ("recipe.yaml", b"x: .nan\n", "nan where a number"),
     ("recipe.yaml", b"x: " + b"9" * 5000, "a number of 5,000 characters"),
     ("recipe.yaml", b"#" * (1 << 21), "at most 1,048,576 are read"),
@@ -118,23 +111,28 @@ def check_listed(root: Path, reason: str, capsys: pytest.CaptureFixture[str]) ->
     assert sorted(path.name for path in root.iterdir()) == ["good"]
 
 
-@pytest.mark.parametrize(("name", "content", "reason"), CONTENTS, ids=[f"{c[0]}-{c[2][:20]}" for c in CONTENTS])
-def test_a_damaged_file(root: Path, name: str, content: bytes, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "bad" / name).write_bytes(content)
-    check_listed(root, reason, capsys)
+def test_summarize_run_damaged_file_names_the_reason(root: Path) -> None:
+    for name, content, reason in CONTENTS:
+        good = (root / "bad" / name).read_bytes()
+        (root / "bad" / name).write_bytes(content)
+        summary = summarize_run(root / "bad")
+        assert summary.state == "damaged", reason
+        assert reason in (summary.problem or "")
+        (root / "bad" / name).write_bytes(good)
+    assert summarize_run(root / "bad").state == "finished"
 
 
 FILES = ["recipe.yaml", "env.json", "status.json", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_what_should_be_a_file_is_none(root: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "bad" / name).unlink(missing_ok=True)
-    if kind == "folder":
-        (root / "bad" / name).mkdir()
-    else:
-        os.mkfifo(root / "bad" / name)
+def test_commands_with_a_damaged_run_list_the_others(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "bad" / name
+    path.unlink()
+    os.mkfifo(path)  # opening one would wait for a writer
+    assert "this is no file" in (summarize_run(root / "bad").problem or "")
+    path.unlink()
+    path.mkdir()
     check_listed(root, "this is no file", capsys)
 
 
@@ -196,14 +194,8 @@ SCRIPTS: dict[str, tuple[str, str]] = {
         f"DROP TABLE rollouts; CREATE VIEW rollouts AS {RECURSIVE} AS step FROM c;",
         "it holds view 'rollouts'",
     ),
-    "a trigger": (
-        "CREATE TRIGGER t AFTER DELETE ON rollouts BEGIN DELETE FROM about; END;",
-        "it holds trigger 't'",
-    ),
-    "a generated column": (
-        "ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);",
-        "it holds table 'rollouts'",
-    ),
+    "a trigger": ("CREATE TRIGGER t AFTER DELETE ON rollouts BEGIN DELETE FROM about; END;", "it holds trigger 't'"),
+    "a generated column": ("ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);", "it holds table 'rollouts'"),
     "a table less": ("DROP TABLE evaluation_rollouts;", "something is missing"),
     "an older version that it is not": ("PRAGMA user_version = 1;", "an earlier posttrain wrote this file"),
     "a step of text": ("UPDATE rollouts SET step = 'one';", "a step is no whole number"),
@@ -251,14 +243,14 @@ def test_a_strangers_rows_are_checked_as_they_are_read(root: Path, change: str, 
 
 
 def test_reading_ends_in_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.store import database
+    from posttrain.store import rollouts
 
     path = root / "bad" / "rollouts.db"
-    monkeypatch.setattr(database, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(rollouts, "READ_SECONDS", 0.2)
     with (
         pytest.raises(DataError, match="interrupted"),
-        database.sqlite_errors(path),
-        database.connect(path, read_only=True) as db,
+        rollouts.sqlite_errors(path),
+        rollouts.connect(path, read_only=True) as db,
     ):
         db.execute(f"SELECT COUNT(*) FROM ({RECURSIVE} FROM c)").fetchall()
 
@@ -313,10 +305,7 @@ def test_results_that_no_evaluation_has(
     assert "\u202e" not in (root.parent / "exported" / "README.md").read_text()
 
 
-LINKED = ["recipe.yaml", "env.json", "status.json", "metrics.jsonl", "rollouts.db"]
-
-
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", [*FILES, "rollouts.db"])
 def test_no_text_of_another_file_is_shown(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere = make_run(root.parent / "elsewhere" / "secret")
     for file, content in {"recipe.yaml": "token: hunter2\n", "env.json": '{"hunter2": 1}'}.items():
@@ -325,7 +314,7 @@ def test_no_text_of_another_file_is_shown(root: Path, name: str, capsys: pytest.
     (root / "bad" / name).symlink_to(elsewhere / name)
     compared = ["runs", "compare", "good", "bad"]
     needed = name in ("recipe.yaml", "metrics.jsonl", "status.json")
-    for command in (["runs", "show", "bad", "--format", "json"], ["runs", "show", "bad"], ["runs"], compared):
+    for command in (["runs", "show", "bad", "--format", "json"], ["runs", "show", "bad"], compared):
         assert main(command) == (2 if command == compared and needed else 0)
         shown = capsys.readouterr()
         assert "hunter2" not in shown.out + shown.err

@@ -50,10 +50,7 @@ def test_an_answer_that_cannot_be_seen_is_not_paid_as_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["xml_format", "xml_soft"])
-@pytest.mark.parametrize(
-    "answer",
-    ["17", "答案", "∅", "\u200b17", "\u202b17\u202c"],
-)
+@pytest.mark.parametrize("answer", ["17", "答案", "∅", "\u200b17", "\u202b17\u202c"])
 def test_an_answer_that_can_be_seen_is_paid(name: str, answer: str) -> None:
     assert pay(name, write(answer)) == 1.0
 

@@ -127,15 +127,14 @@ RAW = [
 ]
 
 
-@pytest.mark.parametrize("path", [MODELS, COMPLETE])
-@pytest.mark.parametrize(("content", "message"), RAW)
+@pytest.mark.parametrize(("path", "content", "message"), [(MODELS, *raw) for raw in RAW] + [(COMPLETE, *RAW[0])])
 def test_what_is_no_answer(path: str, content: bytes, message: str, serve: Callable[..., str]) -> None:
     with pytest.raises(PosttrainError, match=message):
         sample(serve({path: content}, closes=message == "broke off"))
 
 
-@pytest.mark.parametrize(("content", "message"), RAW[:4])
-def test_what_is_no_judgement(content: bytes, message: str, serve: Callable[..., str]) -> None:
+@pytest.mark.parametrize("content", [content for content, _ in RAW[:2]])
+def test_what_is_no_judgement(content: bytes, serve: Callable[..., str]) -> None:
     opinion = judge(serve({CHAT: content}))
     assert (opinion.value, opinion.failure) == (None, "crash")
     assert "is not JSON" in opinion.reason
@@ -147,15 +146,15 @@ OF_CHOICE = ("choices", 0)
 @pytest.mark.parametrize(
     ("path", "place", "value"),
     [
-        *((MODELS, ("data", 0, "max_model_len"), value) for value in ("64", -1, True, 6.5, float("nan"), [64])),
+        *((MODELS, ("data", 0, "max_model_len"), value) for value in ("64", -1, float("nan"))),
         (MODELS, ("data",), 7),
-        *((COMPLETE, (*OF_CHOICE, "prompt_token_ids"), value) for value in (True, 7, "56", {"5": 6})),
-        *((COMPLETE, (*OF_CHOICE, "logprobs"), value) for value in (True, [-1.0], "none")),
+        *((COMPLETE, (*OF_CHOICE, "prompt_token_ids"), value) for value in (True, "56")),
+        (COMPLETE, (*OF_CHOICE, "logprobs"), [-1.0]),
         *(
             (COMPLETE, (*OF_CHOICE, "logprobs", "token_logprobs", 0), value)
-            for value in (10**400, -(10**400), float("nan"), -float("inf"), 0.5, False, "-1", None)
+            for value in (-(10**400), float("nan"), 0.5, False, None)
         ),
-        *((COMPLETE, (*OF_CHOICE, "token_ids"), value) for value in ([True] * 4, [1.0] * 4, [-1] * 4, [*IDS, 5], [])),
+        *((COMPLETE, (*OF_CHOICE, "token_ids"), value) for value in ([True] * 4, [-1] * 4, [*IDS, 5], [])),
         (COMPLETE, ("choices",), [CHOICE, CHOICE]),
     ],
 )
@@ -170,7 +169,7 @@ def test_a_reply_that_is_no_text(serve: Callable[..., str]) -> None:
     assert "choices.0.message.content: Input should be a valid string" in opinion.reason
 
 
-@pytest.mark.parametrize("tokens", [float("inf"), -1, True, "3", 2**70, [3]])
+@pytest.mark.parametrize("tokens", [float("inf"), -1, "3"])
 def test_costs_that_are_no_numbers_of_tokens(tokens: Any, serve: Callable[..., str]) -> None:
     opinion = judge(serve({CHAT: changed(CHAT, ("usage", "completion_tokens"), tokens)}))
     assert (opinion.value, opinion.failure, opinion.tokens_out) == (None, "crash", 0)

@@ -84,13 +84,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         poison_run(Path("runs/honest"), Path("runs/evil"))
         poison_run(Path("runs/honest"), Path("runs") / f"e{HOSTILE.replace('/', '')}"[:120])
         break_run(Path("runs/honest"), Path("broken/damaged"))
-        for plan, page in (("sweep.yaml", "table.md"),):
-            place = Path("runs") / plan.partition(".")[0]
-            place.mkdir()
-            content = {"base": {}, "start": HOSTILE, "rows": {HOSTILE: HOSTILE}}
-            (place / plan).write_text(safe_dump(content), encoding="utf-8")
-            (place / page).write_text(HOSTILE, encoding="utf-8")
-            (place / "results.json").write_text("{}", encoding="utf-8")
+        place = Path("runs/sweep")
+        place.mkdir()
+        content = {"base": {}, "start": HOSTILE, "rows": {HOSTILE: HOSTILE}}
+        (place / "sweep.yaml").write_text(safe_dump(content), encoding="utf-8")
+        (place / "table.md").write_text(HOSTILE, encoding="utf-8")
+        (place / "results.json").write_text("{}", encoding="utf-8")
         Path("blocked").write_text("a file", encoding="utf-8")
         Path("recipes").mkdir()
         write_recipes(Path("recipes"))
@@ -99,13 +98,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["pipe", "terminal"])
+@pytest.fixture
 def show(
     request: pytest.FixtureRequest, stage: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Show:
-    """Run a command line where the stage is; what it shows, checked. Once with colours and live displays."""
+    """Run a command line where the stage is; what it shows, checked. With colours and live displays unless ``pipe``."""
     monkeypatch.chdir(stage)
-    in_terminal = request.param == "terminal"
+    in_terminal = getattr(request, "param", "terminal") == "terminal"
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     if in_terminal:
@@ -124,29 +123,29 @@ def show(
 
 
 def hostile_lines(path: tuple[str, ...]) -> Iterator[list[str]]:
-    """The honest line with each of its parts in turn replaced, and with each option behind it."""
+    """The honest line with each of its parts in turn replaced, and with each option that takes a text before it."""
     honest, parser = HONEST[path], PARSERS[path]
-    yield [*path, "--help"]
-    yield [*path, HOSTILE]
     for index, word in enumerate(honest):
         if not word.startswith("-") and not (index and honest[index - 1].startswith("-")):
             yield [*path, *honest[:index], HOSTILE, *honest[index + 1 :]]
     yield [*path, *honest, HOSTILE]
     yield [*path, *honest, f"--{HOSTILE}", "1"]
     yield [*path, *honest, f"--train.{HOSTILE}={HOSTILE}"]
+    seen = set()
     for action in parser._actions:
-        for option in action.option_strings[-1:]:
-            if option in ENDLESS or (path == ("studio",) and option == "--port"):
-                continue
-            value = f"blocked/{HOSTILE}" if option == "--runs-dir" else HOSTILE
-            yield [*path, f"{option}={value}", *honest]  # before what is refused in any case
+        kind = (action.type, bool(action.choices), action.nargs) if action.type or action.choices else action.dest
+        for option in action.option_strings[-1:] if kind not in seen else ():  # one option of each type of number
+            seen.add(kind)
+            if option not in ENDLESS and not (path == ("studio",) and option == "--port"):
+                value = f"blocked/{HOSTILE}" if option == "--runs-dir" else HOSTILE
+                yield [*path, f"{option}={value}", *honest]  # before what is refused in any case
 
 
 def test_every_command_has_an_honest_line() -> None:
     assert set(HONEST) == set(PARSERS)
 
 
-@pytest.mark.parametrize("show", ["pipe"], indirect=True)  # what is refused looks alike in a terminal
+@pytest.mark.parametrize("show", ["pipe"], indirect=True)
 @pytest.mark.parametrize("path", PARSERS, ids=" ".join)
 def test_hostile_arguments_of_every_command(path: tuple[str, ...], show: Show) -> None:
     shown = [show(line) for line in hostile_lines(path)]
@@ -155,28 +154,20 @@ def test_hostile_arguments_of_every_command(path: tuple[str, ...], show: Show) -
 
 def test_hostile_runs(show: Show, stage: Path) -> None:
     (named,) = (name for name in os.listdir(stage / "runs") if name.startswith("eq"))
-    lists = [
-        ["runs"],
-        ["runs", "--format", "json"],
-        ["runs", "--runs-dir", "broken"],
-    ]
-    for line in (*lists, ["runs", "--sort", "name"]):
-        show(line)
+    show(["runs", "--format", "json"])
+    show(["runs", "--runs-dir", "broken"])
     assert SEEN in show(["runs"])
-    for name in ("evil", named, "runs/evil", "sweep", "broken/damaged"):
+    for name in ("evil", named, "sweep", "broken/damaged"):
         seen = [show(["runs", "show", name]), show(["runs", "show", "--format", "json", name])]
         assert SEEN in "".join(seen).replace("\\u001b", "\\x1b"), name
         for action in (["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
         show(["runs", "export", name, "--to", "exported"])
-        for command in ("generate", "evaluate", "serve-command", "studio", "sae features", "quantize"):
+        for command in ("generate", "evaluate", "studio", "sae features"):
             show([*command.split(), name])
-        show(["serve", "--host", "", name])
         show(["train", "honest.yaml", "--run", name])
-        show(["activations", "tiny", "--layer", "2", "--rollouts", name])
     assert SEEN in show(["runs", "compare", "honest", "evil", named])
     show(["runs", "compare", "--format", "json", "honest", "evil"])
-    show(["studio", "--runs-dir", "broken", "no/such/model"])
 
 
 def test_hostile_recipes(show: Show, stage: Path) -> None:
@@ -184,7 +175,7 @@ def test_hostile_recipes(show: Show, stage: Path) -> None:
     for path in sorted((stage / "recipes").iterdir()):
         file = str(path.relative_to(stage))
         shown = [show(["train", file, "--dry-run"])]
-        if path.stem in ("sweep", "dictionary", "raw", "inner_key"):
+        if path.stem in ("sweep", "dictionary"):
             commands = ["sweep"], ["sae", "train"], ["recipes", "show"], ["explain"]
             shown += [show([*command, file]) for command in commands]
         output += any(SEEN in text for text in shown)
@@ -200,9 +191,9 @@ def test_hostile_data(show: Show, stage: Path) -> None:
         "kind.jsonl": json.dumps({"question": [HOSTILE], "answer": {HOSTILE: 1}}) + "\n",
     }.items():
         (stage / name).write_text(content, encoding="utf-8")
-        for task in ("gsm8k", "math", "sft", "preferences", "countdown", "jsonl"):
+        for task in ("gsm8k", "preferences", "jsonl"):
             show(["data", "show", task, "--task.path", name])
-            show(["evaluate", "tiny", "--task", task, "--task.path", name, "--limit", "1", "--max-tokens", "2"])
+        show(["evaluate", "tiny", "--task", "gsm8k", "--task.path", name, "--limit", "1", "--max-tokens", "2"])
     assert SEEN in show(["data", "show", "gsm8k", "--task.path", "gsm8k.jsonl", "--task.split", "test"])
     assert SEEN in show(["data", "show", "gsm8k", "--task.path", HOSTILE])
 

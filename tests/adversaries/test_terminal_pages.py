@@ -51,11 +51,7 @@ def make_pages(text: str) -> dict[str, str]:
     report = Report(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
     with patch("posttrain.reports.sweeps._part_panels", return_value=[panel]):
         page_of_sweep = render_sweep(sweep)
-    return {
-        "sweep": page_of_sweep,
-        "report": render_report(report),
-        "shell": render("page.jinja", title=text),
-    }
+    return {"sweep": page_of_sweep, "report": render_report(report), "shell": render("page.jinja", title=text)}
 
 
 @pytest.mark.parametrize("name", ["sweep", "report", "shell"])

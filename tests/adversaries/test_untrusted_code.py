@@ -31,9 +31,7 @@ TRAINS = {
     "eval": {"tasks": [CODE]},
 }
 ANSWERS = {"task": CODE, "prompt": {"template": CODE}, "rewards": [CODE, {"name": "correct", "mode": CODE}]}
-MIXES = {
-    "task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]},
-}
+MIXES = {"task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]}}
 PLAYS = {"environment": CODE, "tools": [CODE]}
 
 SHORT = ["--max-tokens", "4"]
@@ -48,7 +46,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["tiny/grpo", "--run", "evil", "--resume"],
         ["runs/evil/recipe.yaml", "--run", "evil", "--resume"],
         ["runs/evil/recipe.yaml", "--run", "again"],
-        ["runs/evil/recipe.yaml", "--dry-run"],
         ["runs/evil/better.yaml", "--dry-run"],
         ["own/link.yaml", "--dry-run"],
         ["own/extends.yaml", "--dry-run"],
@@ -87,7 +84,14 @@ COMMANDS: dict[str, list[list[str]]] = {
     "runs resume": [["evil"], ["evil", "--steps", "3"]],
     "runs manage": [[]],
 }
-CASES = [(name, arguments) for name, several in COMMANDS.items() for arguments in several]
+KINDS = {"trains": TRAINS, "answers": ANSWERS, "mixes": MIXES, "plays": PLAYS}
+# Every command meets the recipe whose names answering needs, too; the other kinds meet those commands that read more.
+CASES = [("answers", name, arguments) for name, several in COMMANDS.items() for arguments in several]
+CASES += [
+    (kind, name, COMMANDS[name][place])
+    for kind in ("trains", "mixes", "plays")
+    for name, place in (("train", 3), ("sweep", 2), ("evaluate", 0), ("runs show", 0), ("runs resume", 0))
+]
 
 
 @pytest.fixture
@@ -143,17 +147,16 @@ def test_every_command_is_attacked() -> None:
     assert set(build_parser()[1]) == set(COMMANDS), "a new command opens runs, or says in COMMANDS that it does not"
 
 
-@pytest.mark.parametrize("changes", [TRAINS, ANSWERS, MIXES, PLAYS], ids=["trains", "answers", "mixes", "plays"])
-@pytest.mark.parametrize(("command", "arguments"), CASES, ids=[" ".join([n, *a]) for n, a in CASES])
-def test_opening_a_strangers_run_runs_nothing_of_it(
+@pytest.mark.parametrize(("kind", "command", "arguments"), CASES, ids=[" ".join([k, n, *a]) for k, n, a in CASES])
+def test_command_on_an_untrusted_run_runs_none_of_its_code(
+    kind: str,
     command: str,
     arguments: list[str],
-    changes: dict[str, Any],
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    marker = lay_out(place, changes)
+    marker = lay_out(place, KINDS[kind])
     if command in ("studio", "serve"):
         pytest.importorskip("gradio" if command == "studio" else "starlette")
         monkeypatch.setattr(socket, "create_server", lambda *_, **__: nullcontext())

@@ -38,10 +38,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 # What is written to a run, and a link with that name to a file or folder of the user's.
-LINKED_FILES = ["log.txt", "metrics.jsonl", "rollouts.db", "rollouts.db-wal", "status.json", "env.json", ".lock"]
-LINKED_FILES += ["results.json", "report.html", "curves.png", "recipe.yaml"]
-LINKED_FOLDERS = ["checkpoints", "checkpoints/step-000002", "checkpoints/.tmp-step-000002", "evaluation", "tensorboard"]
-LINKED_FOLDERS += ["wandb", "checkpoints/step-000001/quantized_int8"]
+LINKED_FILES = ["log.txt", "rollouts.db-wal", ".lock", "recipe.yaml"]
+LINKED_FOLDERS = ["checkpoints", "checkpoints/.tmp-step-000002", "checkpoints/step-000001/quantized_int8", "wandb"]
 WRITERS = {
     "runs resume": ["evil"],
     "train": ["runs/evil/recipe.yaml", "--run", "evil", "--resume"],
@@ -82,7 +80,7 @@ def test_nothing_outside_of_a_run_is_written_or_deleted_through_a_link(
             assert f"{name}: this is a link that leads out of the folder, to {precious}" in message
 
 
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "rollouts.db", ".lock", "curves.png"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.db"])
 def test_a_second_name_of_a_file_is_not_written_to(
     name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,10 +170,7 @@ def test_adapters_that_name_code_are_refused(changes: dict[str, Any], tmp_path: 
         load_model(ModelSection(name=str(folder)), seed=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"lora_alpha": float("nan")}, {"alpha_pattern": {"q_proj": 1e9}}],
-)
+@pytest.mark.parametrize("changes", [{"lora_alpha": float("nan")}, {"alpha_pattern": {"q_proj": 1e9}}])
 def test_an_adapter_whose_scale_is_no_number_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", **changes)
     with pytest.raises(UsageError, match=r"adapter_config.json: an alpha of .* scales by no number"):
@@ -237,9 +232,7 @@ def test_no_file_asks_for_the_python_of_a_model(
     for command, arguments in (
         ("runs resume", ["evil"]),
         ("generate", ["evil", "Hi", "--max-tokens", "4"]),
-        ("evaluate", ["evil", "--limit", "2", "--out", "out"]),
         ("serve", ["evil", "--port", "8714"]),
-        ("serve-command", ["evil"]),
         ("data", ["show", "stories", "--model", "model", "--limit", "2"]),
         ("activations", ["evil", "--layer", "1", "--out", "acts", "--yes"]),
     ):
@@ -278,14 +271,8 @@ def test_a_key_in_the_servers_url_is_refused_without_being_reported(
 ) -> None:
     recipe = {"extends": "tiny/grpo", "rollout": {"engine": {"name": "vllm", "url": url}}}
     (place / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    for command, arguments in (
-        (
-            "evaluate",
-            ["tiny", "--task", "stories", "--engine", "vllm", "--engine.url", url, "--limit", "2", "--out", "out"],
-        ),
-        ("train", ["mine.yaml", "--dry-run"]),
-        ("train", ["mine.yaml"]),
-    ):
+    evaluation = ["tiny", "--task", "stories", "--engine", "vllm", "--engine.url", url, "--limit", "2", "--out", "out"]
+    for command, arguments in (("evaluate", evaluation), ("train", ["mine.yaml"])):
         assert run(command, arguments, monkeypatch) == 2
         shown = capsys.readouterr()
         assert "VLLM_API_KEY" in shown.err

@@ -24,9 +24,8 @@ from posttrain.reports.sweeps import (
     sweep_panels,
 )
 from posttrain.store.metrics import MetricsRow
-from posttrain.sweeps.best_of_n import choose
+from posttrain.sweeps.best_of_n import Point, choose, describe_method
 from posttrain.sweeps.learning import TrialResult
-from posttrain.sweeps.overoptimization import Point, describe_method
 
 
 def path_of(svg: str, color: str) -> list[tuple[float, float]]:
@@ -102,16 +101,16 @@ def test_learning_panels_are_numbered_by_rank_and_leave_out_what_did_not_finish(
 
 
 def test_learning_panels_of_many_rows_are_ranked_intervals_and_small_multiples(tmp_path: Path) -> None:
-    trials = [make_trial(f"m{i}", s, [0.1, 0.2 + i / 40, 0.3 + i / 40 + s / 50]) for i in range(20) for s in (0, 1)]
+    trials = [make_trial(f"m{i}", s, [0.1, 0.2 + i / 40, 0.3 + i / 40 + s / 50]) for i in range(8) for s in (0, 1)]
     ranked, *alone, drift = panels_of(trials)
-    assert ranked.names[:2] == ["1 m19", "2 m18"]
+    assert ranked.names[:2] == ["1 m7", "2 m6"]
     means = ranked.series[1]
-    assert (means.xs[0], means.ys[0]) == (0.0, pytest.approx(0.785))
+    assert (means.xs[0], means.ys[0]) == (0.0, pytest.approx(0.485))
     assert means.high[0] - means.ys[0] == pytest.approx(12.7062 * 0.01, rel=1e-4)  # t of one degree, s / √2
     assert [panel.title for panel in alone] == ranked.names
     assert {panel.y_range for panel in alone} == {axis_range(alone[0])}  # one axis for all
-    assert [(s.color, s.is_thin) for s in alone[0].series] == [("soft", True)] * 20 + [("c0", False)]
-    assert [(len(s.xs), s.mark) for s in drift.series] == [(1, str(n)) for n in range(1, 21)]
+    assert [(s.color, s.is_thin) for s in alone[0].series] == [("soft", True)] * 8 + [("c0", False)]
+    assert [(len(s.xs), s.mark) for s in drift.series] == [(1, str(n)) for n in range(1, 9)]
     svg = draw_svg(ranked)
     assert all(f">{name}</text>" in svg for name in ranked.names)
     assert draw_png([ranked, *alone], "many", tmp_path / "sweep.png", columns=2).read_bytes()[:4] == b"\x89PNG"
@@ -184,9 +183,9 @@ def test_best_of_n_and_head_to_head_panels_hold_what_was_measured() -> None:
 
 def test_panels_of_more_methods_than_colors_are_drawn() -> None:
     rate = (0.6, 0.5, 0.7)
-    rows = {f"m{i}": {"win_rate": rate, "win_rate_proxy": rate, "reward_judge": rate, "kl": rate} for i in range(12)}
+    rows = {f"m{i}": {"win_rate": rate, "win_rate_proxy": rate, "reward_judge": rate, "kl": rate} for i in range(9)}
     curve = [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7, 1.0)]
-    methods = [describe_method(f"m{i}", {0: curve}) for i in range(12)]
+    methods = [describe_method(f"m{i}", {0: curve}) for i in range(9)]
     assert all("<text" in draw_svg(panel) for panel in (*head_to_head_panels(rows), *overoptimization_panels(methods)))
 
 

@@ -11,13 +11,7 @@ import pytest
 
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.runs.directory import (
-    RunDirectory,
-    RunStatus,
-    check_run_name,
-    name_of_recipe,
-    new_status,
-)
+from posttrain.runs.directory import RunDirectory, RunStatus, check_run_name, name_of_recipe, new_status
 
 MakeRecipe = Callable[..., Recipe]
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,8 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch
+from posttrain.runs.paths import locate
+from posttrain.runs.removal import delete
 from posttrain.store.metric_names import ACCURACY
 from posttrain.training.files import Observer, RunFiles
 
@@ -350,6 +352,20 @@ def test_a_closed_terminal_stops_like_ctrl_c_unless_nohup_is_set() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_launching_needs_no_torch_until_it_trains() -> None:
-    program = "import sys, posttrain.runs.launch, posttrain.runs.listing; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+def test_launch_without_flock_starts_resumes_and_is_deleted(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems have no locks."""
+
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    with pytest.raises(RunConflict, match="exists already"):
+        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+    with lock_run(tmp_path / "a"), pytest.raises(RunConflict, match="another process is working in this run"):
+        launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop())
+    assert launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop()).reason == "finished"
+    delete(tmp_path, locate(tmp_path, "a"))
+    assert list(tmp_path.iterdir()) == []

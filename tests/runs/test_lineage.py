@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_runs import make_run, make_sweep
 
-from posttrain.runs.lineage import Link, find_links, steps_in_use
+from posttrain.runs.listing import Link, find_links, steps_in_use
 
 
 @pytest.fixture

@@ -10,14 +10,7 @@ import pytest
 from fake_runs import make_run, make_sweep
 
 from posttrain.runs.directory import RunDirectory, lock_run
-from posttrain.runs.listing import (
-    disk_bytes,
-    list_runs,
-    put_side_by_side,
-    show_run,
-    summarize_run,
-    summarize_sweep,
-)
+from posttrain.runs.listing import disk_bytes, list_runs, put_side_by_side, show_run, summarize_run, summarize_sweep
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout

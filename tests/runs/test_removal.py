@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from fake_runs import add_checkpoint, make_run, make_sweep, snapshot
@@ -14,7 +14,7 @@ from fake_runs import add_checkpoint, make_run, make_sweep, snapshot
 from posttrain.errors import RunConflict, UsageError
 from posttrain.runs import removal
 from posttrain.runs.directory import lock_run, run_names
-from posttrain.runs.lineage import find_links
+from posttrain.runs.listing import find_links
 from posttrain.runs.paths import locate
 from posttrain.runs.removal import check_steps, check_unused, delete, plan_prune, prune, refuse_live
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, verify
@@ -91,37 +91,38 @@ def test_what_other_runs_stand_on_is_found(root: Path) -> None:
     assert len(check_unused(root, [locate(root, "sweep-x/start")])) == 2
 
 
-KILLED = """\
-import os, shutil, sys
-from pathlib import Path
-from posttrain.runs import removal
-from posttrain.runs.paths import locate
-root, owner, name, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-module = {"os": os, "shutil": shutil}[owner]
-original = getattr(module, name)
-def deadly(*arguments, **options):
-    if when == "before": os.kill(os.getpid(), 9)
-    result = original(*arguments, **options)
-    os.kill(os.getpid(), 9)
-setattr(module, name, deadly)
-removal.delete(root, locate(root, "a"))
-"""
+def delete_and_die(root: Path, module: ModuleType, name: str, when: str) -> int:
+    """The exit code of a process that is killed before or after it calls a function in a deletion."""
+    original: Callable[..., object] = getattr(module, name)
+
+    def deadly(*arguments: object, **options: object) -> None:
+        if when == "after":
+            original(*arguments, **options)
+        os.kill(os.getpid(), 9)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            setattr(module, name, deadly)
+            delete(root, locate(root, "a"))
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize(
-    ("owner", "function", "when", "gone"),
-    [("os", "rename", "before", False), ("os", "rename", "after", True), ("shutil", "rmtree", "before", True)],
+    ("module", "function", "when", "gone"),
+    [(os, "rename", "before", False), (os, "rename", "after", True), (shutil, "rmtree", "before", True)],
 )
 def test_a_kill_leaves_a_whole_run_or_none_and_the_next_deletion_the_rest(
-    root: Path, tmp_path: Path, owner: str, function: str, when: str, gone: bool
+    root: Path, tmp_path: Path, module: ModuleType, function: str, when: str, gone: bool
 ) -> None:
     make_run(root, "a")
     make_run(root, "b")
     make_run(tmp_path, "outside")
     os.symlink(tmp_path / "outside", root / ".deleting-link")
     before = snapshot(root / "a")
-    command = [sys.executable, "-c", KILLED, str(root), owner, function, when]
-    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert delete_and_die(root, module, function, when) == -9
     assert run_names(root) == (["b"] if gone else ["a", "b"])
     assert len(list(root.glob(".deleting-a-*"))) == (1 if gone else 0)
     if not gone:

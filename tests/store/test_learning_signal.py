@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.store.learning_signal import learning_warnings
-from posttrain.store.metrics import MetricsRow
+from posttrain.store.metrics import MetricsRow, learning_warnings
 
 STEP = {"lr": 1e-4, "trained_tokens": 90.0}
 EQUAL = STEP | {"reward": 0.0, "uniform_groups": 1.0, "advantage_std": 0.0, "grad_norm": 0.0}

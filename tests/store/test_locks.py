@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from posttrain.store.locks import Held, hold, holder
 
-REFUSALS = [errno.ENOLCK, errno.ENOSYS]
-# Read by every Python that finds it on its path: a file system without flock.
-WITHOUT_FLOCK = """\
-import fcntl, os
-def flock(descriptor, kind):
-    raise OSError(int(os.environ["REFUSAL"]), os.strerror(int(os.environ["REFUSAL"])))
-fcntl.flock = flock
-"""
 
-
-@pytest.fixture(params=[None, *REFUSALS])
-def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Error number that ``flock`` raises; None: it works."""
+@pytest.fixture(params=[None, errno.ENOSYS])
+def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as it is, and once ``flock`` raises an error of that number."""
     if request.param is not None:
         refuse(monkeypatch, request.param)
-    return request.param
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -43,33 +28,37 @@ def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def hold_elsewhere(path: Path, place: Path, refusal: int | None) -> subprocess.Popen[str]:
-    """Another process that holds the lock until it is killed."""
-    (place / "sitecustomize.py").write_text(WITHOUT_FLOCK if refusal is not None else "")
-    program = "import sys, time, pathlib; from posttrain.store.locks import hold\n"
-    program += "with hold(pathlib.Path(sys.argv[1])):\n print('held', flush=True); time.sleep(60)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place), *sys.path]), "REFUSAL": str(refusal)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+def hold_elsewhere(path: Path) -> int:
+    """Return the number of another process, which holds the lock until it is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with hold(path):
+                os.write(writing, b"1")
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    assert os.read(reading, 1) == b"1"
+    os.close(reading)
+    os.close(writing)
+    return child
 
 
-def test_hold_by_another_process_names_it_and_is_free_after_a_kill(tmp_path: Path, refusal: int | None) -> None:
+@pytest.mark.usefixtures("refusal")
+def test_hold_by_another_process_names_it_and_is_free_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     assert holder(path) is None
-    other = hold_elsewhere(path, tmp_path, refusal)
-    name = f"pid {other.pid} on {socket.gethostname()}"
+    other = hold_elsewhere(path)
+    name = f"pid {other} on {socket.gethostname()}"
     try:
         assert holder(path) == name
         with pytest.raises(Held, match=f"^{name}$"), hold(path, 0.1):
             pytest.fail("the lock was given twice")
         assert holder(path) == name
     finally:
-        other.kill()
-        other.wait()
+        os.kill(other, 9)
+        os.waitpid(other, 0)
     assert holder(path) is None
     with hold(path, 0.5):
         assert holder(path) == f"pid {os.getpid()} on {socket.gethostname()}"
@@ -109,38 +98,3 @@ def test_error_of_the_disk_is_not_taken_for_a_missing_feature(tmp_path: Path, mo
     refuse(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="error"), hold(tmp_path / ".lock"):
         pytest.fail("held")
-
-
-def test_training_works_without_flock(tmp_path: Path) -> None:
-    """Training, resuming and deleting on a file system that has no locks."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_FLOCK)
-    sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-    try:
-        import killing
-    finally:
-        sys.path.pop(0)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(killing.sft_recipe(2)))
-    program = textwrap.dedent("""\
-        import json, sys
-        from posttrain.cli import main
-        words = json.loads(sys.argv[1])
-        print(json.dumps([main(each) for each in words]), file=sys.stderr)
-    """)
-    commands = [
-        ["train", "recipe.yaml", "--run", "a", "--quiet"],
-        ["train", "recipe.yaml", "--run", "a", "--quiet"],
-        ["runs", "resume", "a", "--quiet"],
-        ["runs", "delete", "a", "--yes"],
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(commands)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "REFUSAL": str(errno.ENOLCK)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stderr.splitlines()[-1:] == ["[0, 2, 0, 0]"], done.stderr[-3000:]
-    assert "exists already" in done.stderr  # the second training, refused in words
-    assert list((tmp_path / "runs").iterdir()) == []

@@ -4,15 +4,12 @@ import math
 import os
 import resource
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from posttrain.errors import DataError, StorageError
-from posttrain.store.database import SCHEMA_VERSION, connect
-from posttrain.store.rollouts import RolloutStore
+from posttrain.store.rollouts import SCHEMA_VERSION, RolloutStore, connect
 from posttrain.types import Completion, Example, Message, Rollout
 
 
@@ -116,16 +113,17 @@ def test_trimmed_and_repeated_equals_uninterrupted_in_every_column(tmp_path: Pat
 
 def test_flush_leaves_nothing_to_a_kill(tmp_path: Path) -> None:
     """The process ends without closing anything; what was flushed is there, in order."""
-    program = (
-        "import os, sys; sys.path.insert(0, sys.argv[2]); import test_rollouts as t\n"
-        "store = t.RolloutStore(sys.argv[1])\n"
-        "for step in range(1, 41): store.record([t.make_rollout(step, i) for i in range(8)])\n"
-        "store.flush(); os.kill(os.getpid(), 9)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "r.db"), str(Path(__file__).parent)], check=False
-    )
-    assert done.returncode == -9
+    child = os.fork()
+    if child == 0:
+        try:
+            store = RolloutStore(tmp_path / "r.db")
+            for step in range(1, 41):
+                store.record([make_rollout(step, i) for i in range(8)])
+            store.flush()
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     counts = RolloutStore(tmp_path / "r.db", read_only=True).count_training()
     assert counts == dict.fromkeys(range(1, 41), 8)
 

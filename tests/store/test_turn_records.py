@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.errors import DataError
-from posttrain.store.database import connect
-from posttrain.store.rollouts import RolloutStore, show_turns, spans_of
+from posttrain.store.rollouts import RolloutStore, connect, show_turns, spans_of
 from posttrain.types import Call, Completion, Example, Message, Rollout, Turn
 
 OWN = (True, True, False, False, False, True)

@@ -12,8 +12,7 @@ import pytest
 from made_up_items import make_sample
 from posttrain.evaluation.items import Item
 from posttrain.store.metrics import MetricsRow
-from posttrain.sweeps.best_of_n import powers_of_two
-from posttrain.sweeps.overoptimization import (
+from posttrain.sweeps.best_of_n import (
     BEST_OF_N,
     Point,
     best_of_n_kl,
@@ -21,6 +20,7 @@ from posttrain.sweeps.overoptimization import (
     collect_curves,
     describe_method,
     overoptimization_part,
+    powers_of_two,
     score_scale,
     training_points,
 )

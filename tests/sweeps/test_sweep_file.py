@@ -213,8 +213,7 @@ def test_shipped_sweeps_are_whole_and_apart_from_recipes() -> None:
         assert len(plan.trainings) == len(plan.rows)
         assert len(plan.content.description) > 100
         assert (ROOT / plan.content.page).is_file()
-        short = load_sweep(name.removeprefix("sweep/"), folder="runs/x", num_seeds=1)
-        assert short.to_yaml() == plan.to_yaml()
+    assert load_sweep("tiny-hh", folder="runs/x", num_seeds=1).to_yaml() == plan.to_yaml()  # the last one
     with pytest.raises(RecipeError, match="is a sweep of several runs; run it with: posttrain sweep sweep/tiny"):
         load_recipe("sweep/tiny")
 
@@ -412,28 +411,13 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
             "rows.grpo.rollout.temperature: 0.7 here",
         ),
         (NEEDS, "  proxy:\n", "  other: tiny/rm\n  proxy:\n", "best_of_n: next to policies there is one"),
-        (
-            NEEDS,
-            "start: {",
-            "start: {model: {trust_remote_code: true}, ",
-            "start.model.trust_remote_code: a file",
-        ),
-        (
-            NEEDS,
-            "  proxy:\n",
-            "  proxy:\n    model: {init: {architecture: qwen3}}\n",
-            "begins with the weights",
-        ),
+        (NEEDS, "start: {", "start: {model: {trust_remote_code: true}, ", "start.model.trust_remote_code: a file"),
+        (NEEDS, "  proxy:\n", "  proxy:\n    model: {init: {architecture: qwen3}}\n", "begins with the weights"),
         (NEEDS, "  grpo:", "  start:", "a row's name is made of letters"),
         (STEPS, "needs: labelled", "needs: labelled, task: stories", "the labelled steps are its task; leave this out"),
         (STEPS, "start: tiny/sft\n", "", "labelled: the start answers; give 'start'"),
         (RLHF, "judge: judge,", "judge: proxy,", "head_to_head.judge: policies need one reward model, and the judge"),
-        (
-            RLHF,
-            "judge: judge,",
-            "judge: poxy,",
-            "head_to_head.judge: 'poxy' is none of the reward models: proxy",
-        ),
+        (RLHF, "judge: judge,", "judge: poxy,", "head_to_head.judge: 'poxy' is none of the reward models: proxy"),
         (CHAIN, "[sft, rm]", "[sft, rm, r]", "there is no other row 'r'. Did you mean 'rm'?"),
         ("study: best_of_n\n", "s", "s", "mine.yaml:1: study: this key was removed. Use rows"),
         ("base: tiny/grpo\nmethods: {a: {}}\n", "m", "m", "mine.yaml:2: methods: this key was removed. Use rows."),

@@ -20,9 +20,8 @@ from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, re
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
-from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metric_names import REWARD, Metric
-from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
+from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, learning_warnings
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.untrusted import allow_code_options, fitting

@@ -7,8 +7,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +40,15 @@ COLORS = {
     "rule": "#e3e1da",
 }
 INK = "#1d2129"
+# Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture.
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False, "font.size": 8,
+    "text.color": COLORS["soft"], "xtick.color": COLORS["soft"], "ytick.color": COLORS["soft"],
+    "axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "axes.axisbelow": True,
+    "axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7,
+    "axes.spines.top": False, "axes.spines.right": False, "xtick.major.size": 0, "ytick.major.size": 0,
+    "xtick.minor.size": 0, "ytick.minor.size": 0,
+}  # fmt: skip
 NUM_COLORS = 8  # of lines that look different
 Dashes = str | tuple[int, tuple[float, float]]
 DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
@@ -141,11 +149,12 @@ def interval_ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float
 
 def draw_svg(panel: Panel) -> str:
     """The panel without title and caption as an ``<svg>`` element of a page; texts are escaped."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     width, height = panel.size
     target = io.StringIO()
-    with _settings():
+    with rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height), layout="constrained")
         _draw(figure, panel)
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
@@ -163,13 +172,14 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
     Raises:
         StorageError: the file cannot be written.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     assert panels, "without numbers there is no picture"
     columns = min(columns, len(panels))
     heights = [max(0.9 + panel.size[1] for panel in panels[i : i + columns]) for i in range(0, len(panels), columns)]
     target = Path(path)
-    with _settings():
+    with rc_context(_SETTINGS):
         figure = Figure(figsize=(4.6 * columns, sum(heights) + 0.4), layout="constrained")
         figure.suptitle(harmless(title), fontsize=13, fontweight="bold", color=INK)
         grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
@@ -181,23 +191,6 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
         with storage_errors(target.name, target):
             figure.savefig(target, dpi=130, facecolor="white")
     return target
-
-
-@contextmanager
-def _settings() -> Iterator[None]:
-    """Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture."""
-    import matplotlib as mpl
-
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False, "font.size": 8,
-        "text.color": COLORS["soft"], "xtick.color": COLORS["soft"], "ytick.color": COLORS["soft"],
-        "axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "axes.axisbelow": True,
-        "axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7,
-        "axes.spines.top": False, "axes.spines.right": False, "xtick.major.size": 0, "ytick.major.size": 0,
-        "xtick.minor.size": 0, "ytick.minor.size": 0,
-    }  # fmt: skip
-    with mpl.rc_context(settings):
-        yield
 
 
 def nth_color(index: int) -> str:

@@ -101,8 +101,7 @@ def data_panels(stats: Description, unit: str) -> list[Panel]:
         shown = counted.most_common(MAX_BARS)
         caption = f"the {MAX_BARS} commonest of {len(counted)}" if len(counted) > MAX_BARS else ""
         bars = Series("", [float(i) for i in range(len(shown))], [float(n) for _, n in shown], is_bars=True)
-        names = [f"{value[:28]} ({n:,})" for value, n in shown]
-        panels.append(Panel(name, caption, [bars], x_label=" ", names=names))
+        panels.append(Panel(name, caption, [bars], x_label=" ", names=[f"{value[:28]} ({n:,})" for value, n in shown]))
     return panels
 
 

@@ -104,7 +104,12 @@ def render_report(report: Report) -> str:
     names = [*report.primary.further, *_COLUMNS]
     measured = dict.fromkeys(key for stage in report.stages for key in stage.results)
     names += [key for key in measured if ":" in key and key.rpartition(":")[2] in _OF_A_PART]
-    columns = [metric_of(name) for name in names if name in measured]
-    page = {"title": report.title, "lead": report.lead, "environment": report.environment}
-    has_interval = any(report.primary.interval(stage.results) for stage in report.stages)
-    return render("run.jinja", report=report, columns=columns, has_interval=has_interval, **page)
+    return render(
+        "run.jinja",
+        report=report,
+        columns=[metric_of(name) for name in names if name in measured],
+        has_interval=any(report.primary.interval(stage.results) for stage in report.stages),
+        title=report.title,
+        lead=report.lead,
+        environment=report.environment,
+    )

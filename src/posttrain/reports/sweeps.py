@@ -22,10 +22,9 @@ from posttrain.reports.page import render, write_html
 from posttrain.reports.run import Answer, Transcript, turns_of
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import KL, Metric
-from posttrain.sweeps.best_of_n import Chosen
+from posttrain.sweeps.best_of_n import Chosen, MethodCurve
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
-from posttrain.sweeps.overoptimization import MethodCurve
 from posttrain.sweeps.results import Part, SweepResults
 from posttrain.untrusted import fitting, harmless
 
@@ -50,8 +49,8 @@ def write_sweep(sweep: SweepResults, folder: Path) -> Path:
 
 def render_sweep(sweep: SweepResults) -> str:
     """The whole page as HTML."""
-    shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
     sections = [(part.tables, _part_panels(name, part), _transcripts(part)) for name, part in sweep.parts.items()]
+    shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
     return render("sweep.jinja", sweep=sweep, sections=sections, **shell)
 
 

@@ -52,11 +52,11 @@ class Child:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
             hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""
             return f"its process was ended by {name}{hint}"
-        end = f"its process ended with exit code {code}"
+        lines: list[str] = []
         with suppress(OSError):
             lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip().splitlines()
-            return f"{end}: {harmless(lines[-1][-300:])} ({self.log})" if lines else end
-        return end
+        last = f": {harmless(lines[-1][-300:])} ({self.log})" if lines else ""
+        return f"its process ended with exit code {code}{last}"
 
 
 def start_child(
@@ -72,7 +72,8 @@ def start_child(
     Raises:
         StorageError: the log cannot be written, or the process not started.
     """
-    environment = {**os.environ, **thread_settings(num_threads), **(settings or {}), LIFELINE: "stdin"}
+    threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads)  # the environment decides; MKL goes with OMP
+    environment = {"MKL_NUM_THREADS": threads, **os.environ, "OMP_NUM_THREADS": threads, **(settings or {})}
     with storage_errors(f"the log of {what}", log), log.open("ab") as output:
         start = output.tell()
         process = subprocess.Popen(
@@ -80,7 +81,7 @@ def start_child(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=environment | {LIFELINE: "stdin"},
             process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
         )
     return Child(process, log, start, time.monotonic())
@@ -123,12 +124,6 @@ def threads_per_child(default: int) -> int:
     """Return the number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(requested) if requested.isascii() and requested.isdigit() and int(requested) > 0 else default
-
-
-def thread_settings(default: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS and MKL_NUM_THREADS of a child. The environment decides; MKL goes with OMP."""
-    threads = os.environ.get("OMP_NUM_THREADS") or str(default)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads}
 
 
 @contextmanager

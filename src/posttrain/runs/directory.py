@@ -123,11 +123,10 @@ def run_names(root: str | Path) -> list[str]:
 def folders_with(root: str | Path, file: str) -> list[str]:
     """Return the names of the folders under ``root`` that have such a file, sorted; hidden folders are none."""
     try:
-        with os.scandir(root) as items:
-            names = [(item.name, item.path) for item in items if not item.name.startswith(".")]
+        names = os.listdir(root)
     except OSError:
         return []
-    return sorted(name for name, path in names if os.path.exists(os.path.join(path, file)))
+    return sorted(name for name in names if name[0] != "." and os.path.exists(os.path.join(root, name, file)))
 
 
 @contextmanager
@@ -148,7 +147,7 @@ def lock_run(folder: Path, *, to_delete: bool = False) -> Iterator[None]:
             with storage_errors("the run's lock", folder):
                 stack.enter_context(hold(folder / LOCK))
         except Held as held:
-            raise _in_use(folder, str(held)) from None
+            refuse_live_folder(folder, str(held))
         yield
 
 
@@ -157,18 +156,14 @@ def is_live(folder: Path) -> bool:
     return holder(folder / LOCK) is not None
 
 
-def refuse_live_folder(folder: Path) -> None:
-    """Raise RunConflict, with the process, if one holds the lock of ``folder`` at this moment."""
-    process = holder(folder / LOCK)
+def refuse_live_folder(folder: Path, process: str | None = None) -> None:
+    """Raise RunConflict, with the process, if one holds the lock of ``folder`` at this moment, or is named."""
+    process = process or holder(folder / LOCK)
     if process is not None:
-        raise _in_use(folder, process)
-
-
-def _in_use(folder: Path, process: str) -> RunConflict:
-    return RunConflict(
-        f"{folder}: another process is working in this run ({process}). Nothing was changed; wait for it, stop it "
-        "(Ctrl-C saves a checkpoint), or choose another name with --run NAME"
-    )
+        raise RunConflict(
+            f"{folder}: another process is working in this run ({process}). Nothing was changed; wait for it, stop it "
+            "(Ctrl-C saves a checkpoint), or choose another name with --run NAME"
+        ) from None
 
 
 def wait_for_end(folders: Iterable[Path]) -> dict[Path, str]:
@@ -177,13 +172,11 @@ def wait_for_end(folders: Iterable[Path]) -> dict[Path, str]:
     A process whose parent was killed ends by itself a moment later.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    working: dict[Path, str] = {}
-    for folder in folders:
-        while (process := holder(folder / LOCK)) is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if process is not None:
-            working[folder] = process
-    return working
+    working = {folder: holder(folder / LOCK) for folder in folders}
+    while any(working.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        working = {folder: process and holder(folder / LOCK) for folder, process in working.items()}
+    return {folder: process for folder, process in working.items() if process is not None}
 
 
 class RunDirectory:
@@ -209,7 +202,7 @@ class RunDirectory:
         """Return the stored recipe as plain data; raises DataError if it cannot be read."""
         try:
             data = read_yaml(self.recipe_path)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise DataError(self.recipe_path, f"the run's recipe cannot be read ({error.strerror})") from None
         if not isinstance(data, dict):
             raise DataError(self.recipe_path, "the run's recipe is not a mapping of sections")
@@ -283,6 +276,4 @@ class RunDirectory:
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:
     """Return the status of a run that starts now, or goes on from ``before``."""
     here: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "updated": time.time()}
-    if before is None:
-        return RunStatus("running", 0, steps, **here)
-    return replace(before, state="running", steps=steps, message=None, **here)
+    return replace(before or RunStatus("running", 0, steps, **here), state="running", steps=steps, message=None, **here)

@@ -1,4 +1,9 @@
-"""Starting, continuing and ending a run in its directory; the training itself is ``train/loop.py``."""
+"""Starting, continuing and ending a run in its directory; the training itself is ``training/loop.py``.
+
+A checkpoint records what decided it (``settings``: the recipe without its keys of place) and the number of records.
+Before a run goes on, changes of the recipe and missing records are named, and it goes on with them only where that is
+accepted; nothing was changed before.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from posttrain import __version__
 from posttrain.errors import DataError, MissingExtra, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ScaleSection
@@ -33,8 +39,10 @@ from posttrain.runs.directory import (
     run_names,
 )
 from posttrain.runs.processes import check_scale, join_processes, task_of
-from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
+from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers, newest_state
 from posttrain.store.durable import remove_leftovers, storage_errors
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
 from posttrain.training.files import Observer, RunFiles
 from posttrain.untrusted import allow_code_options
 
@@ -91,8 +99,8 @@ def launch(
         check_run_name(name)
     place, is_new_root = Path(root), not Path(root).exists()
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
+    directory = RunDirectory(folder)
     with lock_run(folder):
-        directory = RunDirectory(folder)
         warnings = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
@@ -100,16 +108,16 @@ def launch(
         try:
             record.update()
             for message in [*warnings, *notes]:
-                record("notice", {"message": message})
+                record.notice(message)
             result = _train(recipe, directory, resume, record, train)
         except BaseException as error:
             is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
             record.end(error, goes=is_refusal)
             if is_refusal:  # the same command, once corrected, finds the name free
                 shutil.rmtree(folder, ignore_errors=True)
+            if is_refusal and is_new_root:
                 with suppress(OSError):  # other runs may have come into it
-                    if is_new_root:
-                        Path(root).rmdir()
+                    place.rmdir()
             raise
         record.end(None)
         return result
@@ -120,7 +128,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
         files = RunFiles.within(directory.folder)
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
-        record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
+        record.notice(f"removed what a killed write left behind: {', '.join(leftovers)}")
     loop: Any = train or import_module("posttrain.training.loop").train
     with stop_on_signals() as was_signalled:
 
@@ -140,7 +148,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
                 result = loop(recipe, files, process_group=process_group, **about)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
-        record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
+        record.notice(f"{what}; continue with: {resume_command(directory.folder)}")
     reason = record.reason if result.reason == "interrupted" else result.reason
     return RunResult(directory.folder, result.step, reason, dict(result.evaluations))
 
@@ -223,33 +231,22 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
     if status is not None:  # no process works in it: "running" is the state of a killed one
         state = "killed" if status.state == "running" else status.state
         where = f"is at step {status.step} of {status.steps} ({state})"
-    from posttrain.runs.resuming import describe_changes, hard_changes
-
+    what = f"of the same recipe exists already and {where}. Continue it with --resume. {other}"
     if hard_changes(changed):
-        raise RunConflict(
-            f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n{other}"
-        )
-    raise RunConflict(
-        f"{folder}: this run of the same recipe exists already and {where}. Continue it with --resume. {other}"
-    )
+        what = f"belongs to another recipe and {where}. {describe_changes(changed)}\n{other}"
+    raise RunConflict(f"{folder}: this run {what}")
 
 
 def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
     known, base = run_names(root), name_of_recipe(recipe_name)
+    pattern = re.escape(name) if name is not None else rf"{re.escape(base)}(-\d+)?"
+    candidates = [one for one in known if re.fullmatch(pattern, one)]
+    if candidates:
+        return _newest_of(root, candidates)
+    problem = f"nothing to continue in {root}: no {base!r} there. {list_names(known)}. Name the run with --run NAME; to"
     if name is not None:
-        if name not in known:
-            raise UsageError(
-                f"--resume: there is no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. "
-                "To start a new run, leave out --resume"
-            )
-        return root / name
-    candidates = [one for one in known if re.fullmatch(rf"{re.escape(base)}(-\d+)?", one)]
-    if not candidates:
-        raise UsageError(
-            f"--resume: nothing to continue in {root}: no {base!r} there. {list_names(known)}. "
-            "Name the run with --run NAME; to start a new run, leave out --resume"
-        )
-    return _newest_of(root, candidates)
+        problem = f"there is no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. To"
+    raise UsageError(f"--resume: {problem} start a new run, leave out --resume")
 
 
 def _newest_of(root: Path, names: Sequence[str]) -> Path:
@@ -259,8 +256,6 @@ def _newest_of(root: Path, names: Sequence[str]) -> Path:
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
     """Make the locked directory ours, or refuse; returns notices to show."""
     if resume:
-        from posttrain.runs.resuming import claim_to_resume
-
         warnings, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
         if not warnings and status is not None and status.state == "finished":
             return ["this run had finished; it is only checked, and its results shown again"]
@@ -320,6 +315,10 @@ class _Record:
             self.update(step=info["step"])
         self.observer(event, info)
 
+    def notice(self, message: str) -> None:
+        """Write a message to the log, and give it to the observer."""
+        self("notice", {"message": message})
+
     def update(self, **changes: Any) -> None:
         """Change the status."""
         self.status = replace(self.status, updated=time.time(), **changes)
@@ -337,14 +336,133 @@ class _Record:
             self.update(state=state, message=message)
             self.directory.log(f"{state}: {message}" if message else state)
             if error is not None and self.started and not goes:
-                saved = max(checkpoint_steps(self.directory.folder / "checkpoints"), default=None)
-                kept = "no checkpoint had been saved yet"
-                if saved is not None:
-                    kept = f"the newest checkpoint is of step {saved}"
+                saved = checkpoint_steps(self.directory.folder / "checkpoints")
+                kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "no checkpoint had been saved yet"
                 made = f"{'stopped' if stopped else 'failed'} after step {self.status.step} of {self.status.steps}"
-                command = resume_command(self.directory.folder)
-                self("notice", {"message": f"{made}; {kept}; continue with: {command}"})
+                self.notice(f"{made}; {kept}; continue with: {resume_command(self.directory.folder)}")
         except (StorageError, OSError) as failure:  # the first error is the one to show
             if error is None:
                 raise
             error.add_note(str(failure))
+
+
+ACCEPT = "--accept-changes"
+LENGTHS = ("train.steps", "train.num_epochs")
+_FILES = {
+    "metrics": "metrics.jsonl: {} of {} lines",
+    "rollouts": "rollouts.db: {} of {} rollouts",
+    "evaluation_rollouts": "rollouts.db: {} of {} evaluation rollouts",
+}
+Changes = dict[str, tuple[object, object]]
+
+
+def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: bool = False) -> list[str]:
+    """Check that the locked run may go on by ``recipe``, and store that; returns notices to show.
+
+    Args:
+        accept_changes: go on although the recipe or the records are others than the checkpoint's.
+
+    Raises:
+        RunConflict: they are, and it is not accepted; nothing was changed.
+    """
+    step, state = newest_state(directory.folder / "checkpoints") or (0, {})
+    saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
+    settings = state.get("settings")
+    changed = directory.changed_keys(recipe, *([settings] if isinstance(settings, Mapping) else []))
+    missing = _missing_records(directory.folder, step, state) if saved else _missing_checkpoints(directory, recipe)
+    new = recipe.train.steps if "train.steps" in changed else None
+    is_short = new is not None and new <= saved
+    problem = hard_changes(changed)
+    if is_short:
+        problem = f"train.steps {new} is not above the newest checkpoint's step {saved}."
+    elif changed and not problem and recipe.train.schedule != "constant":
+        keys = " and ".join(sorted(changed))
+        problem = f"{keys} changes the learning rates of train.schedule {recipe.train.schedule!r}."
+    differing = _lines(changed) if problem else []
+    if is_short or ((problem or missing) and not accept_changes):
+        raise RunConflict(_refusal(directory, differing, missing, problem))
+    warnings: list[str] = []
+    if missing or differing:
+        what = "; ".join([*missing, *differing])
+        warnings.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
+    elif changed:
+        now = "; ".join(f"{key} is now {new} instead of {old}" for key, (old, new) in sorted(changed.items()))
+        warnings.append(f"{now}; the steps up to {saved} are kept as they are")
+    elsewhere = {key: both for key, both in directory.changed_keys(recipe, places=True).items() if key != "description"}
+    if elsewhere:
+        warnings.append(f"another place than at the last start: {'; '.join(_lines(elsewhere))}")
+    edited = {key: both for key, both in directory.changed_keys(recipe).items() if key not in changed}
+    if edited and not differing:
+        warnings.append(
+            f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(_lines(edited))}"
+        )
+    if changed or elsewhere or edited:
+        directory.write_recipe(recipe)
+    return warnings
+
+
+def hard_changes(changed: Changes) -> str:
+    """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``passes`` alone)."""
+    hard = [key for key in changed if key not in LENGTHS]
+    length = " or ".join(LENGTHS)
+    return f"Only {length} may change when a run is resumed, not {', '.join(hard)}." if hard else ""
+
+
+def describe_changes(changed: Changes) -> str:
+    """Return a line for each key: the value in the run, and the new one."""
+    return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in _lines(changed))
+
+
+def _missing_records(folder: Path, step: int, state: Mapping[str, object]) -> list[str]:
+    """Name the files that have fewer lines or rows than when the checkpoint was saved."""
+    records = state.get("records")
+    expected = {name: n for name, n in (records if isinstance(records, Mapping) else {}).items() if isinstance(n, int)}
+    if not expected:
+        return []
+    there = {"metrics": sum(row.step <= step for row in MetricsLog(folder / "metrics.jsonl").read())}
+    path = folder / "rollouts.db"
+    if expected.keys() - there.keys() and path.is_file():
+        there |= RolloutStore(path, read_only=True).num_rows(step)
+    return [
+        f"{_FILES[name].format(count - there.get(name, 0), count)} up to step {step} are missing"
+        for name, count in expected.items()
+        if name in _FILES and there.get(name, 0) < count
+    ]
+
+
+def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
+    """Tell of a run without any checkpoint whose status or metrics show that it had one."""
+    status = directory.read_status()
+    last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
+    if status is not None and status.state in ("finished", "interrupted", "stopped"):  # both save a checkpoint
+        last = max(last, status.step)
+    elif last <= (recipe.train.save_every or last):
+        return []
+    if not last:
+        return []
+    folder = directory.folder / "checkpoints"
+    return [f"checkpoints: there is none, and {last} steps were made; is the disk with {folder} mounted?"]
+
+
+def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
+    parts = []
+    if differing:
+        recipes = "this run belongs to another recipe. The recipes differ in:"
+        parts.append("\n  ".join([recipes, *differing]) + f"\n{problem}")
+    if missing:
+        parts.append("\n  ".join(["what was there when its newest checkpoint was saved is gone:", *missing]))
+    back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
+    made_by = directory.made_by()
+    version = "" if made_by in (None, __version__) else f" It was made by posttrain {made_by}; this is {__version__}."
+    return (
+        f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed.{version} Resume "
+        f"{' and '.join(filter(None, back))}, go on with it as it is now with {ACCEPT} (log.txt keeps what was "
+        "different), or start under another name with --run NAME"
+    )
+
+
+def _lines(changed: Changes) -> list[str]:
+    def shown(value: object) -> str:
+        return "nothing" if value is None else repr(value)
+
+    return [f"{key}: {shown(old)} in the run, {shown(new)} now" for key, (old, new) in sorted(changed.items())]

@@ -44,33 +44,37 @@ def check_scale(scale: ScaleSection) -> None:
     Raises:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
-    there, problem = num_started(), ""
-    if scale.launcher == "ray" and there is not None:
-        problem = (
+    there = num_started()
+    problems = (
+        (
+            scale.launcher == "ray" and there is not None,
             "scale.launcher: ray places all processes of a run itself, and torchrun or srun has started this one (RANK "
-            "is in the environment); start the command alone, or use launcher torchrun"
-        )
-    elif scale.sharding != "none" and (there or scale.processes) == 1:
-        problem = (
+            "is in the environment); start the command alone, or use launcher torchrun",
+        ),
+        (
+            scale.sharding != "none" and (there or scale.processes) == 1,
             f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
-            "scale.processes, or sharding none"
-        )
-    elif there is None and scale.launcher == "torchrun":
-        problem = (
+            "scale.processes, or sharding none",
+        ),
+        (
+            scale.launcher == "torchrun" and there is None,
             "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-            "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
-        )
-    elif is_follower():
-        problem = (
-            f"this is process {os.environ['RANK']} of {there} that torchrun started, and only `posttrain train` and "
-            "`posttrain runs resume` work in several; start this command without it"
-        )
-    elif there is not None and scale.processes not in (1, there):
-        problem = (
-            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, or give the same"
-        )
-    if problem:
-        raise UsageError(problem)
+            "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local",
+        ),
+        (
+            is_follower(),
+            f"this is process {os.environ.get('RANK')} of {there} that torchrun started, and only `posttrain train` "
+            "and `posttrain runs resume` work in several; start this command without it",
+        ),
+        (
+            there is not None and scale.processes not in (1, there),
+            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, "
+            "or give the same",
+        ),
+    )
+    for is_broken, problem in problems:
+        if is_broken:
+            raise UsageError(problem)
 
 
 def task_of(recipe: Recipe, folder: Path, resume: bool, *, path: bool = True) -> dict[str, Any]:

@@ -16,15 +16,9 @@ from uuid import uuid4
 
 from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
-from posttrain.runs.lineage import Link, find_links, steps_in_use
+from posttrain.runs.listing import Link, find_links, steps_in_use
 from posttrain.runs.paths import Place, runs_of, sweep_of
-from posttrain.store.checkpoint_files import (
-    BEST,
-    best_step,
-    checkpoint_steps,
-    clean_leftovers,
-    discard_checkpoint,
-)
+from posttrain.store.checkpoint_files import BEST, best_step, checkpoint_steps, clean_leftovers, discard_checkpoint
 from posttrain.store.durable import ASIDE, remove_leftovers, sync_folder
 
 _DELETING = ".deleting-"
@@ -139,10 +133,11 @@ def _checkpoints_of(root: str | Path, run: Place) -> Path:
 
 def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[Link]) -> dict[int, str]:
     """The checkpoints that a resumption of the run, or another run, needs, each with the reason."""
+    needed = {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()}
     status = RunDirectory(run.path).read_status()
-    is_finished = status is not None and status.state == "finished"
-    needed = {} if is_finished else dict.fromkeys(steps[-1:], "to be resumed from")
-    return {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()} | needed
+    if status is None or status.state != "finished":
+        needed |= dict.fromkeys(steps[-1:], "to be resumed from")
+    return needed
 
 
 def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:

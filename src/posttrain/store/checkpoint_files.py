@@ -172,8 +172,8 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
         folders = [item for item in root.iterdir() if item.is_dir() and not item.is_symlink()]
     except OSError as error:
         raise DataError(root, f"cannot be read ({error.strerror})") from None
-    steps = {step: item for item in folders if (step := _step_of(item)) is not None}
-    return sorted(step for step, item in steps.items() if item == step_folder(root, step))
+    steps = ((item, _step_of(item)) for item in folders)
+    return sorted(step for item, step in steps if step is not None and item == step_folder(root, step))
 
 
 def newest_state(folder: str | Path) -> tuple[int, dict[str, Any]] | None:

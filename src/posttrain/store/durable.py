@@ -165,29 +165,26 @@ def refuse_links(folder: str | Path) -> None:
         UsageError: with the name; nothing was changed.
     """
     root = Path(os.path.realpath(folder))
-    for path in _walk(root):
-        try:
-            state = path.lstat()
-        except FileNotFoundError:  # another process tidies up
-            continue
-        if stat.S_ISLNK(state.st_mode):
-            target = Path(os.path.realpath(path))
-            if target != root and target.is_relative_to(root):
-                continue
-            what = f"a link that leads out of the folder, to {target}"
-        elif not stat.S_ISREG(state.st_mode) and not stat.S_ISDIR(state.st_mode):
-            what = "neither a file nor a folder"
-        elif not path.is_dir() and state.st_nlink > 1 and any(fnmatchcase(path.name, name) for name in _IN_PLACE):
-            what = "a file with a second name elsewhere (a hard link), which would be written to as well"
-        else:
-            continue
-        raise UsageError(
-            f"{path}: this is {what}. Nothing was changed; put the file itself in its place (cp -L), or work on a copy"
-        )
-
-
-def _walk(root: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(root):
-        yield from (Path(place, name) for name in [*folders, *files])
+        for path in (Path(place, name) for name in [*folders, *files]):
+            with suppress(FileNotFoundError):  # another process tidies up
+                if what := _danger_of(path, root):
+                    remedy = "Nothing was changed; put the file itself in its place (cp -L), or work on a copy"
+                    raise UsageError(f"{path}: this is {what}. {remedy}")
         if os.path.basename(place) == _WANDB:
             folders.clear()
+
+
+def _danger_of(path: Path, root: Path) -> str | None:
+    """Describe what makes writing to ``path`` change something outside of ``root``."""
+    state = path.lstat()
+    if stat.S_ISLNK(state.st_mode):
+        target = Path(os.path.realpath(path))
+        is_inside = target != root and target.is_relative_to(root)
+        return None if is_inside else f"a link that leads out of the folder, to {target}"
+    if stat.S_ISDIR(state.st_mode):
+        return None
+    if not stat.S_ISREG(state.st_mode):
+        return "neither a file nor a folder"
+    is_shared = state.st_nlink > 1 and any(fnmatchcase(path.name, name) for name in _IN_PLACE)
+    return "a file with a second name elsewhere (a hard link), which would be written to as well" if is_shared else None

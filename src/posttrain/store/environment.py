@@ -22,7 +22,6 @@ def describe_environment() -> dict[str, object]:
     """Return plain data for ``env.json``: time, command, git, versions, hardware."""
     import torch
 
-    versions = {"posttrain": __version__, "python": platform.python_version()}
     hardware: dict[str, object] = {
         "platform": platform.platform(),
         "machine": platform.machine(),
@@ -35,7 +34,8 @@ def describe_environment() -> dict[str, object]:
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": [hide_secrets(word) for word in sys.argv],
         "git": git_state(Path(__file__).parent),
-        "versions": versions | {name: metadata.version(name) for name in _PACKAGES},
+        "versions": {"posttrain": __version__, "python": platform.python_version()}
+        | {name: metadata.version(name) for name in _PACKAGES},
         "hardware": hardware,
     }
 

@@ -69,20 +69,13 @@ def holder(path: Path) -> str | None:
 
 def _acquire(path: Path, timeout_seconds: float) -> BaseFileLock:
     """Return the held lock; a claim where the file system has no locks."""
-    if FileLock is not SoftFileLock:  # a system with fcntl; elsewhere its lock would be the file itself
-        lock: BaseFileLock = FileLock(path, timeout=timeout_seconds, **_OPTIONS)
-        try:
-            lock.acquire(poll_interval=0.05)
-            return lock
-        except NotImplementedError:  # ENOSYS in older versions of filelock
-            pass
-        except OSError as error:
-            if isinstance(error, Timeout) or error.errno not in _REFUSALS:
-                raise
+    try:
+        return FileLock(path, timeout=timeout_seconds, **_OPTIONS).acquire(poll_interval=0.05).lock
+    except (NotImplementedError, OSError) as error:  # older versions of filelock raise the first for ENOSYS
+        if getattr(error, "errno", errno.ENOSYS) not in _REFUSALS:
+            raise
     path.touch()
-    claim = SoftFileLock(_claim_of(path), timeout=timeout_seconds)
-    claim.acquire(poll_interval=0.05)
-    return claim
+    return SoftFileLock(_claim_of(path), timeout=timeout_seconds).acquire(poll_interval=0.05).lock
 
 
 def _claim_of(path: Path) -> Path:

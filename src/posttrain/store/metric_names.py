@@ -76,8 +76,7 @@ class Metric:
 
     def brief(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return its value and the KL that is shown with it: enough for a line about one of many runs."""
-        names = (self.name, *({KL} & {*self.further}))
-        return {name: results[name] for name in names if name in results}
+        return {name: results[name] for name in (self.name, *({KL} & {*self.further})) if name in results}
 
     def show(self, value: float) -> str:
         """``50.0%``, ``0.731``, ``1.2e-05``; a very large number in three digits."""

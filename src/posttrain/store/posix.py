@@ -6,11 +6,9 @@ import os
 import signal
 from contextlib import suppress
 
-# Flags of ``os.open``; 0 has no effect. Only Windows translates line ends unless BINARY is given.
+# Flags of ``os.open``; 0 has no effect.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
 DIRECTORY: int | None = getattr(os, "O_DIRECTORY", None)  # None: a folder cannot be opened
-BINARY = getattr(os, "O_BINARY", 0)
 SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows ends a process at once for either
 
 
@@ -45,5 +43,5 @@ def is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # of another user
-        return True
+        pass
     return True

@@ -37,23 +37,20 @@ def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
         DataError: no file, a link that leads out of its folder, too large, or not readable.
     """
     refuse_link_out(path)
-    descriptor = -1
     try:
-        descriptor = os.open(path, os.O_RDONLY | posix.NO_WAIT | posix.CLOSE_ON_EXEC | posix.BINARY)
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise DataError(path, "damaged: this is no file; move it away")
-        if about.st_size > max_bytes:
-            raise DataError(path, f"damaged: it has {about.st_size:,} bytes, and at most {max_bytes:,} are read")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | posix.NO_WAIT)) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise IsADirectoryError
+            if about.st_size > max_bytes:
+                raise DataError(path, f"damaged: it has {about.st_size:,} bytes, and at most {max_bytes:,} are read")
             yield file
     except FileNotFoundError:
         raise
+    except IsADirectoryError:  # or a pipe, or a device
+        raise DataError(path, "damaged: this is no file; move it away") from None
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from None
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def refuse_link_out(path: Path) -> None:
@@ -84,27 +81,22 @@ def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
         return file.read(max_bytes)
 
 
-def read_json(path: Path) -> Any:
-    """Return a JSON file as plain data.
+def read_yaml(path: Path) -> Any:
+    """Return a YAML file as plain data, by the rules of recipes (``strict_yaml``).
 
     Raises:
         FileNotFoundError: there is none.
-        DataError: see ``read_record``; or it is damaged.
+        DataError: see ``open_record``; or it is damaged.
     """
-    return _parse(path, json.loads, MAX_RECORD_BYTES)
-
-
-def read_yaml(path: Path) -> Any:
-    """Return a YAML file as plain data, by the rules of recipes (``strict_yaml``). Raises as ``read_json``."""
     return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name)[0], _MAX_YAML_BYTES)
 
 
 def read_declared(path: Path, kind: type[Kind]) -> Kind:
     """Return the dataclass that a JSON file holds, each value of its field's type; unknown keys are left out.
 
-    Raises as ``read_json``.
+    Raises as ``read_yaml``.
     """
-    content = json.dumps(read_json(path))
+    content = json.dumps(_parse(path, json.loads, MAX_RECORD_BYTES))
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:

@@ -1,6 +1,7 @@
 """``rollouts.db``: every completion that was sampled, with its rewards.
 
-SQLite in WAL mode. Rows are functions of the recipe alone (no clock), so two runs compare bit for bit.
+SQLite in WAL mode. Rows are functions of the recipe alone (no clock), so two runs compare bit for bit. The file may be
+from an untrusted source: nothing in it can run, and reading it has limits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import re
 import sqlite3
 import struct
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -19,9 +21,139 @@ from types import TracebackType
 from typing import Any, Self
 
 from posttrain.errors import DataError, PosttrainError
-from posttrain.store.database import TABLES, check_schema, connect, create_schema, sqlite_errors, transaction
-from posttrain.store.durable import sync_file, sync_folder
+from posttrain.store.durable import explain_storage, sync_file, sync_folder
+from posttrain.store.reading import refuse_link_out
 from posttrain.types import Call, Example, Rollout, Turn
+
+READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
+MAX_VALUE_BYTES = 1 << 27
+_BUSY_TIMEOUT_SECONDS = 30.0
+_INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
+SCHEMA_VERSION = 6  # PRAGMA user_version; files of another version are refused
+# token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
+# several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
+COLUMNS = {
+    "step": "INTEGER NOT NULL",
+    "epoch": "INTEGER NOT NULL",
+    "prompt_index": "INTEGER NOT NULL",
+    "rollout_index": "INTEGER NOT NULL",
+    "example_id": "TEXT NOT NULL",
+    "prompt": "TEXT NOT NULL",
+    "completion": "TEXT NOT NULL",
+    "answer": "TEXT",
+    "parts": "TEXT NOT NULL",
+    "reward": "REAL NOT NULL",
+    "advantage": "REAL",
+    "num_tokens": "INTEGER NOT NULL",
+    "finish": "TEXT NOT NULL",
+    "mean_sampler_logprob": "REAL",
+    "extracted": "TEXT",
+    "outcome": "TEXT NOT NULL",
+    "token_ids": "BLOB NOT NULL",
+    "version": "INTEGER NOT NULL",
+    "spans": "BLOB",
+    "turns": "TEXT",
+    "failures": "TEXT",
+}
+TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
+_ROWS = ",\n    ".join(["\n    id INTEGER PRIMARY KEY", *(f"{name} {kind}" for name, kind in COLUMNS.items())]) + "\n"
+_SCHEMA = (
+    "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    f"CREATE TABLE rollouts ({_ROWS})",
+    "CREATE INDEX rollouts_by_step ON rollouts (step)",
+    f"CREATE TABLE evaluation_rollouts ({_ROWS}, evaluation TEXT NOT NULL)",
+    "CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)",
+)
+# Written by SQLite's ANALYZE: numbers for its planner.
+_STATISTICS = {"CREATE TABLE sqlite_stat1(tbl,idx,stat)", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"}
+
+
+@contextmanager
+def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
+    """Yield a connection in autocommit mode, closed at the end; an open transaction is rolled back.
+
+    Reading leaves no files behind: a database without a write-ahead log is at rest and is opened as immutable, which
+    also works on a read-only disk. The file may be from an untrusted source: its values are limited in size, its schema
+    may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
+    """
+    refuse_link_out(path)
+    at_rest = not path.with_name(f"{path.name}-wal").exists()
+    mode = "rwc" if not read_only else "ro&immutable=1" if at_rest else "ro"
+    address = f"{path.resolve().as_uri()}?mode={mode}"
+    db = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
+    try:
+        db.execute("PRAGMA trusted_schema = OFF")
+        db.execute("PRAGMA cell_size_check = ON")
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        if read_only:
+            end = time.monotonic() + READ_SECONDS
+            db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)
+        yield db
+    finally:
+        db.close()
+
+
+@contextmanager
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours.
+
+    Raises:
+        DataError: the file is no database, or a damaged one.
+        StorageError: anything else (disk full, not writable, locked).
+    """
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
+        if code in _DAMAGED or "Could not decode to UTF-8" in str(error):
+            what = f"not a rollout database, or a damaged one ({error}); move it away and try again"
+            raise DataError(path, what) from error
+        raise explain_storage("rollouts", path, error) from error
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """Commit what the block writes, or none of it. A block that only reads (``DEFERRED``) sees one state."""
+    db.execute(f"BEGIN {kind}")
+    try:
+        yield
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
+def check_schema(db: sqlite3.Connection, path: Path) -> bool:
+    """Return whether the file has the tables of this version, False of an empty one; nothing in it can run.
+
+    A view, a trigger, a generated column or an index over an expression would be evaluated when the file is read or
+    written, and an untrusted source may have put it there.
+
+    Raises:
+        DataError: a file of another version, or with something else in it.
+    """
+    with transaction(db, "DEFERRED"):  # both questions of one state, even while another process writes
+        version = _version_of(db)
+        query = "SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
+        there = {sql: f"{kind} {str(name)[:60]!r}" for sql, kind, name in db.execute(query) if sql not in _STATISTICS}
+    if 0 < version != SCHEMA_VERSION and there:
+        age = "a later" if version > SCHEMA_VERSION else "an earlier"
+        raise DataError(
+            path,
+            f"{age} posttrain wrote this file (schema version {version}, this one reads {SCHEMA_VERSION}); use that "
+            "version to read it. Nothing was changed",
+        )
+    if version < 0 or there.keys() != (set(_SCHEMA) if version else set()):
+        strange = sorted(what for sql, what in there.items() if sql not in _SCHEMA)
+        what = f"it holds {strange[0]}" if strange else "something is missing"
+        raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
+    return version != 0
+
+
+def _version_of(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
 # A line that looks like one of those that ``show_turns`` adds, whatever begins a line.
@@ -135,10 +267,8 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
 
 def prompt_text(example: Example) -> str:
     """Return the prompt for a reader: the message, or all of them with their roles."""
-    messages = example.messages
-    if len(messages) == 1:
-        return messages[0].content
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    texts = [f"{message.role}: {message.content}" for message in example.messages]
+    return "\n\n".join(texts) if len(texts) != 1 else example.messages[0].content
 
 
 class RolloutStore:
@@ -165,14 +295,19 @@ class RolloutStore:
         with self._connection() as db:
             if not check_schema(db, self.path) and read_only:
                 raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
-        if read_only:
-            return
-        with self._connection() as db:
-            db.execute("PRAGMA journal_mode = WAL")
-            create_schema(db)
-            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted((about or {}).items()))
+            if not read_only:
+                self._prepare(db, about or {})
             if is_new:
                 sync_folder(self.path.parent)
+
+    def _prepare(self, db: sqlite3.Connection, about: Mapping[str, str]) -> None:
+        """Create the tables in an empty file, if no other process was faster, and write ``about``."""
+        db.execute("PRAGMA journal_mode = WAL")
+        with transaction(db):
+            if _version_of(db) == 0:
+                for statement in (*_SCHEMA, f"PRAGMA user_version = {SCHEMA_VERSION}"):
+                    db.execute(statement)
+        db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(about.items()))
 
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
         """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
@@ -226,13 +361,10 @@ class RolloutStore:
         ``after_step=-1`` also deletes the evaluation before the first step. All are deleted, or after an error none.
         """
         assert not self.read_only, "opened for reading"
+        deletions = [(f"DELETE FROM {table} WHERE step > ?", after_step) for table in TABLES]
+        deletions += [("DELETE FROM evaluation_rollouts WHERE step = ?", step) for step in unevaluated]
         with self._connection() as db, transaction(db):
-            deleted = 0
-            for table in TABLES:
-                deleted += db.execute(f"DELETE FROM {table} WHERE step > ?", (after_step,)).rowcount
-            for step in unevaluated:
-                deleted += db.execute("DELETE FROM evaluation_rollouts WHERE step = ?", (step,)).rowcount
-        return deleted
+            return sum(db.execute(query, (step,)).rowcount for query, step in deletions)
 
     def training(self, step: int | None = None, **options: Any) -> list[RecordedRollout]:
         """Return training rollouts in the order in which they were recorded.

@@ -66,13 +66,7 @@ class RowResult:
         return [trial for trial in self.trials if trial.state == "finished"]
 
 
-def read_trial(
-    rows: Sequence[MetricsRow],
-    row: str,
-    seed: int,
-    state: str,
-    primary: Metric = ACCURACY,
-) -> TrialResult:
+def read_trial(rows: Sequence[MetricsRow], row: str, seed: int, state: str, primary: Metric = ACCURACY) -> TrialResult:
     """A trial's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
     every, metric, info = evaluation_points(rows), primary.name, _training_info(rows)
     own = {p.step: p for p in every if p.name == every[0].name and primary.value(p.results) is not None}

@@ -244,8 +244,7 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
         source, where, recipe = content.rows[name], f"rows.{name}", row.recipe
         models = [need for need in row.needs if need in scorers]
         before = [need for need in row.needs if need not in (*models, LABELLED)]
-        most = "give at most one reward model and one policy"
-        yield len(before) > 1 or len(models) > 1, f"{where}.needs", most
+        yield len(before) > 1 or len(models) > 1, f"{where}.needs", "give at most one reward model and one policy"
         if before or content.start is not None:
             named_model = source.get("model") if content.base is not None or "recipe" in source else None
             keys = [f"model.{key}" for key in named_model or ()] + [
@@ -283,31 +282,26 @@ class _Builder:
     def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[Trial]:
         """All trials, each after what it needs."""
         if start is not None:
-            self.start = self._run("start", "start", start.train.seed, self.folder / "start", start)
+            self.start = self._run("start", start.train.seed, start)
             yield self.start
         for seed in seeds:
             if any(LABELLED in row.needs for row in self.rows.values()):
-                place = self.folder / LABELLED / f"seed{seed}"
-                yield self._evaluation(LABELLED, f"{LABELLED}-seed{seed}", LABELLED, seed, place)
+                yield self._evaluation(LABELLED, seed)
             runs: dict[str, Training] = {}
             for row in self.rows.values():
                 runs[row.name] = self._row(row, seed, runs)
                 yield runs[row.name]
             scorers = {run.row: run for run in runs.values() if run.recipe.trains_scorer}
             for run in scorers.values() if self.content.best_of_n is not None else ():
-                name, place = f"{run.name}-best-of-n", self.folder / "chosen" / run.name
-                more = ("--best-of", str(run.folder))
-                yield self._evaluation("best_of_n", name, run.row, seed, place, (run,), more)
+                yield self._evaluation("best_of_n", seed, run, [run])
             if self.content.head_to_head is not None:
                 (proxy,) = {need for row in self.rows.values() for need in row.needs} & scorers.keys()
-                judges = (runs[self.content.head_to_head.judge], runs[proxy])  # the first says which answer wins
-                more = ("--judge", ",".join(str(judge.folder) for judge in judges))
+                judges = [runs[self.content.head_to_head.judge], runs[proxy]]  # the first says which answer wins
                 for run in (run for run in runs.values() if run.row not in scorers):
-                    name, place = f"{run.name}-head-to-head", self.folder / "head_to_head" / run.name
-                    yield self._evaluation("head_to_head", name, run.row, seed, place, (run, *judges), more)
+                    yield self._evaluation("head_to_head", seed, run, judges)
 
     def _row(self, row: Row, seed: int, runs: Mapping[str, Training]) -> Training:
-        own, name = row.recipe.model_copy(deep=True), f"{row.name}-seed{seed}"
+        own = row.recipe.model_copy(deep=True)
         own.train.seed = seed
         own.description = f"{row.name} with seed {seed}, a trial of the sweep {self.folder.name}."
         needed = [runs[need] for need in row.needs if need != LABELLED]
@@ -324,43 +318,53 @@ class _Builder:
             words = [word | ({"run": str(scorer.folder)} if word["name"] == "reward_model" else {}) for word in words]
             rewards = [RewardComponent.model_validate(word) for word in words]
             own = own.model_copy(update={"rewards": rewards}).resolve()
-        return self._run(name, row.name, seed, self.folder / "cells" / name, own, tuple(needs))
+        return self._run(row.name, seed, own, needs)
 
-    def _run(
-        self, name: str, row: str, seed: int, folder: Path, recipe: Recipe, needs: tuple[str, ...] = ()
-    ) -> Training:
+    def _run(self, row: str, seed: int, recipe: Recipe, needs: Sequence[str] = ()) -> Training:
         from posttrain.training.checks import resolve_components
 
+        name, place = (row, self.folder) if row == "start" else (f"{row}-seed{seed}", self.folder / "cells")
         if recipe.train.steps is None:
             raise RecipeError(f"{name}: train.num_epochs: other trials name its last step; give train.steps")
         try:  # before the first trial is trained, not when this one's turn has come
             resolve_components(recipe.resolve())
         except UsageError as error:
             raise RecipeError(f"{name}: {error}") from None
-        words = ("train", str(folder.with_name(f"{name}.yaml")), "--runs-dir", str(folder.parent), "--run", name)
-        command = (*words, "--quiet")
-        return Training(name=name, row=row, seed=seed, folder=folder, recipe=recipe, needs=needs, command=command)
+        return Training(
+            name=name,
+            row=row,
+            seed=seed,
+            folder=place / name,
+            recipe=recipe,
+            needs=tuple(needs),
+            command=("train", str(place / f"{name}.yaml"), "--runs-dir", str(place), "--run", name, "--quiet"),
+        )
 
     def _evaluation(
-        self,
-        section: str,
-        name: str,
-        row: str,
-        seed: int,
-        folder: Path,
-        needs: Sequence[Training] = (),
-        more: Sequence[str] = (),
+        self, section: str, seed: int, run: Training | None = None, judges: Sequence[Training] = ()
     ) -> Trial:
-        """An evaluation of the start; of a policy, the first that it needs, against the start. ``more``: words."""
+        """An evaluation of the start by the answers that ``judges`` choose; of the policy ``run`` against the start."""
         assert self.start is not None
-        settings = getattr(self.content, section)
-        models = [needs[0].weights, "--against"] if section == "head_to_head" else []
+        settings, name, place = getattr(self.content, section), f"{LABELLED}-seed{seed}", f"seed{seed}"
+        if run is not None:
+            name, place = f"{run.name}-{section.replace('_', '-')}", run.name
+        models = [run.weights, "--against"] if run is not None and section == "head_to_head" else []
         words = ["evaluate", *models, self.start.weights, "--task", settings.task.name]
         for key, value in settings.task.options.items():
             words += [f"--task.{key}", json.dumps(value)]
         drawing = {"limit": "n", "samples": "samples", "max-tokens": "max_tokens", "temperature": "temperature"}
         for option, key in drawing.items():
             words += [f"--{option}", str(getattr(settings, key))]
-        command = (*words, *more, "--seed", str(seed), "--out", str(folder), "--quiet")
-        needed = ("start", *(need.name for need in needs))
-        return Trial(name=name, row=row, seed=seed, folder=folder, command=command, section=section, needs=needed)
+        if judges:
+            option = "--judge" if section == "head_to_head" else "--best-of"
+            words += [option, ",".join(str(judge.folder) for judge in judges)]
+        folder = self.folder / {"best_of_n": "chosen"}.get(section, section) / place
+        return Trial(
+            name=name,
+            row=LABELLED if run is None else run.row,
+            seed=seed,
+            folder=folder,
+            command=(*words, "--seed", str(seed), "--out", str(folder), "--quiet"),
+            section=section,
+            needs=tuple(dict.fromkeys(["start", *([run.name] if run else []), *(judge.name for judge in judges)])),
+        )

@@ -9,13 +9,11 @@ from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.files import ITEMS
 from posttrain.evaluation.items import Item, read_items
 from posttrain.recipes.document import flatten
-from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metric_names import Metric, metric_of
-from posttrain.store.metrics import is_evaluation
-from posttrain.sweeps.best_of_n import best_of_n_part, choose
+from posttrain.store.metrics import is_evaluation, learning_warnings
+from posttrain.sweeps.best_of_n import best_of_n_part, choose, collect_curves, overoptimization_part
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
-from posttrain.sweeps.overoptimization import collect_curves, overoptimization_part
 from posttrain.sweeps.plan import Plan, Training
 from posttrain.sweeps.results import Part, SweepResults
 from posttrain.sweeps.runner import Outcome

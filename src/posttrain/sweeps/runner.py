@@ -6,25 +6,75 @@ those that need it.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
-from posttrain.data.base import build_task
+from posttrain.data.base import Task, build_task
+from posttrain.data.render import Template
 from posttrain.data.render.template import build_template
-from posttrain.errors import PosttrainError, RunConflict, RunFailure
+from posttrain.errors import DataError, PosttrainError, RunConflict, RunFailure
 from posttrain.evaluation.files import ITEMS
+from posttrain.evaluation.generation import held_out_indices
+from posttrain.evaluation.items import read_items
+from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.paths import PLAN
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors
 from posttrain.sweeps.file import LABELLED
-from posttrain.sweeps.labelling import write_labelled
 from posttrain.sweeps.plan import Plan, State, Training, Trial
 from posttrain.untrusted import allow_code_options
+
+
+def label_steps(steps: Sequence[str], working: Sequence[str], is_correct: bool) -> list[int]:
+    """1 for a good step, 0 for a bad one, of an answer that is right or not.
+
+    A step is good as long as it and all before it are those of the given working, white space aside. The last one
+    must also lead to the right answer. Steps of another way that is as good count as bad, so this is for tasks whose
+    working leaves no choice.
+    """
+    labels: list[int] = []
+    agrees = True
+    for index, step in enumerate(steps):
+        agrees = agrees and index < len(working) and step.split() == working[index].split()
+        labels.append(int(agrees and (is_correct or index < len(steps) - 1)))
+    return labels
+
+
+def write_labelled(items: Path, task: Task, n: int, template: Template, target: Path) -> None:
+    """Write a row of the layout ``steps`` of the task ``preferences`` for each answer that has steps.
+
+    Args:
+        items: ``items.jsonl`` of an evaluation of at most ``n`` problems of ``task``.
+        template: the one under which the answers were written.
+
+    Raises:
+        DataError, RunFailure: answers to other problems, a problem without a given working, or no step at all.
+        StorageError: the disk is full or not writable.
+    """
+    indices = held_out_indices(len(task.examples), n)
+    rows: list[dict[str, object]] = []
+    for item in read_items(items):
+        example = task.examples[indices[item.index]]
+        if example.id != item.id:
+            raise DataError("labelled", f"the answers are to {item.id}, and the task has {example.id} in its place")
+        if example.solution is None:
+            raise RunFailure(f"labelled: {example.id} has no given working, so its steps cannot be labelled")
+        working = split_steps(example.solution)
+        for sample in item.samples:
+            if steps := split_steps(reasoning_of(template, sample.text)):
+                labels = label_steps(steps, working, sample.is_correct)
+                rows.append({"prompt": item.question, "completions": steps, "labels": labels})
+    if not rows:
+        raise RunFailure(f"labelled: none of the answers in {items} has a step")
+    replace_file(target, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+
 
 Command = Callable[[Trial, bool], list[str]]  # (trial, resume) -> the command that makes it
 Say = Callable[[str, bool], None]  # a line about the progress, and whether it tells of a failure

@@ -27,9 +27,17 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
-from posttrain.store.learning_signal import MOVED, NUM_STEPS, learning_warnings
 from posttrain.store.metric_names import choose_primary_metric
-from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
+from posttrain.store.metrics import (
+    MOVED,
+    NUM_STEPS,
+    MetricsLog,
+    TrackedMetrics,
+    TrackedRun,
+    Tracker,
+    build_trackers,
+    learning_warnings,
+)
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.batch_fields import has_other_prompts
 from posttrain.training.build import TrainerState, check_origins, prepare

@@ -36,12 +36,15 @@ from posttrain.evaluation.tables import (
 )
 from posttrain.evaluation.win_rate import Judge, plan_head_to_head, run_head_to_head, write_head_to_head
 from posttrain.reports.evaluation import (
+    NOTES,
     by_evaluation,
+    difference_tables,
     head_to_head_table,
+    score_tables,
     shown_value,
     write_head_to_head_page,
+    write_score_page,
 )
-from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
 from posttrain.runs.models import find_source
 from posttrain.sampling.llm_judge import SUFFIXES, read_pair_judge
 

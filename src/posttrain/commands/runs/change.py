@@ -16,8 +16,7 @@ from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import export_run
-from posttrain.runs.lineage import find_links
-from posttrain.runs.listing import disk_bytes, summarize_run
+from posttrain.runs.listing import disk_bytes, find_links, summarize_run
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
 from posttrain.runs.removal import (

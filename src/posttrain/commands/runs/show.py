@@ -14,12 +14,13 @@ from posttrain.commands.console import Text, counted, open_console, plain_table,
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
 from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
-from posttrain.runs.lineage import Link, find_links
 from posttrain.runs.listing import (
     ABSENT,
+    Link,
     RunSummary,
     SideBySide,
     SweepSummary,
+    find_links,
     list_runs,
     put_side_by_side,
     show_run,
