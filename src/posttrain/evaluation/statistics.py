@@ -302,8 +302,8 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
         return 0.0
     top, silent = max(count for count, _ in votes), n - sum(count for count, _ in votes)
     if k == n:
-        tied = [worth for count, worth in votes if count == top]
-        return float(sum(tied) / len(tied))
+        worths = [worth for count, worth in votes if count == top]
+        return float(sum(worths) / len(worths))
     # By (samples taken, votes of the top answers, number of these): the ways to take so many samples with an
     # answer, and the summed worth of the top answers over all of these ways.
     state = {(0, 0, 0): (1, Fraction(0))}
