@@ -90,6 +90,8 @@ def test_items_of_any_kind_pass_unchanged(pool: WorkerPool) -> None:
         ("nonsense", "\x7f\x7f\x7f\x7f{}", "crash", "SIGKILL"),
         ("nonsense", "\x00\x00\x00\x04nope", "crash", "SIGKILL"),
         ("nonsense", '{"number": 99}\n', "crash", "SIGKILL"),
+        ("nonsense", '{"ready": true}\n', "crash", "SIGKILL"),
+        ("say once", '{"ready": true}\n', "crash", "SIGKILL"),
         ("nonsense", '{"value": 1}\n', "crash", "SIGKILL"),
     ],
 )

@@ -30,7 +30,6 @@ from posttrain.process_group import local_size
 
 MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
 NUM_ATTEMPTS = 2
-_ANSWERS = ("ready", "failed", "value", "crash")
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 # All that a worker sees of the environment. Hashes are seeded alike: the order in which a set is walked is then no
@@ -162,7 +161,7 @@ class _Worker:
         for _ in range(0 if self.is_stopped else NUM_ATTEMPTS):
             if self.process is None:
                 self._start()
-            answer = self._ask(item, self.limits.wall_seconds + GRACE_SECONDS)
+            answer = self._ask(item, self.limits.wall_seconds + GRACE_SECONDS, ("value", "crash"))
             if answer.get("last"):
                 self.end()
             if "crash" in answer:
@@ -193,14 +192,14 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C in the terminal is not sent to it
             )
         settings = {"target": self.target, "max_result_bytes": MAX_RESULT_BYTES} | asdict(self.limits)
-        answer = self._ask(settings, START_SECONDS)
+        answer = self._ask(settings, START_SECONDS, ("ready", "failed"))
         if "ready" not in answer:
             reason = answer.get("failed") or _describe_end(answer.get("code", 0))
             self.end()
             raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
 
-    def _ask(self, message: Any, seconds: float) -> dict[str, Any]:
-        """Send a message and return the answer.
+    def _ask(self, message: Any, seconds: float, keys: tuple[str, str]) -> dict[str, Any]:
+        """Send a message and return the answer, which has one of the ``keys``.
 
         Where none comes in time, or another thing than ours write, the process is ended: its exit ``code``, and
         ``is_late``.
@@ -216,7 +215,7 @@ class _Worker:
                 if not part:
                     raise ConnectionError("its end is closed")
             answer = json.loads(data)
-            if isinstance(answer, dict) and not answer.keys().isdisjoint(_ANSWERS):
+            if isinstance(answer, dict) and not answer.keys().isdisjoint(keys):
                 return answer
         except TimeoutError:
             is_late = True
