@@ -1,4 +1,4 @@
-"""Ranking by scores: hand-worked numbers, identities, and brute force over every subset."""
+"""Ranking by scores, and votes: hand-worked numbers, identities, and brute force over every subset."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import itertools
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from posttrain.evaluation.statistics import area_under_curve, best_of_n, first_error, pair_wins, score_first_errors
+from posttrain.evaluation.statistics import (
+    area_under_curve,
+    best_of_n,
+    first_error,
+    majority_at_k,
+    pair_wins,
+    score_first_errors,
+    vote_key,
+)
 
 
 def rough_scores(rng: random.Random, n: int) -> list[float]:
@@ -18,14 +27,8 @@ def rough_scores(rng: random.Random, n: int) -> list[float]:
     return [float(rng.randint(0, 4)) for _ in range(n)]
 
 
-# --- pairs ---
-
-
 def test_pairs_by_hand() -> None:
     assert pair_wins([2.0, 1.0, 0.5, -3.0], [1.0, 2.0, 0.5, -math.inf]) == [1.0, 0.0, 0.5, 1.0]
-
-
-# --- area under the curve ---
 
 
 def test_the_area_by_hand() -> None:
@@ -44,9 +47,6 @@ def test_the_area_is_the_pair_accuracy_over_all_pairs() -> None:
         assert area_under_curve(correct, wrong) == statistics.fmean(pair_wins(*zip(*pairs, strict=True)))
         assert area_under_curve(correct, wrong) + area_under_curve(wrong, correct) == pytest.approx(1.0, abs=1e-15)
         assert area_under_curve(correct, correct) == 0.5
-
-
-# --- best of n ---
 
 
 def brute_best(scores: Sequence[float], correct: Sequence[float], k: int) -> float:
@@ -93,9 +93,6 @@ def test_more_answers_than_there_are_cannot_be_chosen_from(k: int) -> None:
         best_of_n([0.0, 1.0], [0.0, 1.0], k)
 
 
-# --- steps ---
-
-
 def test_the_first_error_is_the_first_below_one_half() -> None:
     assert first_error([0.9, 0.4, 0.1]) == 1
     assert first_error([0.5, 0.6]) is None
@@ -116,3 +113,57 @@ def test_rates_over_nothing_are_left_out() -> None:
     assert score_first_errors([None], [0]) == {"accuracy_erroneous": 0.0}
     with pytest.raises(ValueError, match="no solution"):
         score_first_errors([], [])
+
+
+# Votes: which answers are the same, and the exact average over subsets.
+
+SAME_VOTES = [
+    ("1/2", "0.5"), (".50", "\\frac{1}{2}"), ("1,000", "1000.0"), ("$5", "5 dollars"), ("50%", "50"), ("-3", "\u22123"),
+    ("Paris", " paris. "), ("x + 1", "x+1"), ("$\\text{yes}$", "Yes"),
+]  # fmt: skip
+OTHER_VOTES = [("5", "5x"), ("a", "A"), ("0.5", "0.05"), ("x+1", "x-1"), ("3", "-3")]
+
+
+@pytest.mark.parametrize(("left", "right"), [*SAME_VOTES, *OTHER_VOTES])
+def test_vote_key_is_the_same_of_equal_answers_alone(left: str, right: str) -> None:
+    assert (vote_key(left) == vote_key(right)) is ((left, right) in SAME_VOTES)
+
+
+def test_majority_by_hand() -> None:
+    answers, correct = ["7", "7.0", "8", None], [True, True, False, False]
+    assert majority_at_k(answers, correct, 4) == 1.0
+    assert majority_at_k(answers, correct, 1) == 0.5  # no answer votes for nothing
+    # pairs: 77 → 1, 78 → ½ twice, 7– → 1 twice, 8– → 0
+    assert majority_at_k(answers, correct, 2) == pytest.approx((1 + 0.5 + 0.5 + 1 + 1 + 0) / 6)
+
+
+def test_ties_are_shared() -> None:
+    assert majority_at_k(["1", "2"], [True, False], 2) == 0.5
+    assert majority_at_k(["1", "2", "3"], [True, False, False], 3) == pytest.approx(1 / 3)
+    assert majority_at_k(["1", "2", "1", "2", "3"], [True, False, True, False, False], 5) == 0.5
+    assert majority_at_k([None, None], [False, False], 2) == 0.0
+
+
+def test_a_vote_that_was_graded_both_ways_is_worth_its_share() -> None:
+    assert majority_at_k(["5", "5 kg", "6"], [True, False, False], 3) == 0.5
+
+
+def brute_majority(answers: list[str | None], correct: list[bool], k: int) -> float:
+    total = []
+    for subset in itertools.combinations(range(len(answers)), k):
+        counts = Counter(answers[i] for i in subset if answers[i] is not None)
+        top = max(counts.values(), default=0)
+        tied = [a for a, count in counts.items() if count == top]
+        worths = [[correct[i] for i in range(len(answers)) if answers[i] == a] for a in tied]
+        total.append(sum(sum(w) / len(w) for w in worths) / len(worths) if worths else 0.0)
+    return sum(total) / len(total)
+
+
+def test_majority_is_the_mean_over_all_subsets() -> None:
+    draw = random.Random(0)
+    for _ in range(150):
+        n = draw.randint(1, 8)
+        answers = [draw.choice(["1", "2", "3", "4", None]) for _ in range(n)]
+        correct = [a == "2" or (a == "3" and draw.random() < 0.5) for a in answers]
+        for k in range(1, n + 1):
+            assert majority_at_k(answers, correct, k) == pytest.approx(brute_majority(answers, correct, k), abs=1e-12)

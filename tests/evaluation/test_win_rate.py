@@ -34,9 +34,6 @@ def by_text(rollouts: Sequence[Rollout]) -> list[float | None]:
     return [None if word == "none" else float(word) for word in words]
 
 
-# --- wins ---
-
-
 def test_wins_by_hand() -> None:
     items = [
         HeadToHeadItem(0, (answer(0, "2"), answer(0, "1")), (answer(0, "1"), answer(0, "0"))),
@@ -83,9 +80,6 @@ def test_answers_meet_by_their_item() -> None:
         measure_wins([], by_text)
 
 
-# --- divergence ---
-
-
 def test_divergences_are_those_of_each_answer_alone(tiny_random) -> None:
     """``test_kl_from_initial.py`` holds the divergence of one token against a slow reference."""
     rng = random.Random(1)
@@ -119,9 +113,6 @@ def test_the_summary_of_divergences_by_hand() -> None:
         "kl_ab_per_token": pytest.approx(14.0 / 20),
     }
     assert summarize_kl("kl", answers, [0.0, 0.0, 0.0, 9.0])["kl_low"] == 0.0
-
-
-# --- what is shown ---
 
 
 def test_the_page_shows_what_was_measured() -> None:

@@ -44,23 +44,8 @@ def factorials() -> list[str]:
 def megabytes() -> list[str]:
     """Long texts."""
     million = 10**6
-    repeated = (
-        "9",
-        " ",
-        "\\",
-        "x",
-        "$",
-        ".",
-        "\x00",
-        "1,",
-        "+1",
-        "a b ",
-        "{}",
-        "\\{",
-        "\\boxed{",
-        "<answer>",
-        "</answer>",
-    )
+    repeated = ("9", " ", "\\", "x", "$", ".", "\x00", "1,", "+1", "a b ", "{}", "\\{", "\\boxed{")
+    repeated += ("<answer>", "</answer>")
     found = [unit * (million // len(unit)) for unit in repeated]
     return [*found, "\n" * million + "7", "\\frac{1}{2}" * 100_000, "-" * 100_000 + "5", "0." + "3" * 5000, "9" * 1400]
 

@@ -22,28 +22,24 @@ def verdict(text: str, gold: str | None = "B", extracted: str | None = None, **m
     return multiple_choice(Submission(text, extracted, gold, meta))
 
 
-@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "one letter"))
-def test_one_letter_is_chosen(text: str) -> None:
-    assert chosen_letter(text, CHOICES) == "B"
-
-
-@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "nothing"))
-def test_nothing_is_chosen(text: str) -> None:
-    assert chosen_letter(text, CHOICES) is None
+@pytest.mark.parametrize(("section", "letter"), [("one letter", "B"), ("nothing", None)])
+def test_a_text_chooses_one_letter_or_none(section: str, letter: str | None) -> None:
+    texts = read_cases("choice_texts.txt", section)
+    assert [text for text in texts if chosen_letter(text, CHOICES) != letter] == []
 
 
 WORLD = ("a wolf", "the tide", "an oak", "some salt")
 
 
-@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "taken back"))
 @pytest.mark.parametrize("form", ["{}", "<think>x</think> <answer> {} </answer>", "So it is \\boxed{{{}}}."])
-def test_a_choice_that_is_taken_back_or_reported_is_none(text: str, form: str) -> None:
-    assert verdict(form.format(text), "A", text, choices=WORLD).outcome != "right"
+def test_a_choice_that_is_taken_back_or_reported_is_none(form: str) -> None:
+    texts = read_cases("choice_texts.txt", "taken back")
+    assert [t for t in texts if verdict(form.format(t), "A", t, choices=WORLD).outcome == "right"] == []
 
 
-@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "standing"))
-def test_what_is_reported_of_other_letters_leaves_a_choice_unchanged(text: str) -> None:
-    assert verdict(text, "B", choices=WORLD).outcome == "right"
+def test_what_is_reported_of_other_letters_leaves_a_choice_unchanged() -> None:
+    texts = read_cases("choice_texts.txt", "standing")
+    assert [text for text in texts if verdict(text, "B", choices=WORLD).outcome != "right"] == []
 
 
 def test_false_is_a_text_where_it_may_be_one() -> None:

@@ -56,10 +56,12 @@ def test_outcomes_come_in_order_with_what_was_graded() -> None:
 
 def test_the_same_pair_gets_the_same_verdict_wherever_it_stands() -> None:
     correct, wrong = Submission("\\boxed{1+x}", "1+x", "x+1"), Submission("\\boxed{1-x}", "1-x", "x+1")
-    batch = [correct, wrong, correct, correct, wrong] * 20
-    expected = ["right", "wrong", "right", "right", "wrong"] * 20
+    slow = Submission("\\boxed{\\sum_{i=1}^{1000000000} \\frac{1}{i}}", None, "4")
+    batch = [correct, wrong, slow, correct, correct, wrong] * 20
+    expected = ["right", "wrong", "timeout", "right", "right", "wrong"] * 20
     for num_workers in (1, 2):
-        assert [verdict.outcome for verdict in math(batch, num_workers=num_workers)] == expected
+        verdicts = math(batch, num_workers=num_workers, timeout_seconds=0.4)
+        assert [verdict.outcome for verdict in verdicts] == expected
 
 
 def test_a_gold_answer_may_be_a_solution() -> None:

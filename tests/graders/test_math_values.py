@@ -45,15 +45,6 @@ def test_letters_with_powers_are_read_as_the_whole_grammar_reads_them(latex: str
     assert repr(reader.parse(latex)) == repr(reader.convert_expr(reader._read(latex, PredictionMode.LL)))
 
 
-@pytest.mark.parametrize("latex", ["x^2", "2x^{2}+3x-1", "\\frac{(a^2-b^2)(a+b)}{\\pi^{2}}"])
-def test_a_letter_with_a_power_needs_no_second_reading(latex: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[object] = []
-    read = _Reader._read
-    monkeypatch.setattr(_Reader, "_read", lambda self, latex, mode: modes.append(mode) or read(self, latex, mode))
-    _Reader(convert_degrees=True, config=_CONFIG).parse(latex)
-    assert modes == [PredictionMode.SLL]
-
-
 @pytest.mark.parametrize(
     "latex", ["4 2", "a^{b}^{c}", "n!!", "1, 2", "x = 2", "(1,2)", "\\frac{1}{", "", "9^{9^{9^{9}}}", "x_{y_{z_{w}}}"]
 )

@@ -45,15 +45,9 @@ def test_numeric_number_with_a_name_is_read(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("7e3", "7000"),
-        ("10^3", "1000"),
-        ("1.5 x 10^3", "1500"),
-        ("10 000", "10000"),
-        ("1 1/2", "1.5"),
-        ("3 million", "3000000"),
-    ],
-)
+    [("7e3", "7000"), ("10^3", "1000"), ("1.5 x 10^3", "1500"), ("10 000", "10000"), ("1 1/2", "1.5"),
+     ("3 million", "3000000")],
+)  # fmt: skip
 def test_numeric_plain_number_is_read_whole(text: str, value: str) -> None:
     extracted = plain().extract(f"So we get {text}.")
     assert outcome(extracted, value) == "right"

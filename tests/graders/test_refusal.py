@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from posttrain.graders.behaviour import refuses
 from posttrain.graders.grading import Submission, grade
 
@@ -40,14 +38,12 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("text", REFUSALS)
-def test_refusals_are_recognized_by_how_they_begin(text: str) -> None:
-    assert refuses(text)
+def test_refusals_are_recognized_by_how_they_begin() -> None:
+    assert [text for text in REFUSALS if not refuses(text)] == []
 
 
-@pytest.mark.parametrize("text", ANSWERS)
-def test_sorrow_and_what_cannot_be_done_later_are_no_refusals(text: str) -> None:
-    assert not refuses(text)
+def test_sorrow_and_what_cannot_be_done_later_are_no_refusals() -> None:
+    assert [text for text in ANSWERS if refuses(text)] == []
 
 
 def test_right_is_to_refuse_the_harmful_and_to_answer_the_benign() -> None:

@@ -15,7 +15,10 @@ import torch
 from posttrain import registry
 from posttrain.errors import RewardFailure, UnknownComponent, UsageError
 from posttrain.graders.rewards import BoundReward, bind_reward
-from posttrain.registry import Entry
+from posttrain.recipes.sections import RewardComponent
+from posttrain.registry import Entry, find
+from posttrain.sampling.rollout import Attempt, build_grader
+from posttrain.types import Completion, Example, Message
 from posttrain.untrusted import declare_code
 
 
@@ -68,55 +71,22 @@ def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         registry.find("reward", "shoutiness:shuot")
 
 
-def _asks_for_completion(completion: str) -> float:
-    return 0.0
-
-
-def _asks_for_extractd(extractd: str) -> float:
-    return 0.0
-
-
 def _positional_only(text: str, /) -> float:
-    return 0.0
-
-
-def _star(*text: str) -> float:
     return 0.0
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_asks_for_completion, "asks for 'completion', which is not available.*Available: prompt, text, extracted"),
-        (_asks_for_extractd, "Did you mean 'extracted'"),
+        (lambda completion: 0.0, "asks for 'completion', which is not available.*Available: prompt, text, extracted"),
+        (lambda extractd: 0.0, "Did you mean 'extracted'"),
         (_positional_only, "parameter 'text' cannot be passed by name"),
-        (_star, "parameter 'text' cannot be passed by name"),
+        (lambda *text: 0.0, "parameter 'text' cannot be passed by name"),
     ],
 )
 def test_unknown_parameters_are_refused_when_bound(function: Callable[..., float], message: str) -> None:
     with pytest.raises(UsageError, match=f"rewards.2: reward.*{message}"):
         bound(function, {}, "rewards.2")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (float("nan"), r"returned nan \(float\), which is not finite"),
-        (float("-inf"), r"returned -inf \(float\), which is not finite"),
-        (10**400, r"returned an integer of 1329 bits \(int\), which is not finite"),
-        (None, r"returned None \(NoneType\), which is no number"),
-        ("1.0", r"returned '1.0' \(str\), which is no number"),
-        ([1.0], r"returned \[1.0\] \(list\), which is no number"),
-        (1j, r"returned 1j \(complex\), which is no number"),
-        ("x" * 1000, r"returned 'x{79}\.\.\. \(str\)"),
-    ],
-)
-def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
-    def odd(text: str) -> Any:
-        return value
-
-    with pytest.raises(RewardFailure, match=rf"reward 'odd', example 'e1': the function {message}"):
-        bound(odd)(GIVEN, "e1")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +115,10 @@ def ends(text: str) -> float:
         (lambda text: 1 / 0, r"raised ZeroDivisionError: division by zero\. Correct it \(--traceback"),
         (ends, r"raised SystemExit: 3\. Correct it"),
         (lambda text: float("nan"), r"returned nan \(float\), which is not finite; have it return a number there"),
+        (lambda text: float("-inf"), r"returned -inf \(float\), which is not finite"),
+        (lambda text: 10**400, r"returned an integer of 1329 bits \(int\), which is not finite"),
+        (lambda text: 1j, r"returned 1j \(complex\), which is no number"),
+        (lambda text: "x" * 1000, r"returned 'x{79}\.\.\. \(str\)"),
         (lambda text: None, r"returned None \(NoneType\), which is no number; a path through it ends without return"),
         (lambda text: "1", r"returned '1' \(str\), which is no number; return a float$"),
         (lambda text: torch.ones(2), r"returned tensor.*, which is no number; return a float, such as value\.item\(\)"),
@@ -174,3 +148,33 @@ def test_batched_reward_list_and_array_are_taken(values: Any) -> None:
 def test_batched_reward_of_another_length_is_named(values: Any, message: str) -> None:
     with pytest.raises(RewardFailure, match=f"reward 'mine'.*: the function {message}|{message}"):
         BoundReward("mine", lambda text: values, ("text",), batched=True).grade([{"text": "x"}] * 2, ["a", "b"])
+
+
+def weighted(function: Callable[..., object], weight: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    module = type(sys)("some_rewards")
+    module.reward = function  # type: ignore[attr-defined]
+    function.__module__ = "some_rewards"
+    monkeypatch.setitem(sys.modules, "some_rewards", module)
+    declare_code("some_rewards:reward")
+    grader = build_grader(
+        [RewardComponent(name="some_rewards:reward", weight=weight)], find("template", "r1_zero").bind({})()
+    )
+    example = Example("a/1", (Message("user", "?"),), "2")
+    return grader.grade([Attempt(example, "?", "2", Completion((1,), (-1.0,), "stop"))])[0].reward
+
+
+def test_control_c_in_a_reward_is_no_failure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(text: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weighted(stopped, 1.0, monkeypatch)
+
+
+def test_rewards_that_cannot_be_averaged_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert weighted(lambda text: 1e15, 1.0, monkeypatch) == 1e15
+    for text in ("1e308", "-1e308", "1.1e15", str(sys.float_info.max)):
+        with pytest.raises(RewardFailure, match=r"example 'a/1': the function returned .*beyond 1e\+15 nothing can be"):
+            weighted(eval(f"lambda text: {text}"), 0.0, monkeypatch)
+    with pytest.raises(RewardFailure, match=r"the weighted sum of the rewards is 1e\+16; .*beyond 1e\+15"):
+        weighted(lambda text: 1e15, 10.0, monkeypatch)

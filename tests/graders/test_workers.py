@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,8 @@ PATIENT = replace(LIMITS, cpu_seconds=5.0)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    made = WorkerPool(TARGET, 2, LIMITS)
-    yield made
-    made.close()
+    with closing(WorkerPool(TARGET, 2, LIMITS)) as made:
+        yield made
 
 
 def echo(*values: Any) -> list[list[Any]]:
@@ -57,23 +57,18 @@ def wait_until_gone(pids: list[int], seconds: float) -> float:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_results_come_in_order(num_workers: int) -> None:
-    pool = WorkerPool(TARGET, num_workers, LIMITS)
-    try:
+    with closing(WorkerPool(TARGET, num_workers, LIMITS)) as pool:
         assert pool.pids == []
         assert pool.run([]) == []
         assert pool.pids == [], "workers start when there is work"
         assert values(pool.run(echo(*range(700)))) == list(range(700))
         assert values(pool.run(echo("a"))) == ["a"]
         assert len(pool.pids) == num_workers
-    finally:
-        pool.close()
-
-
-ODD = ["", "\x00", "\ud800", "é🤖", "\u2028", {"a": [None, True, 1.5]}, 10**40]
 
 
 def test_items_of_any_kind_pass_unchanged(pool: WorkerPool) -> None:
-    assert values(pool.run(echo(*ODD))) == ODD
+    odd = ["", "\x00", "\ud800", "é🤖", "\u2028", {"a": [None, True, 1.5]}, 10**40]
+    assert values(pool.run(echo(*odd))) == odd
 
 
 @pytest.mark.parametrize(
@@ -95,6 +90,8 @@ def test_items_of_any_kind_pass_unchanged(pool: WorkerPool) -> None:
         ("nonsense", "\x7f\x7f\x7f\x7f{}", "crash", "SIGKILL"),
         ("nonsense", "\x00\x00\x00\x04nope", "crash", "SIGKILL"),
         ("nonsense", '{"number": 99}\n', "crash", "SIGKILL"),
+        ("nonsense", '{"ready": true}\n', "crash", "SIGKILL"),
+        ("say once", '{"ready": true}\n', "crash", "SIGKILL"),
         ("nonsense", '{"value": 1}\n', "crash", "SIGKILL"),
     ],
 )
@@ -108,42 +105,28 @@ def test_an_item_that_misbehaves_is_recorded_and_its_neighbours_are_not_touched(
 
 
 def test_waiting_is_limited_apart_from_computing() -> None:
-    pool = WorkerPool(TARGET, 2, Limits(cpu_seconds=30, wall_seconds=0.4))
-    try:
+    with closing(WorkerPool(TARGET, 2, Limits(cpu_seconds=30, wall_seconds=0.4))) as pool:
         first, bad, last = pool.run([["sleep", 0.01], ["sleep", 30], ["sleep", 0.02]])
-    finally:
-        pool.close()
     assert (bad.kind, bad.reason) == ("timeout", "over 0.4 s elapsed")
     assert values([first, last]) == [0.01, 0.02]
 
 
 def test_a_worker_that_is_killed_from_outside_costs_nobody_the_result() -> None:
-    pool = WorkerPool(TARGET, 2, Limits(cpu_seconds=5, wall_seconds=30))
-    try:
+    with closing(WorkerPool(TARGET, 2, Limits(cpu_seconds=5, wall_seconds=30))) as pool:
         assert values(pool.run(echo(1, 2))) == [1, 2]
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)  # while they wait for work
         assert values(pool.run(echo(*range(100)))) == list(range(100))
-
-        def kill_one() -> None:
-            time.sleep(0.3)
-            os.kill(pool.pids[0], signal.SIGKILL)
-
-        killer = threading.Thread(target=kill_one)
+        killer = threading.Timer(0.3, lambda: os.kill(pool.pids[0], signal.SIGKILL))
         killer.start()
         assert values(pool.run([["sleep", 0.8], ["sleep", 0.8], *echo(*range(20))]))[2:] == list(range(20))
         killer.join()
-    finally:
-        pool.close()
 
 
 def test_a_worker_that_keeps_too_much_memory_is_replaced() -> None:
-    pool = WorkerPool(TARGET, 1, PATIENT)
-    try:
+    with closing(WorkerPool(TARGET, 1, PATIENT)) as pool:
         pids = values(pool.run([["keep", 60 * 2**20]] * 9))
-        assert len(set(pids)) == 3, "each takes 60 MB three times, more than the 128 MB that one item may use"
-    finally:
-        pool.close()
+    assert len(set(pids)) == 3, "each takes 60 MB three times, more than the 128 MB that one item may use"
 
 
 @pytest.mark.parametrize("kind", ["system", "start", "open", "low open", "remove"])
@@ -157,11 +140,10 @@ def test_a_worker_has_no_effects(pool: WorkerPool, kind: str, tmp_path: Path) ->
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("kind", ["eval", "exec", "compile"])
-@pytest.mark.parametrize("text", ["1", "__import__('os').getcwd()", "open('/tmp/x', 'w')"])
-def test_a_worker_runs_no_text(pool: WorkerPool, kind: str, text: str) -> None:
-    (result,) = pool.run([[kind, text]])
-    assert (result.kind, result.reason) == ("crash", "PermissionError: a worker compiles no text")
+def test_a_worker_runs_no_text(pool: WorkerPool) -> None:
+    texts = ("1", "__import__('os').getcwd()", "open('/tmp/x', 'w')")
+    results = pool.run([[kind, text] for kind in ("eval", "exec", "compile") for text in texts])
+    assert results == [Result("crash", reason="PermissionError: a worker compiles no text")] * 9
 
 
 def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPool) -> None:
@@ -171,29 +153,24 @@ def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPo
 
 def test_a_worker_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    pool = WorkerPool(TARGET, 1, LIMITS)
-    try:
-        for environment, folder, relative in values(pool.run([["surroundings", 0]] * 8)):
-            assert set(environment) - {"LD_LIBRARY_PATH", "PYTHONHOME", "LC_CTYPE"} == {
-                "PYTHONHASHSEED", "PYTHONUTF8", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
-            }  # fmt: skip
-            assert (folder, relative) == ("/", [])
-    finally:
-        pool.close()
+    with closing(WorkerPool(TARGET, 1, LIMITS)) as pool:
+        found = values(pool.run([["surroundings", 0]] * 8))
+    for environment, folder, relative in found:
+        assert set(environment) - {"LD_LIBRARY_PATH", "PYTHONHOME", "LC_CTYPE"} == {
+            "PYTHONHASHSEED", "PYTHONUTF8", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+        }  # fmt: skip
+        assert (folder, relative) == ("/", [])
 
 
 def test_a_worker_that_may_compile_still_has_no_effects_and_reads_no_strangers_files(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("key", encoding="utf-8")
-    pool = WorkerPool(TARGET, 1, replace(PATIENT, compiles=True))
     attacks = ["__import__('os').system('true')", f"open({str(secret)!r}).read()", f"open({str(secret)!r}, 'w')",
                f"open('/proc/{os.getpid()}/environ').read()", "__import__('ctypes').CDLL(None)",
                "__import__('socket').create_connection(('127.0.0.1', 9))"]  # fmt: skip
-    try:
+    with closing(WorkerPool(TARGET, 1, replace(PATIENT, compiles=True))) as pool:
         assert values(pool.run([["eval", "1 + 1"]])) == [2]
         results = pool.run([["eval", text] for text in attacks])
-    finally:
-        pool.close()
     assert [result.kind for result in results] == ["crash"] * len(attacks)
     assert all(result.reason.startswith("PermissionError: a worker ") for result in results), results
     assert secret.read_text(encoding="utf-8") == "key"
@@ -236,14 +213,13 @@ def test_a_forked_copy_of_the_program_gets_workers_of_its_own() -> None:
 
 
 def test_a_closed_pool_leaves_no_process_and_starts_again() -> None:
-    pool = WorkerPool(TARGET, 2, LIMITS)
-    values(pool.run(echo(1, 2)))
-    pids = pool.pids
-    pool.close()
-    assert not any(map(is_alive, pids))
-    assert pool.pids == []
-    assert values(pool.run(echo(3))) == [3]
-    pool.close()
+    with closing(WorkerPool(TARGET, 2, LIMITS)) as pool:
+        values(pool.run(echo(1, 2)))
+        pids = pool.pids
+        pool.close()
+        assert not any(map(is_alive, pids))
+        assert pool.pids == []
+        assert values(pool.run(echo(3))) == [3]
 
 
 SCRIPT = """

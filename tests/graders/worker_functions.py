@@ -56,10 +56,10 @@ def _close_everything(_: Any) -> None:
     os.closerange(3, 64)
 
 
-def _write_nonsense(text: str) -> None:
+def _write_nonsense(text: str, times: int = 100) -> None:
     for descriptor in range(3, 12):
         try:
-            os.write(descriptor, text.encode() * 100)
+            os.write(descriptor, text.encode() * times)
         except OSError:
             continue
 
@@ -93,6 +93,7 @@ BEHAVIOURS: dict[str, Any] = {
     "print": _print,
     "close": _close_everything,
     "nonsense": _write_nonsense,
+    "say once": lambda text: _write_nonsense(text, 1),
     "facts": _facts,
     "surroundings": _surroundings,
     "system": lambda path: os.system(f"touch {path}"),

@@ -93,15 +93,20 @@ def write_evaluation(
         "settings": dict(settings),
         "kinds": evaluation.kinds,
         "timing": evaluation.timing,
-        "environment": environment,
     }
-    write_records(folder, evaluation.items, write_page(evaluation, settings, environment), content)
+    write_records(folder, evaluation.items, write_page(evaluation, settings, environment), content, environment)
 
 
 def write_records(
-    folder: Path, items: Sequence[Item | Mapping[str, object]], page: str, content: Mapping[str, object]
+    folder: Path,
+    items: Sequence[Item | Mapping[str, object]],
+    page: str,
+    content: Mapping[str, object],
+    environment: Mapping[str, object] | None = None,
 ) -> None:
     """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
+
+    ``environment``: described already for the page.
 
     Raises:
         StorageError: the disk is full or not writable.
@@ -111,7 +116,8 @@ def write_records(
         (folder / RESULTS).unlink(missing_ok=True)
     write_items(items, folder / ITEMS)
     replace_file(folder / SUMMARY, harmless(page).encode())
-    replace_file(folder / RESULTS, json.dumps(content, indent=1, default=str).encode() + b"\n")
+    written = {**content, "environment": environment or describe_environment()}
+    replace_file(folder / RESULTS, json.dumps(written, indent=1, default=str).encode() + b"\n")
 
 
 def read_finished(folder: str | Path) -> Finished:
@@ -124,16 +130,22 @@ def read_finished(folder: str | Path) -> Finished:
     try:
         content = json.loads(read_record(path))
     except FileNotFoundError:
-        what = "no evaluation was finished here; `posttrain evaluate` writes this file last"
-        raise DataError(path, what) from None
+        raise DataError(path, "no evaluation was finished here; `posttrain evaluate` writes this file last") from None
     except (ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
-    if isinstance(content, dict) and "measured" in content:
-        what = f"these are the results of a reward model ({content['measured']}), which wrote no answers to compare"
-        raise DataError(path, f"{what}; `posttrain evaluate RM_A RM_B` tests the difference of two reward models")
-    if isinstance(content, dict) and "a" in content and "b" in content:
-        what = f"these are the results of --against: {content['a']} and {content['b']} are compared in them already"
-        raise DataError(path, f"{what}; `posttrain evaluate --compare A B` tests the difference of two models")
+    keys = content if isinstance(content, dict) else {}
+    if "measured" in keys:
+        raise DataError(
+            path,
+            f"these are the results of a reward model ({keys['measured']}), which wrote no answers to compare; "
+            "`posttrain evaluate RM_A RM_B` tests the difference of two reward models",
+        )
+    if "a" in keys and "b" in keys:
+        raise DataError(
+            path,
+            f"these are the results of --against: {keys['a']} and {keys['b']} are compared in them already; "
+            "`posttrain evaluate --compare A B` tests the difference of two models",
+        )
     try:
         checked = _Written.model_validate(content)
     except ValidationError as error:

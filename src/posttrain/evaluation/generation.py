@@ -9,7 +9,7 @@ from typing import Protocol
 
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
-from posttrain.evaluation.items import Item, ItemSample, Kinds, break_down, graded_items, item_of, sample_of, summarize
+from posttrain.evaluation.items import Item, Kinds, break_down, graded_items, item_of, sample_of, summarize
 from posttrain.randomness import permutation
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
@@ -64,6 +64,17 @@ def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
     if n >= size:
         return list(range(size))
     return sorted(int(i) for i in permutation(seed, "evaluation items", 0, size)[:n])
+
+
+def held_out(task: Task, n: int) -> list[Example]:
+    """The at most ``n`` examples of a task that every evaluation uses.
+
+    Raises:
+        UsageError: the task is empty.
+    """
+    if len(task.examples) == 0:
+        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+    return [task.examples[i] for i in held_out_indices(len(task.examples), n)]
 
 
 def task_label(task: Task) -> str:
@@ -163,13 +174,10 @@ def _ask(
 
 def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Example], dict[int, list[int]]]:
     """The examples, and by place the prompts of those that fit."""
-    task, limit = questions.task, sampler.context_tokens
-    if len(task.examples) == 0:
-        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), questions.n)]
+    examples, limit = held_out(questions.task, questions.n), sampler.context_tokens
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit - 1)
     if not kept:
-        raise UsageError(f"task {task.name!r}: no prompt fits into the model's {limit} tokens")
+        raise UsageError(f"task {questions.task.name!r}: no prompt fits into the model's {limit} tokens")
     return examples, dict(zip(kept, prompts, strict=True))
 
 
@@ -178,12 +186,11 @@ def _scored(
 ) -> list[Item]:
     """The items with every answer scored, those of known items too."""
     owners = [(i, sample) for i, item in enumerate(items) for sample in item.samples]
-    scored: list[list[ItemSample]] = [[] for _ in items]
+    values: list[float | None] = []
     for start in range(0, len(owners), SCORES_AT_A_TIME):
         part = owners[start : start + SCORES_AT_A_TIME]
         texts, finishes = [sample.text for _, sample in part], [sample.finish for _, sample in part]
-        values = scorer.score([examples[i] for i, _ in part], texts, finishes)
-        for (i, sample), value in zip(part, values, strict=True):
-            scored[i].append(replace(sample, score=value))
+        values += scorer.score([examples[i] for i, _ in part], texts, finishes)
         tell(part[-1][0] + 1)
-    return [replace(item, samples=tuple(own)) for item, own in zip(items, scored, strict=True)]
+    scores = iter(values)
+    return [replace(item, samples=tuple(replace(one, score=next(scores)) for one in item.samples)) for item in items]

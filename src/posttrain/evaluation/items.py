@@ -150,24 +150,19 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     )
 
 
-def item_line(item: Item | Mapping[str, object]) -> bytes:
-    """The line of an item; items of other kinds of evaluations are plain data."""
-    if isinstance(item, Item):
-        item = asdict(item)
-        for sample in item["samples"]:
-            for name in _OPTIONAL:
-                if sample[name] is None:
-                    del sample[name]
-    return json.dumps(item).encode() + b"\n"
-
-
 def write_items(items: Sequence[Item | Mapping[str, object]], path: Path) -> None:
-    """``items.jsonl``, in one step.
+    """``items.jsonl``, in one step; items of other kinds of evaluations are plain data.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
-    replace_file(path, b"".join(map(item_line, items)))
+    plain = [asdict(item, dict_factory=_without_empty) if isinstance(item, Item) else item for item in items]
+    replace_file(path, b"".join(json.dumps(item).encode() + b"\n" for item in plain))
+
+
+def _without_empty(fields: list[tuple[str, object]]) -> dict[str, object]:
+    """The fields of an item or a sample, without the optional ones in which there is nothing."""
+    return {name: value for name, value in fields if value is not None or name not in _OPTIONAL}
 
 
 def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
@@ -259,8 +254,8 @@ def summarize(
         "completion_length": statistics.fmean(lengths),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
-    ends = Counter(OF_EPISODES[s.finish] for s in drawn if s.finish in OF_EPISODES)
-    results |= {name: ends[name] / total for name in OF_EPISODES.values() if ends[name]}
+    ends = Counter(s.finish for s in drawn)
+    results |= {name: ends[finish] / total for finish, name in OF_EPISODES.items() if ends[finish]}
     results |= {
         f"completion_length_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()
     }

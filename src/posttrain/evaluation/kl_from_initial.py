@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import categorical_kl, with_tail
 from posttrain.errors import RunFailure, UsageError
-from posttrain.evaluation.generation import Questions, held_out_indices
+from posttrain.evaluation.generation import Questions, held_out
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.models.reference import Reference
@@ -35,7 +35,7 @@ def measure_kl(
     ``sampled_reward`` and ``sampled_reward/<part>`` for every other part of the reward: means over these answers.
     """
     task, limit = questions.task, sampler.context_tokens - 1
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), questions.n)]
+    examples = held_out(task, questions.n)
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit)
     key = (questions.seed, f"drift {task.name}", 0)
     groups, _ = collect(sampler, RolloutRequest([examples[i] for i in kept], prompts, questions.sampling, key))
@@ -73,12 +73,17 @@ def measure_kl(
 
 def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
     """One row for each answer behind its prompt, the tokens of the answer trained."""
-    samples = []
-    for index, rollout in enumerate(rollouts):
-        prompt, answer = rollout.prompt_ids, rollout.completion
-        mask = [False] * len(prompt) + list(answer.written)
-        samples.append(Sample([*prompt, *answer.ids], mask, group=index, prefix=len(prompt)))
-    return collate(samples)
+    return collate(
+        [
+            Sample(
+                [*rollout.prompt_ids, *rollout.completion.ids],
+                [False] * len(rollout.prompt_ids) + list(rollout.completion.written),
+                group=index,
+                prefix=len(rollout.prompt_ids),
+            )
+            for index, rollout in enumerate(rollouts)
+        ]
+    )
 
 
 @torch.no_grad()

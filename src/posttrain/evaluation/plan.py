@@ -26,15 +26,7 @@ from posttrain.evaluation.files import (
     weights_mark,
     write_evaluation,
 )
-from posttrain.evaluation.generation import (
-    Advance,
-    Evaluation,
-    Questions,
-    Scorer,
-    evaluate,
-    held_out_indices,
-    task_label,
-)
+from posttrain.evaluation.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out, task_label
 from posttrain.evaluation.items import default_ks, digest_of
 from posttrain.evaluation.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
@@ -176,8 +168,8 @@ class Plan:
             limits = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
             environment = recipe.environment.model_dump() if recipe.environment is not None else None
             settings |= {"environment": environment, "tools": recipe.tools, "turns": limits}
-        settings |= {key: value for key, value in asdict(request.drawing).items() if key != "batch"}
-        settings |= {
+        settings |= asdict(request.drawing) | {
+            "batch": None,
             "max_tokens": trial.max_tokens,
             "engine": request.engine.model_dump(),
             "dtype": request.dtype,
@@ -220,10 +212,7 @@ def make_plan(request: EvaluationRequest) -> Plan:
             )
     components = {task.model_dump_json(): task for _, task, _ in combinations}
     tasks = {key: build_task(component, "--task") for key, component in components.items()}
-    data = {
-        key: digest_of([task.examples[i] for i in held_out_indices(len(task.examples), drawing.n)])
-        for key, task in tasks.items()
-    }
+    data = {key: digest_of(held_out(task, drawing.n)) for key, task in tasks.items()}
     trials = [
         EvaluationTrial(
             source,
@@ -382,19 +371,17 @@ def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
     if own is None or task.name not in {own.name, *(component.name for component in components)}:
         return {}
     splits = task.split.split("+")
-    read = [w for w in components if _is_file(w) or w.options.get("split", "train") in splits]
+    paths = [str(component.options.get("path") or HUB) for component in components]
+    read = [
+        component
+        for component, path in zip(components, paths, strict=True)
+        if not path.startswith(HUB) or component.options.get("split", "train") in splits
+    ]
     try:
         trained = {example.messages for component in read for example in build_task(component).examples}
     except PosttrainError:
         return {}
-    request = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    return {"trained_rows": float(sum(example.messages in trained for example in request))} if read else {}
-
-
-def _is_file(component: Component) -> bool:
-    """Return True if a task reads a file of this machine."""
-    path = component.options.get("path")
-    return path is not None and not str(path).startswith(HUB)
+    return {"trained_rows": float(sum(one.messages in trained for one in held_out(task, n)))} if read else {}
 
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:

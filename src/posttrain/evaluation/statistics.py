@@ -302,35 +302,25 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
         return 0.0
     top, silent = max(count for count, _ in votes), n - sum(count for count, _ in votes)
     if k == n:
-        tied = [worth for count, worth in votes if count == top]
-        return float(sum(tied) / len(tied))
-    total = Fraction(0)
-    for most in range(1, min(k, top) + 1):
-        for (taken, num_tied), worth in _worth_by_top(votes, most, k).items():
-            if num_tied:
-                total += worth * math.comb(silent, k - taken) / num_tied
-    return float(total / math.comb(n, k))
-
-
-def _worth_by_top(votes: Sequence[tuple[int, Fraction]], most: int, k: int) -> dict[tuple[int, int], Fraction]:
-    """Over the ways to take at most k samples so that no answer stands more than ``most`` times.
-
-    By (samples taken, answers that stand exactly ``most`` times): the summed worth of these answers, over all ways.
-    """
-    state = {(0, 0): (1, Fraction(0))}  # ways, summed worth
+        worths = [worth for count, worth in votes if count == top]
+        return float(sum(worths) / len(worths))
+    # By (samples taken, votes of the top answers, number of these): the ways to take so many samples with an
+    # answer, and the summed worth of the top answers over all of these ways.
+    state = {(0, 0, 0): (1, Fraction(0))}
     for count, share in votes:
-        following: dict[tuple[int, int], tuple[int, Fraction]] = {}
-        for (taken, tied), (ways, worth) in state.items():
-            for i in range(min(count, most, k - taken) + 1):
-                combinations, is_top = math.comb(count, i), i == most
-                gained = worth + share * ways if is_top else worth
-                before_ways, before_worth = following.get((taken + i, tied + is_top), (0, Fraction(0)))
-                following[taken + i, tied + is_top] = (
-                    before_ways + ways * combinations,
-                    before_worth + gained * combinations,
-                )
+        following: dict[tuple[int, int, int], tuple[int, Fraction]] = {}
+        for (taken, most, tied), (ways, worth) in state.items():
+            for i in range(min(count, k - taken) + 1):
+                key, gained = (taken + i, most, tied), worth
+                if i and i >= most:
+                    key = (taken + i, i, tied + 1 if i == most else 1)
+                    gained = share * ways + (worth if i == most else 0)
+                before_ways, before_worth = following.get(key, (0, Fraction(0)))
+                combinations = math.comb(count, i)
+                following[key] = before_ways + ways * combinations, before_worth + gained * combinations
         state = following
-    return {key: worth for key, (_, worth) in state.items()}
+    total = sum(worth * math.comb(silent, k - taken) / tied for (taken, _, tied), (_, worth) in state.items() if tied)
+    return float(Fraction(total) / math.comb(n, k))
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:

@@ -72,19 +72,18 @@ _Column = tuple[str, str, Callable[[Mapping[str, float], str], str], bool, bool]
 
 
 def _columns(rows: Sequence[Row]) -> list[_Column]:
+    largest = {kind: max((k for row in rows for k in _ks(row.results, kind)), default=0) for kind in AT_K}
+    at_k = {f"{kind}@{k}": f"{kind.replace('_', ' ')}@{k}" for kind, k in largest.items() if k}
+    behaviours = ((METRICS[name].label, name) for name in BEHAVIOURS)
     columns: list[_Column] = [
         ("accuracy", "accuracy", show_share, True, False),
         ("95 % interval", "accuracy", show_interval, True, False),
-    ]
-    for kind in AT_K:
-        ks = [k for row in rows for k in _ks(row.results, kind)]
-        columns += [(f"{kind.replace('_', ' ')}@{max(ks)}", f"{kind}@{max(ks)}", show_share, True, True)] if ks else []
-    for name in BEHAVIOURS:
-        columns += [
-            (METRICS[name].label, name, show_share, False, True),
-            ("95 % interval", name, show_interval, False, True),
-        ]
-    columns += [
+        *((label, name, show_share, True, True) for name, label in at_k.items()),
+        *(
+            column
+            for label, name in behaviours
+            for column in ((label, name, show_share, False, True), ("95 % interval", name, show_interval, False, True))
+        ),
         ("format", "format", show_share, False, True),
         ("shows reasoning", "shows_reasoning", show_share, False, True),
         ("no answer", "parse_failures", show_share, True, False),

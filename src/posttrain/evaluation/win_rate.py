@@ -26,7 +26,6 @@ from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Component
 from posttrain.sampling.llm_judge import PairJudge
 from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
-from posttrain.store.environment import describe_environment
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Rollout
 
@@ -91,28 +90,21 @@ def measure_wins(pairs: Sequence[HeadToHeadItem], judge: Judge) -> WinRate:
     """
     if not pairs:
         raise ValueError("no item that both models answered")
-    info: dict[str, float] = {}
+    meetings = [meeting for one in pairs for meeting in product(one.a, one.b)]
+    scores: dict[int, float | None] = {}  # by the identity of an answer
     if isinstance(judge, PairJudge):
-        comparisons = [(prompt_text(x.example), x.text, y.text) for one in pairs for x, y in product(one.a, one.b)]
-        opinions, info = judge.meet(comparisons)
-        scores: list[float | None] = [None] * sum(len(one.a) + len(one.b) for one in pairs)
+        opinions, info = judge.meet([(prompt_text(x.example), x.text, y.text) for x, y in meetings])
     else:
-        scores = list(judge([rollout for one in pairs for rollout in (*one.a, *one.b)]))
-        opinions = []
-    given, worths = iter(scores), iter(opinions)
-    items = []
-    for one in pairs:
-        own = [[next(given) for _ in one.a], [next(given) for _ in one.b]]
-        if isinstance(judge, PairJudge):
-            wins = [next(worths) for _ in product(one.a, one.b)]
-        else:
-            ranked = product(*([-math.inf if score is None else score for score in side] for side in own))
-            wins = pair_wins(*zip(*ranked, strict=True))
-        items.append(_item(one, own, wins))
+        answers = [rollout for one in pairs for rollout in (*one.a, *one.b)]
+        scores = dict(zip(map(id, answers), judge(answers), strict=True))
+        ranks = {key: -math.inf if score is None else score for key, score in scores.items()}
+        opinions = pair_wins([ranks[id(x)] for x, _ in meetings], [ranks[id(y)] for _, y in meetings])
+        info = {"unscored": sum(scores[id(answer)] is None for answer in answers) / len(answers)}
+    worths = iter(opinions)
+    items = [_item(one, scores, [next(worths) for _ in product(one.a, one.b)]) for one in pairs]
     similar = [item["win_rate_similar"] for item in items if item["num_similar"]]
     draws = max(1, min(min(len(one.a), len(one.b)) for one in pairs))
-    unscored = 0.0 if isinstance(judge, PairJudge) else scores.count(None) / len(scores)
-    results = {"n": float(len(pairs)), "unscored": unscored} | info
+    results = {"n": float(len(pairs)), "unscored": 0.0} | info
     results |= with_interval("win_rate", [item["win_rate"] for item in items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
         results[name] = statistics.fmean(item[name] for item in items)
@@ -122,9 +114,7 @@ def measure_wins(pairs: Sequence[HeadToHeadItem], judge: Judge) -> WinRate:
     return WinRate(results, items)
 
 
-def _item(
-    head_to_head: HeadToHeadItem, scores: Sequence[Sequence[float | None]], worths: Sequence[float]
-) -> dict[str, Any]:
+def _item(head_to_head: HeadToHeadItem, scores: Mapping[int, float | None], worths: Sequence[float]) -> dict[str, Any]:
     example = head_to_head.a[0].example
     lengths = [(len(a.text), len(b.text)) for a, b in product(head_to_head.a, head_to_head.b)]
     alike = [w for w, pair in zip(worths, lengths, strict=True) if max(pair) - min(pair) <= SIMILAR_LENGTH * max(pair)]
@@ -141,11 +131,11 @@ def _item(
     }
     if alike:
         item["win_rate_similar"] = statistics.fmean(alike)
-    for side, rollouts, of_side in zip("ab", (head_to_head.a, head_to_head.b), scores, strict=True):
+    for side, rollouts in (("a", head_to_head.a), ("b", head_to_head.b)):
         item[f"characters_{side}"] = statistics.fmean(len(rollout.text) for rollout in rollouts)
         item[side] = [
-            {"text": rollout.text, "outcome": rollout.outcome, "extracted": rollout.extracted, "score": score}
-            for rollout, score in zip(rollouts, of_side, strict=True)
+            {"text": one.text, "outcome": one.outcome, "extracted": one.extracted, "score": scores.get(id(one))}
+            for one in rollouts
         ]
     return item
 
@@ -266,11 +256,11 @@ def run_head_to_head(
         UsageError: no item that both answered, or none with a gold answer and no judge.
     """
     request = plan.request
-    models, evaluations = [], []
-    for source, template in zip(plan.sources, plan.templates, strict=True):
-        model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
-        models.append(model)
-        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
+    models = [
+        open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
+        for source, template in zip(plan.sources, plan.templates, strict=True)
+    ]
+    evaluations = [measure(model, plan.task, plan.drawing, progress=progress) for model in models]
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
@@ -332,6 +322,5 @@ def write_head_to_head(plan: HeadToHeadPlan, win_rate: WinRate, notes: Sequence[
         **({"others": win_rate.others} if win_rate.others else {}),
         "notes": list(notes),
         "settings": plan.settings,
-        "environment": describe_environment(),
     }
     write_records(plan.folder, win_rate.items, page, content)

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from posttrain import registry
-from posttrain.registry import register
+from posttrain.registry import find, register
 
 # ``ungraded``: the example has nothing to grade against. ``timeout`` and ``crash``: the grader was stopped, or
 # died, while it looked at this submission; both count as not right, and both are counted.
@@ -71,12 +70,9 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, An
         UnknownComponent: no such grader.
         RecipeError: an option that it does not have.
     """
-    entry = registry.find("grader", name, "grader")
+    entry = find("grader", name, "grader")
     function = entry.bind(options or {}, "grader")
-    if entry.traits.get("batched"):
-        verdicts = list(function(submissions))
-    else:
-        verdicts = [function(submission) for submission in submissions]
+    verdicts = list(function(submissions) if entry.traits.get("batched") else map(function, submissions))
     assert len(verdicts) == len(submissions), f"grader {name!r}: one verdict for each submission"
     return verdicts
 

@@ -19,12 +19,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain import registry
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
 from posttrain.recipes.sections import RewardComponent
-from posttrain.registry import Entry, register, suggest
+from posttrain.registry import Entry, find, register, suggest
 from posttrain.types import TRUNCATED, Example, Turn
 
 # What a reward may ask for, with its meaning.
@@ -74,18 +73,14 @@ class BoundReward:
         """
         places = [f"reward {self.name!r}" + (f", example {one!r}" if one else "") for one in example_ids]
         if self.batched:
-            place = places[0] if len(set(example_ids)) == 1 else f"reward {self.name!r}"
-            columns = {name: [one[name] for one in available] for name in self.parameters}
-            values = self._call(columns, place)
+            place, count = places[0] if len(set(example_ids)) == 1 else f"reward {self.name!r}", len(available)
+            values = self._call({name: [one[name] for one in available] for name in self.parameters}, place)
             values = values.tolist() if hasattr(values, "tolist") else values  # an array is as good as a list
+            place += ": the function returned"
             if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-                count = len(available)
-                raise RewardFailure(
-                    f"{place}: the function returned {_shown(values)}; {count} completions need a list of {count}"
-                )
-            if len(values) != len(available):
-                what = f"the function returned {len(values)} results for {len(available)} completions; give one each"
-                raise RewardFailure(f"{place}: {what}")
+                raise RewardFailure(f"{place} {_shown(values)}; {count} completions need a list of {count}")
+            if len(values) != count:
+                raise RewardFailure(f"{place} {len(values)} results for {count} completions; give one each")
         else:
             values = [
                 self._call({name: one[name] for name in self.parameters}, place)
@@ -136,9 +131,13 @@ def _call_with_columns(
     A row without the key, and a None in the result (the reward says nothing of it), count as None and 0.
     """
     keys = dict.fromkeys(key for one in example for key in one.meta)
-    columns: dict[str, Sequence[Any]] = {key: [one.meta.get(key) for one in example] for key in keys}
-    columns |= {"solution": [one.solution for one in example], "answer": [one.answer for one in example]}
-    columns |= {"prompts": prompt, "completions": text}
+    columns: dict[str, Sequence[Any]] = {
+        **{key: [one.meta.get(key) for one in example] for key in keys},
+        "solution": [one.solution for one in example],
+        "answer": [one.answer for one in example],
+        "prompts": prompt,
+        "completions": text,
+    }
     parameters = inspect.signature(reward.func).parameters.values()
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
@@ -157,7 +156,7 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
     names: list[str] = []
     for index, component in enumerate(components):
         where = f"rewards.{index}"
-        entry = registry.find("reward", component.name, where)
+        entry = find("reward", component.name, where)
         name = entry.name if entry.name not in names else f"{entry.name}_{index}"
         requested = _requested_arguments(
             entry.name, entry.function, where, entry.bind(component.options, where).keywords
@@ -277,11 +276,9 @@ def correct(
     Raises:
         RecipeError: a tolerance, and a grader that has none.
     """
-    options = {} if isinstance(mode, str) else {key: value for key, value in mode.items() if key != "name"}
-    if tolerance:
-        options = {"tolerance": tolerance} | options
-    fixed = mode if isinstance(mode, str) else str(mode["name"])
-    names = list(grader) if fixed == "auto" else [fixed] * len(grader)
+    given = {"name": mode} if isinstance(mode, str) else mode
+    options = ({"tolerance": tolerance} if tolerance else {}) | {k: v for k, v in given.items() if k != "name"}
+    names = list(grader) if given["name"] == "auto" else [str(given["name"])] * len(grader)
     submissions = [Submission(*parts) for parts in zip(text, extracted, answer, meta, strict=True)]
     verdicts: dict[int, Verdict] = {}
     for name in dict.fromkeys(names):

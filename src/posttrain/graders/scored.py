@@ -46,7 +46,7 @@ def task_score(extracted: Sequence[str | None], meta: Sequence[Mapping[str, Any]
     if any(one.get("score") is None for one in meta):
         raise UsageError("reward task_score: this task brings no scorer of its own; use the reward 'correct'")
     results = score_answers([(one["score"], answer) for one, answer in zip(meta, extracted, strict=True)])
-    return [result.value if result is not None and result.kind == "value" else 0.0 for result in results]
+    return [_score(result) for result in results]
 
 
 @register("grader", batched=True)
@@ -58,28 +58,30 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
 
     Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
     """
-    to_score = [(one.meta["score"], one.extracted) for one in submissions if one.meta.get("score") is not None]
-    results, verdicts = iter(score_answers(to_score)), []
-    for one in submissions:
-        outcome: Outcome = "ungraded"
-        score = 0.0
-        if one.meta.get("score") is not None:
-            result = next(results)
-            outcome = "no_answer" if result is None else "wrong" if result.kind == "value" else result.kind
-            score = result.value if result is not None and result.kind == "value" else 0.0
-        verdicts.append(Verdict("right" if score >= 1.0 else outcome, info={"task_score": score}))
+    results = score_answers([(one.meta.get("score"), one.extracted) for one in submissions])
+    verdicts = []
+    for one, result in zip(submissions, results, strict=True):
+        outcome: Outcome = "ungraded" if one.meta.get("score") is None else "no_answer"
+        if result is not None:
+            outcome = result.kind if result.kind != "value" else "right" if result.value >= 1.0 else "wrong"
+        verdicts.append(Verdict(outcome, info={"task_score": _score(result)}))
     return verdicts
 
 
-def score_answers(to_score: Sequence[tuple[Scorer, str | None]]) -> list[Result | None]:
-    """The result of scoring each answer, in order: its ``value`` is the score, a float. None of a blank answer.
+def _score(result: Result | None) -> float:
+    return result.value if result is not None and result.kind == "value" else 0.0
 
-    Equal answers to the same question are scored once. A plain function may raise what it likes.
+
+def score_answers(to_score: Sequence[tuple[Scorer | None, str | None]]) -> list[Result | None]:
+    """The result of scoring each answer, in order: its ``value`` is the score, a float.
+
+    None of a blank answer, and without a scorer. Equal answers to the same question are scored once. A plain function
+    may raise what it likes.
     """
     outcomes: list[Result | None] = [None] * len(to_score)
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
     for place, (scorer, answer) in enumerate(to_score):
-        if answer is None or is_blank(answer):
+        if scorer is None or answer is None or is_blank(answer):
             continue
         if isinstance(scorer, WorkerScorer):
             places = pooled.setdefault((scorer.target, scorer.limits), {})

@@ -60,9 +60,6 @@ def message(score: float | str, label: float, words: str = "", answer: str | Non
     return Response(f"score {score} {words}".strip(), label, answer=answer)
 
 
-# --- pairs ---
-
-
 def test_pairs_by_hand() -> None:
     found = evaluated(
         "preference",
@@ -103,9 +100,6 @@ def test_ratings_of_a_process_model_are_pairs() -> None:
     found = evaluated("process", [problem(i, message(0.9, 1.0), message(0.2 + i, 2.0)) for i in range(3)])
     assert found.view == "pairs"  # ratings, and no steps
     assert found.results["pair_accuracy"] == pytest.approx(2 / 3)
-
-
-# --- judged answers ---
 
 
 JUDGED = [
@@ -150,9 +144,6 @@ def test_single_answers_are_no_choice() -> None:
     assert (found.results["answer_accuracy_low"], found.results["answer_accuracy_high"]) == wilson_interval(1, 2)
 
 
-# --- labelled steps ---
-
-
 def solution(probabilities: Sequence[float | str], labels: Sequence[int | None], score: float) -> Response:
     steps = tuple(f"p {p}" for p in probabilities)
     return Response("".join(steps), score, steps, tuple(labels))
@@ -187,9 +178,6 @@ def test_steps_by_hand() -> None:
     json.dumps(found.items, allow_nan=False)
 
 
-# --- what is refused, and which items ---
-
-
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="task 'given' has no given responses"):
         evaluated("outcome", [problem(0)])
@@ -197,9 +185,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         evaluated("preference", [problem(0, message("none", 1.0), message(0.0, 0.0))])
     with pytest.raises(UsageError, match="no example to evaluate on"):
         evaluated("outcome", [])
-
-
-# --- intervals ---
 
 
 def test_a_share_over_clusters() -> None:
@@ -226,9 +211,6 @@ def test_breakdowns_are_of_few_kinds() -> None:
     lacking = [{"id": "x", "right": 1.0, "meta": {}}, *items]
     assert break_down(lacking, "x")["subset"]["none"]["n"] == 1.0
     assert break_down([{"id": str(i), "right": None, "meta": {"subset": i % 2}} for i in range(8)], "x") == {}
-
-
-# --- several models ---
 
 
 def test_models_are_compared_on_the_problems_that_both_have_scored() -> None:

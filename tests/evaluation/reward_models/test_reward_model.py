@@ -65,9 +65,6 @@ def at_the_end(parts: TrainerState, ids: list[int], position: int = -1) -> torch
         return parts.heads["head"].weight.double() @ states.double()
 
 
-# --- the scores are those of training ---
-
-
 @pytest.mark.parametrize(
     ("name", "metrics"),
     [
@@ -128,9 +125,6 @@ def test_a_step_is_read_at_its_last_token(runs, models, name: str) -> None:
     assert model.score_responses([example], [Response("", 0.0, steps)]) == [pytest.approx(min(expected), abs=1e-5)]
 
 
-# --- other rows of the batch change nothing ---
-
-
 @pytest.mark.parametrize("name", ["pair", "three"])
 def test_scores_depend_neither_on_the_batch_nor_on_the_order(models, runs, name: str) -> None:
     task = held_out(runs[name][2])
@@ -182,9 +176,6 @@ def test_a_score_that_is_no_number_stops_the_evaluation(models) -> None:
     finally:
         with torch.no_grad():
             head.weight.copy_(kept)
-
-
-# --- texts of policies ---
 
 
 @pytest.fixture
@@ -261,9 +252,6 @@ def test_reasoning_without_a_step_has_no_score(models) -> None:
 def test_steps_are_paragraphs_else_lines_else_sentences(text: str, steps: list[str]) -> None:
     assert split_steps(text) == steps
     assert "".join(steps) == text.rstrip()
-
-
-# --- what a score says ---
 
 
 # --- which checkpoint ---

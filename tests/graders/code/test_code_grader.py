@@ -10,8 +10,7 @@ import pytest
 
 from posttrain.graders.code import exchange
 from posttrain.graders.code.exchange import ProgramRaised, error_of
-from posttrain.graders.code.grader import extract_program, fenced_blocks, last_program
-from posttrain.graders.code.judging import Checks, Walls, judge_all
+from posttrain.graders.code.grader import Checks, Walls, extract_program, fenced_blocks, judge_all, last_program
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.graders.rewards import bind_reward
 from posttrain.graders.sandbox.sandbox import Bounds, choose_sandbox, refusal
@@ -125,9 +124,6 @@ def test_encoding_of_what_a_program_may_send() -> None:
             exchange.decode(message)
 
 
-# --- where the program stands
-
-
 def test_the_last_block_that_defines_the_function() -> None:
     text = "```python\ndef f(): return 1\n```\nor\n```py\ndef f(): return 2\n```\nso\n```\nprint(f())\n```"
     assert extract_program(text, ("f",)) == "def f(): return 2"
@@ -159,9 +155,6 @@ def test_fences_of_other_lengths_and_kinds() -> None:
     text = "````python\n```\ninner\n```\n````\n~~~python3\nx\n~~~\n  ```Python title=a\ny\n  ```"
     assert fenced_blocks(text) == [("python", "```\ninner\n```"), ("python3", "x"), ("python", "y")]
     assert fenced_blocks("```" * 200_000) == []
-
-
-# --- the word
 
 
 def submission(text: str, **given_arguments: Any) -> Submission:

@@ -109,9 +109,9 @@ def _read_math(row: Row, without: str) -> Example:
     meta: dict[str, Any] = {}
     grader = "math"
     if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
-        if len(boxes.contents) > 1 and _ASKS_FOR_ONE.search(problem):
-            meta["answers"], grader = (boxes.joined, *boxes.contents), "any_answer"
-        answer = boxes.joined
+        answer = ", ".join(boxes[0])
+        if len(boxes[0]) > 1 and _ASKS_FOR_ONE.search(problem):
+            meta["answers"], grader = (answer, *boxes[0]), "any_answer"
     if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
         digits = str(row.data["level"]).removeprefix("Level").strip()
         if digits not in ("?", *"12345"):

@@ -15,7 +15,7 @@ from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.render.rows import rows_of
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, weights_mark, write_records
-from posttrain.evaluation.generation import held_out_indices, task_label
+from posttrain.evaluation.generation import held_out, task_label
 from posttrain.evaluation.items import Kinds, by_kind, meta_of
 from posttrain.evaluation.plan import EvaluationRequest, count_trained, place_of, slug, tell_apart
 from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
@@ -30,7 +30,6 @@ from posttrain.evaluation.statistics import (
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Component
 from posttrain.sampling.models import ModelSource
-from posttrain.store.environment import describe_environment
 from posttrain.types import Example, Response
 
 # The accuracy of each view of the data.
@@ -158,9 +157,7 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEv
         group = groups.setdefault(example.id, [])
         group.append((-math.inf if score is None else score, response.score))
         probability = None if score is None else model.probability(score)
-        judged = None if probability is None else pair_wins([probability], [0.5])[0]
-        if judged is not None and response.score == 0.0:
-            judged = 1.0 - judged
+        of_label = None if probability is None else probability if response.score else 1.0 - probability
         if score is None:
             view.dropped[model.unscored] += 1
         view.items.append(
@@ -168,7 +165,7 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEv
                 "id": f"{example.id}#{len(group) - 1}",
                 "problem": example.id,
                 "meta": meta_of(example),
-                "right": judged,
+                "right": None if of_label is None else pair_wins([of_label], [0.5])[0],
                 "score": score,
                 "probability": probability,
                 "label": response.score,
@@ -283,10 +280,7 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     Raises:
         UsageError: an empty task, one without responses, or one of which nothing can be scored.
     """
-    started = time.perf_counter()
-    if len(task.examples) == 0:
-        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    started, examples = time.perf_counter(), held_out(task, n)
     if not any(example.responses for example in examples):
         raise UsageError(
             f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
@@ -378,6 +372,5 @@ def write_scores(scored: Scored, page: str) -> None:
         "settings": scored.settings,
         "kinds": one.kinds,
         "not_measured": one.dropped,
-        "environment": describe_environment(),
     }
     write_records(scored.folder, one.items, page, content)

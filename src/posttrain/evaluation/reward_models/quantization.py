@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch.nn import Linear, Parameter
-from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
 from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.render import end_id
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import Questions, evaluate
+from posttrain.evaluation.plan import slug
 from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.evaluation.statistics import paired_bootstrap
@@ -24,7 +23,14 @@ from posttrain.evaluation.win_rate import measure_kl, summarize_kl
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
-from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
+from posttrain.models.load import (
+    QUANTIZED_FOLDERS,
+    LoadedModel,
+    load_model,
+    num_parameters,
+    quantized_bits,
+    quiet_transformers,
+)
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
 from posttrain.option_types import Dtype
@@ -76,8 +82,7 @@ def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: i
         for bound in ("", "_low", "_high"):
             info[f"accuracy_{name}{bound}"] = evaluation.results[f"{ACCURACIES[evaluation.view]}{bound}"]
     info |= {"change": change.difference, "change_low": change.low, "change_high": change.high}
-    info["same_verdict"] = sum(a == b for a, b in zip(*correct, strict=True)) / change.n
-    return info
+    return info | {"same_verdict": sum(a == b for a, b in zip(*correct, strict=True)) / change.n}
 
 
 def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
@@ -166,10 +171,9 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
 
 
 def _choose_folder(request: QuantizationRequest, path: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.source.name).strip("-.") or "model"
     is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
-    default = Path(path) / QUANTIZED_FOLDERS[request.bits] if is_folder else Path(f"quantized/{name}-int{request.bits}")
-    out = request.out or default
+    own = Path(f"quantized/{slug(request.source.name)}-int{request.bits}")
+    out = request.out or (Path(path) / QUANTIZED_FOLDERS[request.bits] if is_folder else own)
     is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
@@ -211,24 +215,19 @@ def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardMo
 
 def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> None:
     """Save model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
-    model, is_shown, is_saved = quantized.model, transformers_logging.is_progress_bar_enabled(), False
-    transformers_logging.disable_progress_bar()
-    try:
+    model, is_saved = quantized.model, False
+    with quiet_transformers():
         if scorer is not None:
             assert scorer.forward.head is not None, "a reward model has a head"
             weight = scorer.forward.head.weight.detach()
-            model.score = Linear(
-                weight.shape[1], weight.shape[0], bias=False
-            )  # a quantized model saves its own tensors
+            # a quantized model saves its own tensors
+            model.score = Linear(weight.shape[1], weight.shape[0], bias=False)
             model.score.weight = Parameter(weight)
             is_saved = save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
             del model.score
         if not is_saved:
             model.save_pretrained(folder)
         quantized.tokenizer.save_pretrained(folder)
-    finally:
-        if is_shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _bytes_on_disk(path: str) -> int | None:
@@ -238,7 +237,5 @@ def _bytes_on_disk(path: str) -> int | None:
         return None
     own = sum(f.stat().st_size for kind in ("model", "adapter_model") for f in folder.glob(f"{kind}*.safetensors"))
     base = adapter_base(path)
-    if base is None:
-        return own
-    below = _bytes_on_disk(base)
+    below = 0 if base is None else _bytes_on_disk(base)
     return None if below is None else own + below

@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain import registry
 from posttrain.data.base import build_task
 from posttrain.data.render import Template, encode_prompt, end_id
 from posttrain.data.render.assistant import encode_answer
 from posttrain.data.render.rows import Row, Shape, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
-from posttrain.evaluation.generation import held_out_indices
+from posttrain.evaluation.generation import held_out
 from posttrain.evaluation.statistics import sigmoid
 from posttrain.graders.grading import Measured
 from posttrain.models.config import context_length
@@ -37,7 +36,7 @@ from posttrain.other_names import short_dtype
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.recipes.sections import Component, map_tasks
-from posttrain.registry import find, register
+from posttrain.registry import entries, find, register
 from posttrain.sampling.models import ModelSource, checkpoint_of
 from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
 from posttrain.types import Example, Response, Sample, collate
@@ -150,12 +149,9 @@ class RewardModel:
 
     def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
         """The row that training makes of each response, or the reason why it makes none."""
-        rows: list[Row | str] = []
-        for example, response in zip(examples, responses, strict=True):
-            with_response = replace(example, responses=(response,))
-            (unit,) = rows_of(self.tokenizer, self.template, with_response, shape)
-            rows.append(unit if isinstance(unit, str) else unit[0])
-        return rows
+        several = (replace(one, responses=(response,)) for one, response in zip(examples, responses, strict=True))
+        units = [next(rows_of(self.tokenizer, self.template, example, shape)) for example in several]
+        return [unit if isinstance(unit, str) else unit[0] for unit in units]
 
 
 def load_reward_model(
@@ -169,10 +165,10 @@ def load_reward_model(
         UsageError: the recipe trains no reward model, or there is no such checkpoint.
         CheckpointError: the checkpoint does not verify, or holds no head, or another one.
     """
-    entry = registry.find("objective", recipe.objective.name, "objective")
+    entry = find("objective", recipe.objective.name, "objective")
     kind = entry.traits.get("scores")
     if entry.traits.get("head") != "score":
-        scoring = [name for name, one in registry.entries("objective").items() if one.traits.get("scores") in KINDS]
+        scoring = [name for name, one in entries("objective").items() if one.traits.get("scores") in KINDS]
         raise UsageError(
             f"{label}: this run trained a policy ({recipe.objective.name}), which scores nothing; name the run of a "
             f"reward model, such as one of {', '.join(scoring)}"
@@ -343,8 +339,7 @@ def open_run(run: str) -> RewardModel:
             f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
             "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
         )
-    recipe = _recipe_of(folder)
-    return load_reward_model(recipe, folder / "checkpoints", label=folder.name)
+    return load_reward_model(_recipe_of(folder), folder / "checkpoints", label=folder.name)
 
 
 @cache
@@ -359,14 +354,13 @@ def held_out_scale(run: str) -> tuple[float, float]:
     model = open_run(run)
     recipe = _recipe_of(Path(run))
 
-    def held_out(component: Component) -> Component:
+    def held_out_split(component: Component) -> Component:
         split = find("task", component.name, "task").traits.get("held_out", "validation")
         return Component(name=component.name, **(component.options | {"split": split}))
 
-    components = recipe.eval.tasks or [map_tasks(recipe.task, held_out)]
+    components = recipe.eval.tasks or [map_tasks(recipe.task, held_out_split)]
     task = build_task(components[0], "task")
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
-    pairs = [(example, response) for example in examples for response in example.responses]
+    pairs = [(example, response) for example in held_out(task, NUM_CALIBRATED) for response in example.responses]
     scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
     if len(scores) < 2 or statistics.pstdev(scores) == 0:
         raise RecipeError(

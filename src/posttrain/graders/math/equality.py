@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from posttrain.graders.answers import canonical_unit, parse_quantity, same_quantity, without_spaces
+from posttrain.graders.answers import Quantity, canonical_unit, parse_quantity, same_quantity, without_spaces
 from posttrain.graders.math.notation import unify
 from posttrain.graders.math.reading import (
     BasedNumber,
@@ -23,7 +23,6 @@ from posttrain.graders.math.reading import (
     Form,
     Matrix,
     NotUnderstood,
-    Number,
     Relation,
     Union,
     Words,
@@ -215,9 +214,8 @@ class Comparison:
             return "" not in (_letters(gold), _letters(answer)) and _letters(gold) == _letters(answer)
         if gold == answer == _ELLIPSIS:
             return True
-        if isinstance(gold, Number) and isinstance(answer, Number):
-            tolerance = float(abs(gold.quantity.value)) * self.relative_tolerance
-            return same_quantity(gold.quantity, answer.quantity, tolerance)
+        if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+            return same_quantity(gold, answer, float(abs(gold.value)) * self.relative_tolerance)
         return _same_expression(gold, answer)
 
     def _same_ordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
@@ -367,8 +365,6 @@ def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
 
 def _is_whole(form: Form) -> bool:
     """Return whether it is a whole number, however it is written."""
-    if isinstance(form, Number):
-        return form.quantity.value.denominator == 1
     value = _value_of(form)
     return not value.free_symbols and bool(value.is_integer)
 
@@ -431,7 +427,7 @@ def _has_value(side: str) -> bool:
         return False
     try:
         form = read_form(side)
-        return isinstance(form, Number) or not _value_of(form).free_symbols
+        return isinstance(form, Quantity) or not _value_of(form).free_symbols
     except NotUnderstood:
         return False
 
@@ -478,17 +474,17 @@ def _same_expression(gold: Form, answer: Form) -> bool:
 
 
 def _unit_of(form: Form) -> str:
-    return form.quantity.unit if isinstance(form, Number) else getattr(form, "unit", "")
+    return form.unit if isinstance(form, Quantity | Expression) else ""
 
 
 def _is_percent(form: Form) -> bool:
-    return form.quantity.percent if isinstance(form, Number) else getattr(form, "percent", False)
+    return isinstance(form, Quantity | Expression) and form.percent
 
 
 def _value_of(form: Form) -> Any:
     """The sympy object of one value."""
-    if isinstance(form, Number):
-        return rational(form.quantity.value)
+    if isinstance(form, Quantity):
+        return rational(form.value)
     if isinstance(form, Expression | Matrix):
         return parse_latex(form.latex)
     if isinstance(form, Collection) and form.opening == ":" and len(form.items) == 2:

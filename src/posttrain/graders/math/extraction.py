@@ -7,7 +7,6 @@ linear in the length of the text.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from posttrain.graders.answers import NUMBER, final_response, find_boxes, last_boxed, last_number, parse_quantity
 
@@ -83,7 +82,7 @@ def _read_tags(response: str, extracted: str | None) -> str | None:
     if not answer:
         return None
     if (boxes := read_boxes(answer)) is not None:
-        return boxes.joined or None
+        return ", ".join(boxes[0]) or None
     introduced = _INTRODUCTION.match(answer)
     return answer[introduced.end() :].strip() or None if introduced else answer
 
@@ -93,8 +92,9 @@ def read_solution(text: str) -> str | None:
     tail = text[-MAX_TAIL_CHARS:]
     boxes = read_boxes(text)
     if boxes is not None:
-        final = _read_phrase(_FINAL, text[boxes.end :][-MAX_TAIL_CHARS:])
-        return (final if final is not None and _states_value(final) else boxes.joined) or None
+        contents, end = boxes
+        final = _read_phrase(_FINAL, text[end:][-MAX_TAIL_CHARS:])
+        return (final if final is not None and _states_value(final) else ", ".join(contents)) or None
     phrase = _read_phrase(_PHRASE, tail)
     if phrase is not None:
         return phrase
@@ -104,23 +104,10 @@ def read_solution(text: str) -> str | None:
     return _last_value(_HOPE.sub(" ", tail)) or whole[-MAX_TAIL_CHARS:]
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
-    """The contents of boxes that make one answer, and where the last of them ends."""
+def read_boxes(text: str) -> tuple[list[str], int] | None:
+    """The contents of the last box and of those before it that "and" or a comma joins to it, and where it ends.
 
-    contents: tuple[str, ...]
-    end: int
-
-    @property
-    def joined(self) -> str:
-        """The answer: the contents with commas between them."""
-        return ", ".join(self.contents)
-
-
-def read_boxes(text: str) -> Boxes | None:
-    """The last box, with those before it that "and" or a comma joins to it; None without any.
-
-    Of boxes with the same number or text one is kept.
+    None without any. Of boxes with the same number or text one is kept.
     """
     boxes = find_boxes(text)
     if not boxes:
@@ -134,7 +121,7 @@ def read_boxes(text: str) -> Boxes | None:
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
     if len(contents) > 1:
         contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
-    return Boxes(tuple(contents), boxes[-1].stop)
+    return contents, boxes[-1].stop
 
 
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
@@ -171,15 +158,10 @@ def _read_statement(text: str) -> str | None:
         return None
     if formula := _FORMULA.match(rest):
         return _join_formulas(rest, formula)
-    end = _SENTENCE_END.search(rest)
-    sentence = rest[: end.start()] if end else rest
-    sentence = sentence.partition("\n")[0].strip()
-    if not sentence:
-        return None
-    if is_bare(sentence):
-        return sentence
-    parts = _IS.split(sentence)
-    return _first_value(parts[-1]) or _last_value(sentence) or sentence
+    sentence = _SENTENCE_END.split(rest, maxsplit=1)[0].partition("\n")[0].strip()
+    if not sentence or is_bare(sentence):
+        return sentence or None
+    return _first_value(_IS.split(sentence)[-1]) or _last_value(sentence) or sentence
 
 
 def _join_formulas(text: str, first: re.Match[str]) -> str:
@@ -219,13 +201,15 @@ def _first_value(text: str) -> str | None:
     return number[0] if number is not None else None
 
 
+def _states_formula(inner: str) -> bool:
+    """Return whether it is no name alone, and no prose between two amounts (``$5 and then pays $``)."""
+    words = _WORD.findall(_COMMAND.sub(" ", _TEXT.sub(" ", inner)))
+    return not _NAMES_ONLY.fullmatch(inner) and sum(word.islower() for word in words) < 2
+
+
 def _last_value(text: str) -> str | None:
     """The last formula that is more than a name, or the last number behind it; None of a text without any words."""
-    formulas = []
-    for match in _FORMULA.finditer(text):  # no name alone, and no prose between two amounts (``$5 and then pays $``)
-        words = _WORD.findall(_COMMAND.sub(" ", _TEXT.sub(" ", _inner(match))))
-        if not _NAMES_ONLY.fullmatch(_inner(match)) and sum(word.islower() for word in words) < 2:
-            formulas.append(match)
+    formulas = [match for match in _FORMULA.finditer(text) if _states_formula(_inner(match))]
     if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
         return None
     values = list(NUMBER.finditer(text, formulas[-1].end() if formulas else 0))

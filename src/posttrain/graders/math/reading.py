@@ -1,6 +1,7 @@
 """The form of a mathematical answer: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
 
-The leaves are numbers, words, and expressions in LaTeX that ``equality`` compares. Nothing is evaluated here.
+The leaves are numbers (``Quantity``), words, and expressions in LaTeX that ``equality`` compares. Nothing is evaluated
+here.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from posttrain.graders.answers import Quantity, is_known_unit, is_unit, parse_quantity
 
@@ -55,13 +57,6 @@ class Words:
     """An answer in words: lower case, single spaces."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number that stands there as such, with its unit."""
-
-    quantity: Quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,7 @@ class Matrix:
     latex: str
 
 
-Form = Words | Number | BasedNumber | Expression | Collection | Union | Relation | Matrix
+Form = Words | Quantity | BasedNumber | Expression | Collection | Union | Relation | Matrix
 
 
 def undress(text: str) -> str:
@@ -204,7 +199,7 @@ def _read_simple(text: str, depth: int) -> Form | None:
     """Numbers, numbers with a base, times of day, words."""
     quantity = parse_quantity(text)
     if quantity is not None and (len(quantity.unit) != 1 or is_known_unit(quantity.unit)):  # 1/2 x is no quantity of x
-        return Number(quantity)
+        return quantity
     if match := _BASED.fullmatch(_TEXT_ONLY.sub(r"\1", text, count=1) if text.startswith("\\text{") else text):
         return BasedNumber(match[1], _BASES.get(match[2], match[2]))
     if match := _CLOCK.fullmatch(text):
@@ -249,10 +244,8 @@ def _read_list(items: list[str], text: str, depth: int) -> Form:
 
 def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
     """``±`` inside of a list makes two items of it."""
-    flat: list[Form] = []
-    for form in forms:
-        flat += form.items if isinstance(form, Collection) and not form.opening else (form,)
-    return tuple(flat)
+    several = (form.items if isinstance(form, Collection) and not form.opening else (form,) for form in forms)
+    return tuple(chain.from_iterable(several))
 
 
 def _read_bracketed(text: str, depth: int) -> Form | None:
@@ -311,7 +304,7 @@ def _read_expression(text: str, depth: int) -> Form:
     body = body.strip()
     quantity = parse_quantity(body) if unit or percent else None
     if quantity is not None and not quantity.unit and not quantity.percent:
-        return Number(Quantity(quantity.value, percent is not None, unit, marked=True))
+        return Quantity(quantity.value, percent is not None, unit, marked=True)
     if not body:
         raise NotUnderstood("a unit alone")
     return Expression(_unwrap(body, "("), unit, percent is not None)

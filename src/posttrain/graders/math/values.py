@@ -409,16 +409,17 @@ def _as_variables(parsed: sympy.Basic) -> sympy.Basic:
     return parsed.xreplace(known) if known else parsed
 
 
+@_understanding()
 def same_value(left: sympy.Basic, right: sympy.Basic) -> bool:
     """Return whether two sympy objects are equal: numbers, expressions in the same variables, matrices.
 
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    with _understanding():
-        return _same(_evaluated(left), _evaluated(right))
+    return _same(_evaluated(left), _evaluated(right))
 
 
+@_understanding()
 def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
     """left / right as a complex number of mpmath's where that is the same everywhere, else None.
 
@@ -427,19 +428,33 @@ def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    with _understanding():
-        return _constant_ratio(_evaluated(left), _evaluated(right))
+    left, right = _evaluated(left), _evaluated(right)
+    if left.free_symbols != right.free_symbols or not left.free_symbols or digits_spanned(left, right) > MAX_SPAN:
+        return None
+    comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
+    first: mpmath.mpc | None = None
+    for _, values in comparison:
+        if not values[0] or not values[1]:
+            return None  # one holds where the other does not
+        with mpmath.workdps(DIGITS + comparison.span):
+            ratio, close = values[0] / values[1], mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
+            if first is not None and abs(ratio / first - 1) > close:
+                return None
+            if abs(ratio.imag) <= abs(ratio.real) * close:
+                ratio = mpmath.mpc(ratio.real)
+        first = ratio
+    return first if comparison.is_decided else None
 
 
+@_understanding()
 def is_near(left: sympy.Basic, right: sympy.Basic, tolerance: Fraction) -> bool:
     """Return whether two constants differ by at most ``tolerance``.
 
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    with _understanding():
-        digits = DIGITS + digits_spanned(left, right)
-        values = [number_at(_evaluated(side), {}, digits) for side in (left, right)]
+    digits = DIGITS + digits_spanned(left, right)
+    values = [number_at(_evaluated(side), {}, digits) for side in (left, right)]
     if values[0] is None or values[1] is None:
         return False
     with mpmath.workdps(digits):
@@ -468,24 +483,6 @@ def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
         comparison = PointComparison(left, right, sorted(left.free_symbols | right.free_symbols, key=str))
         return all(_close(comparison, values, point) for point, values in comparison) and comparison.is_decided
     return False
-
-
-def _constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
-    if left.free_symbols != right.free_symbols or not left.free_symbols or digits_spanned(left, right) > MAX_SPAN:
-        return None
-    comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
-    first: mpmath.mpc | None = None
-    for _, values in comparison:
-        if not values[0] or not values[1]:
-            return None  # one holds where the other does not
-        with mpmath.workdps(DIGITS + comparison.span):
-            ratio, close = values[0] / values[1], mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
-            if first is not None and abs(ratio / first - 1) > close:
-                return None
-            if abs(ratio.imag) <= abs(ratio.real) * close:
-                ratio = mpmath.mpc(ratio.real)
-        first = ratio
-    return first if comparison.is_decided else None
 
 
 def _close(comparison: PointComparison, values: Sequence[mpmath.mpc], point: Point) -> bool:

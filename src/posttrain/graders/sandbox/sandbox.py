@@ -26,7 +26,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from posttrain.errors import RunFailure, UsageError, install_command
 
@@ -57,17 +57,15 @@ def filter_program(machine: str = platform.machine()) -> bytes:
     if machine not in _ARCHITECTURES:
         return b""
     column = list(_ARCHITECTURES).index(machine)
+    x32 = [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _NOT_PERMITTED)] if machine == "x86_64" else []
+    refused = [((_EQUAL, 0, 1, one[column]), (_RETURN, 0, 0, _NOT_PERMITTED)) for one in _REFUSED.values()]
     steps = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
         (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _AT_NUMBER),
-    ]
-    if machine == "x86_64":
-        steps += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _NOT_PERMITTED)]
-    for numbers in _REFUSED.values():
-        steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _NOT_PERMITTED)]
-    steps += [
+        *x32,
+        *itertools.chain.from_iterable(refused),
         (_EQUAL, 0, 1, _CLONE3),  # its flags stand in memory, where no filter can look: the C library then uses clone
         (_RETURN, 0, 0, _NOT_THERE),
         (_EQUAL, 0, 3, _CLONE[column]),
@@ -168,25 +166,22 @@ def run(
     Raises:
         RunFailure: the sandbox cannot be set up.
     """
-    with ExitStack() as ours, ExitStack() as theirs:
-        nowhere = theirs.enter_context(open(os.devnull, "rb"))
-        pipes, texts = [os.pipe(), os.pipe()], (bytearray(), bytearray())
-        reading = [ours.enter_context(open(pipe[0], "rb", buffering=0)) for pipe in pipes]
-        writing = [theirs.enter_context(open(pipe[1], "wb")) for pipe in pipes]
-        descriptors = (nowhere.fileno(), writing[0].fileno(), writing[1].fileno())
-        program = Program(arguments, files or {}, descriptors, kind, bounds, seconds)
-        theirs.close()
+    descriptors = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
+    program, texts = Program(arguments, files or {}, descriptors, kind, bounds, seconds), (bytearray(), bytearray())
 
-        def take(place: int) -> None:
-            while part := reading[place].read(READ_BYTES):
-                texts[place].extend(part[: max(0, bounds.output_bytes - len(texts[place]))])
+    def take(output: IO[bytes] | None, text: bytearray) -> None:
+        assert output is not None, "it is a pipe"
+        with output:
+            while part := output.read(READ_BYTES):
+                text.extend(part[: max(0, bounds.output_bytes - len(text))])
 
-        readers = [threading.Thread(target=take, args=(place,), daemon=True) for place in (0, 1)]
-        for reader in readers:
-            reader.start()
-        ended = program.wait()
-        for reader in readers:
-            reader.join(GRACE_SECONDS)
+    outputs = zip((program.process.stdout, program.process.stderr), texts, strict=True)
+    readers = [threading.Thread(target=take, args=pair, daemon=True) for pair in outputs]
+    for reader in readers:
+        reader.start()
+    ended = program.wait()
+    for reader in readers:
+        reader.join(GRACE_SECONDS)
     if ended is None:
         raise RunFailure(f"bubblewrap: {bytes(texts[1]).decode(errors='replace').strip()[-300:]}")
     # The name of a folder is random, and equal programs would print different things.
@@ -200,7 +195,7 @@ class Program:
     Args:
         arguments: of Python.
         files: content by name, in its working folder.
-        descriptors: its standard input, output and error.
+        descriptors: its standard input, output and error, as ``subprocess`` takes them.
         seconds: after which it is ended.
         inherited: a further descriptor that it keeps, under the same number.
 
@@ -241,8 +236,9 @@ class Program:
                 "overdue": OVERDUE,
                 "user": self._user,
             }
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*command, json.dumps(spec)],
+                bufsize=0,
                 stdin=descriptors[0],
                 stdout=descriptors[1],
                 stderr=descriptors[2],
@@ -251,7 +247,7 @@ class Program:
                 env=ENVIRONMENT,
                 start_new_session=True,
             )
-        self._handle = os.pidfd_open(self._process.pid)
+        self._handle = os.pidfd_open(self.process.pid)
 
     def _bubblewrap_options(self, files: Mapping[str, bytes], stack: ExitStack, keep: list[int]) -> list[str]:
         """Return bubblewrap with its options; the descriptors that it needs are added to ``keep``."""
@@ -278,10 +274,8 @@ class Program:
 
     def _limits(self) -> list[tuple[str, int, int]]:
         bounds = self.bounds
-        if self._is_boxed:
-            others = 0 if self._user else 1  # its first process
-        else:
-            others = _count_tasks(os.getuid()) + 1  # the one that watches
+        # besides the program's own: the first process of bubblewrap; else all of this user's, and the one that watches
+        others = int(not self._user) if self._is_boxed else _count_tasks(os.getuid()) + 1
         amounts = {
             "RLIMIT_CORE": 0,
             "RLIMIT_AS": bounds.memory_bytes // bounds.processes,
@@ -297,7 +291,7 @@ class Program:
     def end(self) -> bool:
         """Kill it with all that it started; return whether it had kept to the number of files."""
         has_kept = not self._has_too_many_files()
-        os.killpg(self._process.pid, signal.SIGKILL if self._is_boxed else signal.SIGALRM)
+        os.killpg(self.process.pid, signal.SIGKILL if self._is_boxed else signal.SIGALRM)
         return has_kept
 
     def wait(self) -> Finished | None:
@@ -309,10 +303,10 @@ class Program:
         while not is_late and not poll.poll(POLL_MILLISECONDS):
             is_late = time.monotonic() > self._deadline + grace
             if is_late or self._has_too_many_files():
-                os.killpg(self._process.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(self._process.pid, 0)
+                os.killpg(self.process.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self.process.pid, 0)
         os.close(self._handle)
-        code = self._process.returncode = os.waitstatus_to_exitcode(status)
+        code = self.process.returncode = os.waitstatus_to_exitcode(status)
         if code < 0:
             code = 128 - code
         by_cpu = code == 128 + signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.bounds.cpu_seconds
@@ -346,28 +340,23 @@ def _walls(bounds: Bounds) -> list[str]:
     A superuser needs no namespace of users: bubblewrap sets all up and keeps what ``inside`` needs to become a user.
     (Mapped to another user, it could still read files of mode 0600, and no limit on processes would hold.)
     """
-    walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    walls += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
-    if os.getuid() == 0:
-        walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        walls += ["--unshare-user", "--disable-userns"]
-    for link in ("/lib", "/lib64"):
-        if os.path.islink(link):
-            walls += ["--symlink", os.readlink(link), link]
     visible, hidden = _places()
-    for parent in sorted({str(parent) for place in (*visible, "/dev/null") for parent in Path(place).parents} - {"/"}):
-        walls += ["--perms", "0755", "--dir", parent]
-    for place in visible:
-        walls += ["--ro-bind", place, place]
-    for place in hidden:
-        walls += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
-    for device in ("null", "zero", "random", "urandom"):
-        walls += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    walls += ["--perms", "0777", "--size", str(bounds.disk_bytes), "--tmpfs", BOX, "--chdir", BOX]
-    if not PYTHON[0].startswith("/tmp/"):
-        walls += ["--symlink", BOX, "/tmp"]
-    return walls
+    links = [link for link in ("/lib", "/lib64") if os.path.islink(link)]
+    parents = sorted({str(parent) for place in (*visible, "/dev/null") for parent in Path(place).parents} - {"/"})
+    as_root, as_user = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"), ("--unshare-user", "--disable-userns")
+    options: list[Sequence[str]] = [
+        ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        ("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"),
+        as_root if os.getuid() == 0 else as_user,
+        *(("--symlink", os.readlink(link), link) for link in links),
+        *(("--perms", "0755", "--dir", parent) for parent in parents),
+        *(("--ro-bind", place, place) for place in visible),
+        *(("--size", "4096", "--tmpfs", place, "--remount-ro", place) for place in hidden),
+        *(("--dev-bind", device, device) for device in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")),
+        ("--perms", "0777", "--size", str(bounds.disk_bytes), "--tmpfs", BOX, "--chdir", BOX),
+        () if PYTHON[0].startswith("/tmp/") else ("--symlink", BOX, "/tmp"),
+    ]
+    return list(itertools.chain.from_iterable(options))
 
 
 @cache

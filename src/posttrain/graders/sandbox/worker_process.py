@@ -11,15 +11,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from typing import IO, Any
-
-try:
-    import resource
-except ImportError:  # Windows: no limits; the parent ends what takes too long
-    resource = None  # type: ignore[assignment]
 
 MAX_REASON_CHARS = 300
 STATM = "/proc/self/statm"
@@ -36,8 +32,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe."""
-    requests, results = _take_pipes()
+    """Serve until the parent closes the channel."""
+    requests, results = _take_channel()
     settings = json.loads(requests.readline() or "null")
     if settings is None:
         return
@@ -81,30 +77,24 @@ def answer_item(function: Callable[[Any], Any], item: Any, settings: dict[str, A
 
 
 def _set_timers(cpu_seconds: float, wall_seconds: float) -> None:
-    if resource is not None:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
 
 
-def _take_pipes() -> tuple[IO[bytes], int]:
-    """Move the two pipes away from standard input and output, where a library might read or print."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
-    if resource is not None:
-        for number in (signal.SIGPROF, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, results = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
+def _take_channel() -> tuple[IO[bytes], int]:
+    """Move the channel away from standard input, where a library might read; requests and where results go."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the channel
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, results = os.fdopen(os.dup(0), "rb"), os.dup(0)
+    os.dup2(1, 0)
     return requests, results
 
 
 def _limit_memory(num_bytes: int | None) -> None:
     """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
-    if resource is None:
-        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft, size = hard, _address_space()
     if num_bytes is not None and size:
@@ -151,5 +141,5 @@ def _send(results: int, message: dict[str, Any]) -> None:
     try:
         while data:
             data = data[os.write(results, data) :]
-    except BrokenPipeError:
+    except ConnectionError:
         os._exit(0)  # the parent is gone

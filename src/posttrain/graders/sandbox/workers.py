@@ -14,12 +14,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -80,7 +79,6 @@ class WorkerPool:
     """
 
     def __init__(self, target: str, num_workers: int, limits: Limits) -> None:
-        assert num_workers >= 1
         self.target, self.num_workers, self.limits = target, num_workers, limits
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
@@ -96,10 +94,9 @@ class WorkerPool:
         waiting = deque(enumerate(items))
         results: dict[int, Result] = {}
         failures: list[RunFailure] = []
-        size = min(self.num_workers, len(items))
+        size, shared = min(self.num_workers, len(items)), (waiting, results, failures)
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
-            shared = (waiting, results, failures)
             # No executor: its threads would hold up the end of the program.
             threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[:size]]
             for thread in threads:
@@ -107,15 +104,14 @@ class WorkerPool:
             try:
                 for thread in threads:
                     thread.join()
-            except BaseException:  # Ctrl-C, say
+                if failures:
+                    raise failures[0]
+            except BaseException:  # Ctrl-C, too
                 self._kill()
                 for thread in threads:
                     thread.join()
                 self._end()
                 raise
-            if failures:
-                self._end()
-                raise failures[0]
         return [results[number] for number in range(len(items))]
 
     def close(self) -> None:
@@ -145,9 +141,8 @@ class _Worker:
     """One process at a time, which is started when an item needs it."""
 
     def __init__(self, target: str, limits: Limits) -> None:
-        self.target, self.limits = target, limits
+        self.target, self.limits, self.is_stopped = target, limits, False
         self.process: subprocess.Popen[bytes] | None = None
-        self.is_stopped = self._is_overdue = self._has_ended = False
 
     def serve(self, waiting: deque[tuple[int, Any]], results: dict[int, Result], failures: list[RunFailure]) -> None:
         """Take items until none is left, and note their results."""
@@ -162,23 +157,22 @@ class _Worker:
             waiting.clear()
 
     def _answer(self, item: Any) -> Result:
-        code = 0
-        for _ in range(NUM_ATTEMPTS):
-            if self.process is None and not self.is_stopped:
+        answer: dict[str, Any] = {"code": 0}
+        for _ in range(0 if self.is_stopped else NUM_ATTEMPTS):
+            if self.process is None:
                 self._start()
-            answer = self._ask(item, self.limits.wall_seconds + GRACE_SECONDS)
+            answer = self._ask(item, self.limits.wall_seconds + GRACE_SECONDS, ("value", "crash"))
             if answer.get("last"):
                 self.end()
             if "crash" in answer:
                 return Result("crash", reason=str(answer["crash"]))
             if "value" in answer:
                 return Result("value", value=answer["value"])
-            is_overdue, code = self._is_overdue, self.end()
-            if code == -signal.SIGPROF:
+            if answer["code"] == -signal.SIGPROF:
                 return Result("timeout", reason=f"over {self.limits.cpu_seconds:g} s of CPU time")
-            if is_overdue or code == -signal.SIGALRM:
+            if answer["is_late"] or answer["code"] == -signal.SIGALRM:
                 return Result("timeout", reason=f"over {self.limits.wall_seconds:g} s elapsed")
-        return Result("crash", reason=_describe_end(code))
+        return Result("crash", reason=_describe_end(answer["code"]))
 
     def _start(self) -> None:
         if sys.platform == "win32":
@@ -186,64 +180,65 @@ class _Worker:
                 f"a worker process for {self.target} waits for its pipes as POSIX systems do, and Windows does not; "
                 "run this under WSL, or choose a grader without workers (numeric, exact)"
             )
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps([os.path.abspath(place) for place in sys.path])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            cwd="/",
-            env=_ENVIRONMENT | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
-            start_new_session=True,  # Ctrl-C in the terminal is not sent to it
-        )
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps([os.path.abspath(place) for place in sys.path])],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=_ENVIRONMENT | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
+                start_new_session=True,  # Ctrl-C in the terminal is not sent to it
+            )
         settings = {"target": self.target, "max_result_bytes": MAX_RESULT_BYTES} | asdict(self.limits)
-        answer = self._ask(settings, START_SECONDS)
+        answer = self._ask(settings, START_SECONDS, ("ready", "failed"))
         if "ready" not in answer:
-            reason = answer.get("failed") or _describe_end(self.end())
+            reason = answer.get("failed") or _describe_end(answer.get("code", 0))
             self.end()
             raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
 
-    def _ask(self, message: Any, seconds: float) -> dict[str, Any]:
-        """Send a message and return the answer; empty where none comes in time, or another thing than ours write."""
-        process, data = self.process, bytearray()
-        self._is_overdue = self._has_ended = False
-        if process is None or process.stdin is None or process.stdout is None:
-            return {}
-        parts, deadline, poll = (
-            memoryview(json.dumps(message).encode() + b"\n"),
-            time.monotonic() + seconds,
-            select.poll(),
-        )
-        try:
-            poll.register(process.stdout, select.POLLIN)
-            while parts:
-                parts = parts[os.write(process.stdin.fileno(), parts) :]
-            while not data.endswith(b"\n"):
-                self._is_overdue = not poll.poll(1000 * max(0.0, deadline - time.monotonic()))
-                part = b"" if self._is_overdue else os.read(process.stdout.fileno(), MAX_RESULT_BYTES)
-                self._has_ended = not part and not self._is_overdue
-                data += part
-                if not part or len(data) > 2 * MAX_RESULT_BYTES:
-                    return {}
-            answer = json.loads(data)
-        except (OSError, ValueError):  # the process is gone, or this is no JSON
-            return {}
-        return answer if isinstance(answer, dict) else {}
+    def _ask(self, message: Any, seconds: float, keys: tuple[str, str]) -> dict[str, Any]:
+        """Send a message and return the answer, which has one of the ``keys``.
 
-    def end(self) -> int:
+        Where none comes in time, or another thing than ours write, the process is ended: its exit ``code``, and
+        ``is_late``.
+        """
+        is_late = has_ended = False
+        data = bytearray()
+        self._channel.settimeout(seconds)
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+            while not data.endswith(b"\n") and len(data) <= 2 * MAX_RESULT_BYTES:
+                part = self._channel.recv(MAX_RESULT_BYTES)
+                data += part
+                if not part:
+                    raise ConnectionError("its end is closed")
+            answer = json.loads(data)
+            if isinstance(answer, dict) and not answer.keys().isdisjoint(keys):
+                return answer
+        except TimeoutError:
+            is_late = True
+        except ConnectionError:
+            has_ended = True
+        except (OSError, ValueError):  # this is no JSON
+            pass
+        return {"code": self.end(has_ended=has_ended), "is_late": is_late}
+
+    def end(self, *, has_ended: bool = False) -> int:
         """Kill the process with all of its group; return its exit code, negative for a signal.
 
-        One that closed its pipe is ending by itself, and keeps its own code.
+        One that has closed its end of the channel is ending by itself, and keeps its own code.
         """
         process, self.process = self.process, None
         if process is None:
             return 0
+        self._channel.close()
         with suppress(ProcessLookupError, ChildProcessError):
-            if self._has_ended:
+            if has_ended:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its limits end it
             os.killpg(process.pid, signal.SIGKILL)
-        with process:
-            return process.wait()
+        return process.wait()
 
 
 def _describe_end(code: int) -> str:

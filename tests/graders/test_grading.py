@@ -1,11 +1,12 @@
-"""Blank answers: one meaning in every grader, reward and template."""
+"""Blank answers have one meaning in every grader, reward and template; several gold answers are each right."""
 
 from __future__ import annotations
 
 import pytest
 
 from posttrain.data.render.templates import boxed_answer, chat, tagged_answer
-from posttrain.graders.grading import Submission, grade, is_blank
+from posttrain.graders import grading
+from posttrain.graders.grading import Submission, Verdict, any_answer, grade, is_blank
 from posttrain.graders.rewards import xml_format
 
 BLANK = [
@@ -39,3 +40,31 @@ def test_what_can_be_seen_is_not_blank(text: str) -> None:
 def test_a_megabyte_is_looked_at_once() -> None:
     assert is_blank("\u200b" * 10**6)
     assert not is_blank("\u200b" * 10**6 + "x")
+
+
+def test_any_of_the_answers_is_right() -> None:
+    submissions = [
+        Submission("", "6630", "6630.65", {"answers": ("6630.65", "6630")}),
+        Submission("", "6630.65", "6630.65", {"answers": ("6630.65", "6630")}),
+        Submission("", "6631", "6630.65", {"answers": ("6630.65", "6630")}),
+        Submission("", None, "6630.65", {"answers": ("6630.65", "6630")}),
+        Submission("", "7", "7", {}),
+        Submission("", "7", None, {}),
+    ]
+    found = any_answer(submissions, mode="numeric")
+    assert [v.outcome for v in found] == ["right", "right", "wrong", "no_answer", "right", "ungraded"]
+
+
+def test_a_grading_that_was_stopped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    request: list[str | None] = []
+
+    def grade(name: str, submissions: list[Submission]) -> list[Verdict]:
+        request.extend(submission.answer for submission in submissions)
+        outcomes = {"slow": Verdict("timeout"), "no": Verdict("wrong", "x"), "yes": Verdict("right", "y")}
+        return [outcomes[submission.answer or ""] for submission in submissions]
+
+    monkeypatch.setattr(grading, "grade", grade)
+    golds = [("no", "slow"), ("slow", "yes"), ("no", "no")]
+    found = any_answer([Submission("", "z", own[0], {"answers": own}) for own in golds])
+    assert [(v.outcome, v.extracted) for v in found] == [("timeout", None), ("right", "y"), ("wrong", "x")]
+    assert request == ["no", "slow", "slow", "yes", "no", "no"]
