@@ -42,8 +42,8 @@ def test_values_worked_by_hand():
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora", "checkpointed"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["lora", "checkpointed"])
+@pytest.mark.parametrize("family", ["qwen3"])
 def test_fused_layers_under_autocast_round_no_worse_than_the_modules(
     family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -67,8 +67,9 @@ def test_fused_layers_under_autocast_round_no_worse_than_the_modules(
     assert 1e-3 < errors[True] < 1.1 * errors[False]
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora", "checkpointed"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "plain"), ("qwen3", "checkpointed"), ("qwen2", "lora"), ("llama", "plain")]
+)
 def test_models_give_what_their_own_modules_give(family: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     """Gradients of all parameters within 1e-5 of the plain path, in fp32; with an adapter, and recomputed."""
     seen = {}
@@ -120,8 +121,9 @@ def long_prompts() -> Batch:
     return collate([Sample(p + a, [False] * 150 + [True] * len(a), group=g, prefix=150) for p, a, g in rows])
 
 
-@pytest.mark.parametrize("kind", ["plain", "float64", "lora", "checkpointed"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "plain"), ("qwen3", "float64"), ("qwen2", "lora"), ("llama", "checkpointed")]
+)
 def test_last_layer_of_long_prompts_is_computed_where_it_is_read(
     family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -234,7 +234,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     with quiet_transformers(), reading_model(section.name, source):
         check_files(source)
         if section.adapter is None and is_adapter(source):
-            from posttrain.models.adapter_files import attach_adapter
+            from posttrain.models.lora import attach_adapter
 
             base = _load_weights(base_of(source), _section_of_base(source, section))
             model = attach_adapter(base, source, is_trainable=True)
@@ -287,7 +287,7 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
         from posttrain.models.quantize import dequantize
 
         base = dequantize(base)
-    from posttrain.models.adapter_files import attach_adapter, merge_adapter
+    from posttrain.models.lora import attach_adapter, merge_adapter
 
     merged = merge_adapter(attach_adapter(base, source, is_trainable=False))
     merged.name_or_path = merged.config._name_or_path = source

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
 from posttrain.models.config import Model, shortest_window
-from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
+from posttrain.models.forward.attention import ATTENTION_NAME, active, install_packed_attention, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
@@ -136,7 +136,7 @@ class Forward:
         own = causal_lm(model).config._attn_implementation
         self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
         self.layers = FusedLayers(causal_lm(model))
-        self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
+        self.attention = "mask"  # the kernel of the packed path, see ``active``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"
         self.window = shortest_window(causal_lm(model).config)
@@ -267,7 +267,7 @@ class Forward:
             hidden = decoder_of(base)(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
-        self.attention = kernel_used()
+        self.attention = active.kernel
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
         predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None

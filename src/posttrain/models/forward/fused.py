@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from posttrain.models.config import Model
-from posttrain.models.forward.attention import active_packing, attend
+from posttrain.models.forward.attention import active, attend
 
 ENABLED = True
 AUTOCAST_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run under autocast
@@ -207,7 +207,7 @@ def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
     With recomputation it is whole: transformers recomputes the ``forward`` of its own class.
     """
-    packing = active_packing()
+    packing = active.packing
     if packing is None or packing.read is None or module.gradient_checkpointing:
         return type(module).forward(module, hidden_states, **kwargs)
     mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
@@ -224,7 +224,7 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    packing, (cos, sin) = active_packing(), position_embeddings
+    packing, (cos, sin) = active.packing, position_embeddings
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
     is_fused = _is_fp32(hidden_states, cos) or _is_autocast_fused(hidden_states, module.q_proj.weight)
     if not knows or not is_fused:

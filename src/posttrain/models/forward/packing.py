@@ -4,8 +4,8 @@ A batch of B rows becomes a stream of N tokens: first every distinct prompt (*pr
 Linear layers see the stream ``[1, N, d]``; only attention knows which tokens belong together.
 
 A *run* is a piece of the stream that attends to itself causally, after a prefix elsewhere in the stream or none.
-Variable-length attention (``varlen.py``) takes runs as they are (``Spans``). Elsewhere (``attention.py``) they attend
-in buckets of similar length, padded to a rectangle.
+Variable-length attention takes runs as they are (``Spans``); elsewhere they attend in buckets of similar length, padded
+to a rectangle (``attention.py``).
 """
 
 from __future__ import annotations
@@ -212,42 +212,38 @@ def pack(batch: Batch, reads: Reads = "before") -> Packing:
     ``readers`` has the place of every trained token.
     """
     device = batch.tokens.device
-    tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
-    lengths, prefixes = batch.lengths.cpu().numpy(), batch.prefix.cpu().numpy()
-    prefix_rows, parent = _shared_prompts(batch)
+    tokens, mask, lengths, prefixes = (x.cpu().numpy() for x in (batch.tokens, batch.mask, batch.lengths, batch.prefix))
+    prompt_rows, parent = _shared_prompts(batch)
     own_start = np.where(parent >= 0, prefixes, 0)
-    prefix_lengths = prefixes[prefix_rows].astype(np.int64)
-    unread = 1 if reads == "before" else 0
-    own_lengths = (lengths - unread - own_start).astype(np.int64)  # may be 0: a one-token answer
-    prefix_offsets = np.concatenate([[0], np.cumsum(prefix_lengths)])
-    row_offsets = prefix_offsets[-1] + np.concatenate([[0], np.cumsum(own_lengths)])
-    pieces = [tokens[r, :n] for r, n in zip(prefix_rows, prefix_lengths, strict=True)]
-    pieces += [tokens[b, s : s + n] for b, (s, n) in enumerate(zip(own_start, own_lengths, strict=True))]
-    places = [np.arange(n) for n in prefix_lengths]
-    places += [np.arange(s, s + n) for s, n in zip(own_start, own_lengths, strict=True)]
+    own_end = lengths - (reads == "before")  # may be the start: a one-token answer
+    pieces = [(row, 0, int(prefixes[row])) for row in prompt_rows]  # row, first token, end
+    pieces += zip(range(len(lengths)), own_start.tolist(), own_end.tolist(), strict=True)
+    starts = np.cumsum([0, *(end - start for _, start, end in pieces)])
+    runs, parents = list[Run](), [-1] * len(prompt_rows) + parent.tolist()
+    for at, (_, start, end), above in zip(starts[:-1].tolist(), pieces, parents, strict=True):
+        prompt = (0, 0) if above < 0 else (runs[above].start, runs[above].length)
+        runs.append(Run(at, end - start, *prompt))
     rows_at, columns_at = np.nonzero(mask)
-    first = columns_at == own_start[rows_at]
-    readers = row_offsets[:-1][rows_at] + columns_at - own_start[rows_at]
-    predictors = readers - 1
-    if len(prefix_rows):
-        last_of_prefix = prefix_offsets[1:][parent[rows_at]] - 1
-        predictors = np.where(first & (parent[rows_at] >= 0), last_of_prefix, predictors)
-    runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
-    for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
-        runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
-    stream = _rounded(np.concatenate(pieces))
+    readers = starts[len(prompt_rows) : -1][rows_at] + columns_at - own_start[rows_at]
+    is_behind_prompt = (parent[rows_at] >= 0) & (columns_at == own_start[rows_at])
+    predictors = np.where(is_behind_prompt, starts[1:][parent[rows_at]] - 1, readers - 1)
+    stream = _rounded(np.concatenate([tokens[row, start:end] for row, start, end in pieces]))
     read = _read(predictors if reads == "before" else np.concatenate([predictors, readers]), len(stream))
+
+    def placed(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(_rounded(values)).to(device)
+
     return Packing(
-        tokens=torch.from_numpy(stream).to(device),
-        positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
-        num_tokens=int(row_offsets[-1]),
+        tokens=placed(stream),
+        positions=placed(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
+        num_tokens=int(starts[-1]),
         runs=tuple(runs),
-        predictors=torch.from_numpy(_rounded(predictors.astype(np.int64))).to(device),
-        readers=None if reads == "before" else torch.from_numpy(_rounded(readers.astype(np.int64))).to(device),
-        targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
+        predictors=placed(predictors),
+        readers=None if reads == "before" else placed(readers),
+        targets=placed(tokens[rows_at, columns_at]),
         num_targets=len(rows_at),
         where=batch.mask,
-        read=None if read is None else torch.from_numpy(read).to(device),
+        read=None if read is None else placed(read),
     )
 
 
