@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import RecipeError
@@ -128,6 +128,7 @@ plain = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(plain)
 def test_what_is_written_is_read_again(value: Any) -> None:
     text = write_yaml({"key": value})

@@ -90,7 +90,8 @@ class _Reader(yaml.SafeLoader):
         self.place, self.has_lines, self.num_values = place, has_lines, 0
         self.lines: dict[str, int] = {}
         if len(text) > MAX_CHARS:
-            raise RecipeError(f"{place}: {len(text):,} characters; there may be at most {MAX_CHARS:,}")
+            what = "a recipe" if has_lines else "a value"
+            raise RecipeError(f"{place}: {len(text):,} characters; {what} has at most {MAX_CHARS:,}")
         super().__init__(text)
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
@@ -100,7 +101,10 @@ class _Reader(yaml.SafeLoader):
     def read(self) -> Any:
         """Return the document."""
         try:
-            node = self.get_single_node()
+            node = self.get_node() if self.check_node() else None
+            if self.check_node():
+                second = "a second document begins here; a recipe is one, so leave the --- out"
+                self._check(False, self.get_node(), second)
             return None if node is None else self._build(node, "", ())
         except RecursionError:
             raise RecipeError(f"{self.place}: nested more than {MAX_DEPTH} deep; a recipe must be flatter") from None

@@ -83,8 +83,6 @@ def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
                     generator = torch.Generator().manual_seed(derive_key(seed, f"adapter {name}") >> 1)
                     uniform = torch.rand(parameter.shape, generator=generator) * 2 - 1
                     parameter.copy_(uniform * (1.0 / sqrt(parameter.shape[1])))
-                elif ".lora_B." in name:
-                    parameter.zero_()
     for written in wrapped.peft_config.values():  # a relative path means something else wherever else it is read
         base = written.base_model_name_or_path
         if base and Path(base).is_dir():
@@ -104,7 +102,8 @@ def describe_reach(model: Model) -> list[str]:
             continue
         name = name.replace(".base_layer", "")
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdecimal()]
-        (reached if name in targets else left)[".".join(parts[-2:])] += parameter.numel()
+        is_reached = name in targets or ".token_adapter." in name  # rows of an embedding
+        (reached if is_reached else left)[".".join(parts[-2:])] += parameter.numel()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"{sum(left.values()):,} of {sum(left.values()) + sum(reached.values()):,} weights"
     kept = f", and leaves out {', '.join(sorted(left))} ({weights})" if left else ""

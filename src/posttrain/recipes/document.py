@@ -407,7 +407,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         parts[i] = str(place)
         if i + 1 == len(parts):
             break
-        child = target[place] if isinstance(target, list) else target.get(place)
+        child = target.get(place) if isinstance(target, dict) else target[place]
         if child is None or isinstance(child, str):  # a bare name gains options
             child = {} if child is None else {"name": child}
         elif not isinstance(child, dict | list):
@@ -415,7 +415,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         target[place] = child
         target = child
     if isinstance(target, dict):
-        _displace(target, {place: parsed})
+        _displace(target, {str(place): parsed})
     target[place] = parsed
     return ".".join(parts)
 

@@ -109,7 +109,8 @@ def attend(
     active.kernel = "mask" if kernel is None else "varlen"
     if kernel is None:
         return in_rectangles(packing, q, k, v, scaling, dropout)[None]
-    return kernel(packing, *(x.to(_computed_in(q)) for x in (q, k, v)), scaling)[None]
+    q, k, v = (x.to(_computed_in(q)) for x in (q, k, v))
+    return kernel(packing, q, k, v, scaling)[None]
 
 
 def in_rectangles(
@@ -153,8 +154,10 @@ def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
     if q.device.type != "cpu":  # memory-efficient attention takes a mask, and no heads that share keys
         k, v = each_query_its_keys(q, k, v)
-    options = {"dropout_p": dropout, "is_causal": mask is None, "scale": scaling}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1], **options)
+    is_causal, shares = mask is None, k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=shares
+    )
 
 
 def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -472,11 +472,6 @@ class ActorCritic:
         return self.policy.is_sharded
 
     @property
-    def attention(self) -> str:
-        """The policy's kernel."""
-        return self.policy.attention
-
-    @property
     def last_slots(self) -> int:
         """Positions that the last pass computed over, in both models."""
         return self.policy.last_slots + self.critic.last_slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
@@ -59,12 +60,10 @@ def even_pieces(
 
 def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:
     """Return the units whose middle lies in this process's part of the sum of all costs."""
-    total, before, mine = sum(costs), 0, []
-    for unit, cost in zip(order, costs, strict=True):
-        if (2 * before + cost) * process_group.size // (2 * total) == process_group.rank:
-            mine.append(unit)
-        before += cost
-    return mine
+    before = itertools.accumulate(costs, initial=0)
+    middles = [2 * start + cost for start, cost in zip(before, costs, strict=False)]  # twice the middles
+    ranks = [middle * process_group.size // (2 * sum(costs)) for middle in middles]
+    return [unit for unit, rank in zip(order, ranks, strict=True) if rank == process_group.rank]
 
 
 def split_padded(
