@@ -402,7 +402,7 @@ class Forward:
                 f"model.attention: {self._own_attention!r} does not compute what sdpa computes with this model here; "
                 "use sdpa, or another train.precision"
             )
-        self.path = "packed" if not named and self._takes_sdpa and self._agrees(PATHS) else "padded"
+        self.path = "packed" if not named and self._takes_sdpa and self._agrees(["padded", "packed"]) else "padded"
         if self.path == "padded":
             causal_lm(self.model).config._attn_implementation = self._own_attention
         self.precision = precision
@@ -443,9 +443,6 @@ class Forward:
             return states.spread(self._predictions(states, "none")[0])
 
         return self._gathered(compute)
-
-
-PATHS: tuple[Literal["packed", "padded"], ...] = ("padded", "packed")
 
 
 class ActorCritic:

@@ -159,10 +159,10 @@ def _fused_forward(module: Any) -> Callable[..., Any] | None:
     is_hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     if family is None or parts[3] != f"modeling_{parts[2]}" or "forward" in vars(module) or is_hooked:
         return None
-    by_name = {f"{family}RMSNorm": _rms_norm, f"{family}MLP": _mlp, f"{family}Attention": _attention}
-    fused = by_name.get(kind.__name__)
-    is_silu = fused is not _mlp or type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    return fused if is_silu else None
+    if kind.__name__ == f"{family}MLP" and type(module.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "MLP": _mlp, "Attention": _attention}
+    return by_name.get(kind.__name__.removeprefix(family))
 
 
 def _is_fp32(x: Tensor, *weights: Tensor) -> bool:

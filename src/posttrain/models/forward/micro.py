@@ -60,9 +60,9 @@ def even_pieces(
 
 def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:
     """Return the units whose middle lies in this process's part of the sum of all costs."""
-    before = itertools.accumulate(costs, initial=0)
-    middles = [2 * start + cost for start, cost in zip(before, costs, strict=False)]  # twice the middles
-    ranks = [middle * process_group.size // (2 * sum(costs)) for middle in middles]
+    total, before = sum(costs), itertools.accumulate(costs, initial=0)
+    middles = ((2 * start + cost) / 2 for start, cost in zip(before, costs, strict=False))
+    ranks = (middle * process_group.size // total for middle in middles)
     return [unit for unit, rank in zip(order, ranks, strict=True) if rank == process_group.rank]
 
 

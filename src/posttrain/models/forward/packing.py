@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -168,9 +168,8 @@ class Packing:
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        parts |= {name: x.to(device) for name, x in parts.items() if isinstance(x, Tensor)}
-        return Packing(**parts)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
@@ -223,17 +222,17 @@ def pack(batch: Batch, reads: Reads = "before") -> Packing:
     is_behind_prompt = (parent[rows_at] >= 0) & (columns_at == own_start[rows_at])
     predictors = np.where(is_behind_prompt, starts[1:][parent[rows_at]] - 1, readers - 1)
 
-    def placed(values: np.ndarray) -> Tensor:
+    def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(_rounded(values)).to(device)
 
     return Packing(
-        tokens=placed(np.concatenate([tokens[row, start:end] for row, start, end in pieces])),
-        positions=placed(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
+        tokens=on_device(np.concatenate([tokens[row, start:end] for row, start, end in pieces])),
+        positions=on_device(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
         num_tokens=int(starts[-1]),
         runs=tuple(runs),
-        predictors=placed(predictors),
-        readers=None if reads == "before" else placed(readers),
-        targets=placed(tokens[rows_at, columns_at]),
+        predictors=on_device(predictors),
+        readers=None if reads == "before" else on_device(readers),
+        targets=on_device(tokens[rows_at, columns_at]),
         num_targets=len(rows_at),
         where=batch.mask,
     )
