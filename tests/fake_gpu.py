@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from posttrain.models.forward import varlen
+from posttrain.models.forward import attention
 
 MPS, CUDA = torch.device("mps"), torch.device("cuda", 0)
 _INSIDE = torch.device(
@@ -298,8 +298,8 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, in_any_memory(getattr(torch, name)))
         patch.setattr(torch, "compile", lambda compute, **_: compute)
-        varlen.kernel_for.cache_clear()
+        attention.kernel_for.cache_clear()
         try:
             yield counts
         finally:
-            varlen.kernel_for.cache_clear()
+            attention.kernel_for.cache_clear()

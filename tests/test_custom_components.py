@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from posttrain import registry, untrusted
@@ -186,10 +185,3 @@ def test_its_options_are_checked_like_any_other(own: Own, capsys: pytest.Capture
         == 2
     )
     assert "advantage 'ranked' compares completions of one prompt" in capsys.readouterr().err
-
-
-def test_the_advantage_by_hand(own: Own) -> None:
-    scope: dict[str, Any] = {}
-    exec(f"{IMPORTS}\n{block_of('ranked')}".replace('@register("advantage", min_group=2)\n', ""), scope)
-    rewards = torch.tensor([[0.0, 5.0, 1.0, 1.0]], dtype=torch.float64)
-    assert torch.allclose(scope["ranked"](rewards), torch.tensor([[-1.0, 1.0, 0.0, 0.0]], dtype=torch.float64))

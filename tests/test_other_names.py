@@ -108,14 +108,11 @@ def test_names_of_other_libraries_lead_to_the_right_key(table: str, least: int) 
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("learning_rate", "This is called train.lr here."),
         ("train.learning-rate", "This is called train.lr here."),
         ("trainer.total_epochs", "This is called train.num_epochs here."),
         ("actor_rollout_ref.rollout.n", "This is called rollout.group_size here."),
-        ("num_generations", "This is called rollout.group_size here."),
         ("beta", "Here it is objective.beta for preferences (dpo)"),
         ("packing", "There is no such key here, and none is needed: rows are always packed"),
-        ("lora_r", "This is called model.adapter.rank here."),
         ("output_dir", "This is called --runs-dir here."),
     ],
 )

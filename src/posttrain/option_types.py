@@ -217,9 +217,8 @@ def server_address(
     except ValueError as error:
         raise _no_url(url, where, variable, f" ({error})") from None
     is_address = ":" in host and parts.netloc.rpartition("@")[2].startswith("[")
-    if scheme not in ("http", "https") or not (is_address or _HOST.fullmatch(host)) or port == 0:
-        raise _no_url(url, where, variable)
-    if parts.query or parts.fragment or not _PATH.fullmatch(parts.path) or not url.isprintable():
+    is_server = scheme in ("http", "https") and (is_address or _HOST.fullmatch(host)) and port != 0
+    if not is_server or parts.query or parts.fragment or not _PATH.fullmatch(parts.path) or not url.isprintable():
         raise _no_url(url, where, variable)
     return scheme, host, port, parts.path.rstrip("/").removesuffix("/v1")
 

@@ -1,7 +1,6 @@
 """YAML as recipes are written in it: the values that JSON has, read by YAML 1.2's rules, with the line of every key.
 
-PyYAML parses; here are the rules of YAML 1.2 and the limits. Only plain data come out, of a bounded size and depth: no
-dates, no tags of one's own, no anchors that hold themselves. What YAML 1.1 and 1.2 read differently is text (``1:30``,
+PyYAML parses; here are the rules of YAML 1.2 and the limits. What YAML 1.1 and 1.2 read differently is text (``1:30``,
 ``on``) or, where a number was surely meant, refused (``010``).
 """
 
@@ -11,27 +10,21 @@ import re
 from typing import Any
 
 import yaml
-from yaml.constructor import ConstructorError
 
 from posttrain.errors import RecipeError
 
-MAX_CHARS, MAX_VALUES, MAX_DEPTH = 2**19, 50_000, 50
-MAX_KEY_CHARS, MAX_DIGITS = 200, 1000
+MAX_CHARS, MAX_VALUES, MAX_DEPTH, MAX_KEY_CHARS, MAX_DIGITS = 2**19, 50_000, 50, 200, 1000
 _TAG = "tag:yaml.org,2002:"
 _PLAIN, _TEXT = "plain", f"{_TAG}str"
-_KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),)}
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*|0x[0-9a-fA-F]+)")
-_OCTAL = re.compile(r"[-+]?0[0-9_]+")
-_REAL = re.compile(r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
-_NAMED = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
-    **{f"{sign}{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")},
-}
-_OLD_LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines at them; folded, one of them becomes a space
+_NUMBER = re.compile(
+    r"[-+]?(0x(?P<hex>[0-9a-fA-F]+)|(?P<whole>[0-9]+(_[0-9]+)*)|(\.[0-9]|[0-9][0-9_]*\.?)[0-9_]*([eE][-+]?[0-9]+)?)"
+)
+_NAMED = dict.fromkeys(("", "~", "null", "Null", "NULL")) | {"true": True, "True": True, "TRUE": True}
+_NAMED |= {"false": False, "False": False, "FALSE": False}
+_NAMED |= {f"{sign}.{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in ("inf", "Inf", "INF")}
+_NAMED |= dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan"))
 _OLD_TRUTH = re.compile("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+_OLD_LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines at them; folded, one of them becomes a space
 
 
 class OldTruth(str):
@@ -44,11 +37,9 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
     Raises:
         RecipeError: with ``place`` and the line: not YAML, more than plain data, a key twice, too large or too deep.
     """
-    if len(text) > MAX_CHARS:
-        raise RecipeError(f"{place}: {len(text):,} characters; a recipe has at most {MAX_CHARS:,}")
-    reader = _Reader(place)
     try:
-        return reader.read(text), reader.lines
+        reader = _Reader(text, place)
+        return reader.read(), reader.lines
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
@@ -63,11 +54,9 @@ def read_option(text: str, key: str) -> Any:
         RecipeError: with the key; too large, too deep, a key twice, or a number that can be read in two ways.
     """
     try:
-        if len(text) <= MAX_CHARS:
-            return _Reader(f"command line: {key}", has_lines=False).read(text)
+        return _Reader(text, f"command line: {key}", has_lines=False).read()
     except yaml.YAMLError:
         return text
-    raise RecipeError(f"command line: {key}: {len(text):,} characters; a value has at most {MAX_CHARS:,}")
 
 
 def write_yaml(data: object) -> str:
@@ -81,126 +70,96 @@ def plain_value(text: str) -> Any:
     Raises:
         ValueError: a number that could be read in two ways, or of thousands of digits.
     """
-    if text in _NAMED:
-        return _NAMED[text]
-    if _OLD_TRUTH.fullmatch(text):
-        return OldTruth(text)
-    if len(text) > MAX_DIGITS and (_INTEGER.fullmatch(text) or _REAL.fullmatch(text)):
+    number = _NUMBER.fullmatch(text)
+    if number is None:
+        return _NAMED[text] if text in _NAMED else OldTruth(text) if _OLD_TRUTH.fullmatch(text) else text
+    if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text):,} characters; give one of at most {MAX_DIGITS:,}, or quote it")
-    if _INTEGER.fullmatch(text):
-        return int(text, 16 if "x" in text else 10)
-    if _OCTAL.fullmatch(text):
+    if number["hex"]:
+        return int(text, 16)
+    whole = number["whole"] or ""
+    if whole[:1] == "0" and whole != "0":
         raise ValueError(f"{text} is octal to some and decimal to others; write it without the 0, or quote it for text")
-    return float(text.replace("_", "")) if _REAL.fullmatch(text) else text
+    return int(text) if whole else float(text.replace("_", ""))
 
 
-class _Loader(yaml.SafeLoader):
-    """Leaves unquoted words to ``plain_value``."""
-
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        return str(super().resolve(kind, value, implicit)) if kind is not yaml.ScalarNode or not implicit[0] else _PLAIN
-
-
-class _Reader:
+class _Reader(yaml.SafeLoader):
     """Builds the values of one document from PyYAML's nodes, with limits and lines."""
 
-    def __init__(self, place: str, *, has_lines: bool = True) -> None:
-        self.place, self.has_lines = place, has_lines
+    def __init__(self, text: str, place: str, *, has_lines: bool = True) -> None:
+        self.place, self.has_lines, self.num_values = place, has_lines, 0
         self.lines: dict[str, int] = {}
-        self._open: list[yaml.Node] = []
-        self._num_values = 0
+        if len(text) > MAX_CHARS:
+            what = "a recipe" if has_lines else "a value"
+            raise RecipeError(f"{place}: {len(text):,} characters; {what} has at most {MAX_CHARS:,}")
+        super().__init__(text)
 
-    def read(self, text: str) -> Any:
-        loader = _Loader(text)
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        """Return the tag of a node; unquoted words are left to ``plain_value``."""
+        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else str(super().resolve(kind, value, implicit))
+
+    def read(self) -> Any:
+        """Return the document."""
         try:
-            node = loader.get_node() if loader.check_node() else None
-            if loader.check_node():
-                second = loader.get_node()
-                raise self._error(second, "a second document begins here; a recipe is one, so leave the --- out")
-            return None if node is None else self._build(node, "")
+            node = self.get_node() if self.check_node() else None
+            if self.check_node():
+                second = "a second document begins here; a recipe is one, so leave the --- out"
+                self._check(False, self.get_node(), second)
+            return None if node is None else self._build(node, "", ())
         except RecursionError:
             raise RecipeError(f"{self.place}: nested more than {MAX_DEPTH} deep; a recipe must be flatter") from None
         finally:
-            loader.dispose()
+            self.dispose()
 
-    def _error(self, node: Any, what: str) -> RecipeError:
-        line = f":{node.start_mark.line + 1}" if self.has_lines else ""
-        return RecipeError(f"{self.place}{line}: {what}")
+    def _check(self, is_right: bool, node: Any, otherwise: str) -> None:
+        if not is_right:
+            line = f":{node.start_mark.line + 1}" if self.has_lines else ""
+            raise RecipeError(f"{self.place}{line}: {otherwise}")
 
-    def _build(self, node: yaml.Node, prefix: str) -> Any:
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise self._error(node, f"more than {MAX_VALUES:,} values, aliases written out; a recipe must be smaller")
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        if node in self._open:
-            raise self._error(node, "an anchor holds itself; write its value out")
-        if len(self._open) > MAX_DEPTH:
-            raise self._error(node, f"nested more than {MAX_DEPTH} deep; a recipe must be flatter")
-        if node.tag != f"{_TAG}{'seq' if isinstance(node, yaml.SequenceNode) else 'map'}":
-            raise _wrong_tag(node)
-        self._open.append(node)
-        value = self._items(node, prefix) if isinstance(node, yaml.SequenceNode) else self._mapping(node, prefix)
-        self._open.pop()
-        return value
-
-    def _items(self, node: yaml.SequenceNode, prefix: str) -> list[Any]:
-        for index, item in enumerate(node.value):
-            self.lines.setdefault(f"{prefix}{index}", item.start_mark.line + 1)
-        return [self._build(item, f"{prefix}{index}.") for index, item in enumerate(node.value)]
-
-    def _mapping(self, node: yaml.Node, prefix: str) -> dict[str, Any]:
-        own: dict[str, Any] = {}
-        below: dict[str, Any] | None = None
-        for key, held in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag not in (_PLAIN, _TEXT):
-                raise self._error(key, "a key must be a plain word, such as `train`")
-            if len(key.value) > MAX_KEY_CHARS:
-                raise self._error(key, f"a key of {len(key.value):,} characters; one has at most {MAX_KEY_CHARS}")
-            merges = key.value == "<<" and key.tag == _PLAIN
-            where = f"{prefix}{key.value}"
-            if key.value in own or (merges and below is not None):
-                raise self._error(key, f"{where}: this key stands twice; leave one of them out")
-            self.lines[where] = key.start_mark.line + 1
-            value = self._build(held, f"{where}.")
-            if not merges:
-                own[key.value] = value
-                continue
-            mappings = value if isinstance(value, list) else [value]
-            if not all(isinstance(item, dict) for item in mappings):
-                raise self._error(key, "<< takes a mapping in, or a list of mappings; give one")
-            below = {name: item for mapping in reversed(mappings) for name, item in mapping.items()}
-        return (below or {}) | own
-
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
-        if node.tag == _TEXT:
-            return node.value
+    def _build(self, node: Any, prefix: str, above: tuple[Any, ...]) -> Any:
+        self.num_values += 1
+        over = f"more than {MAX_VALUES:,} values, aliases written out; a recipe must be smaller"
+        self._check(self.num_values <= MAX_VALUES, node, over)
+        self._check(node not in above, node, "an anchor holds itself; write its value out")
+        self._check(len(above) <= MAX_DEPTH, node, f"nested more than {MAX_DEPTH} deep; a recipe must be flatter")
+        kind, inside = (type(node), node.tag), (*above, node)
+        if kind == (yaml.SequenceNode, f"{_TAG}seq"):
+            self.lines |= {f"{prefix}{index}": item.start_mark.line + 1 for index, item in enumerate(node.value)}
+            return [self._build(item, f"{prefix}{index}.", inside) for index, item in enumerate(node.value)]
+        if kind == (yaml.MappingNode, f"{_TAG}map"):
+            return self._mapping(node, prefix, inside)
+        if node.tag not in (_PLAIN, _TEXT):
+            what = f"the tag {node.tag.replace(_TAG, '!!')} is not for this"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         try:
-            value = plain_value(node.value)
+            return node.value if node.tag == _TEXT else plain_value(node.value)
         except ValueError as error:
-            raise self._error(node, str(error)) from None
-        kind = node.tag.removeprefix(_TAG)
-        if node.tag != _PLAIN and kind not in _KINDS:
-            raise _wrong_tag(node)
-        if node.tag != _PLAIN and type(value) not in _KINDS[kind]:
-            raise ConstructorError(None, None, f"{node.value[:60]!r} is no !!{kind}", node.start_mark)
-        return value
+            self._check(False, node, str(error))
 
-
-def _wrong_tag(node: yaml.Node) -> ConstructorError:
-    what = f"the tag {node.tag.replace(_TAG, '!!')} is not for this"
-    return ConstructorError(None, None, what, node.start_mark)
+    def _mapping(self, node: yaml.MappingNode, prefix: str, above: tuple[Any, ...]) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        for key, held in node.value:
+            is_word = isinstance(key, yaml.ScalarNode) and key.tag in (_PLAIN, _TEXT)
+            self._check(is_word, key, "a key must be a plain word, such as `train`")
+            size, where = len(key.value), f"{prefix}{key.value}"
+            self._check(size <= MAX_KEY_CHARS, key, f"a key of {size:,} characters; one has at most {MAX_KEY_CHARS}")
+            self._check(key.value not in own, key, f"{where}: this key stands twice; leave one of them out")
+            self.lines[where] = key.start_mark.line + 1
+            own[key.value] = self._build(held, f"{where}.", above)
+        merged = own.pop("<<", [])
+        parts = merged if isinstance(merged, list) else [merged]
+        are_mappings = all(isinstance(part, dict) for part in parts)
+        self._check(are_mappings, node, "<< takes a mapping in, or a list of mappings; give one")
+        return {name: item for part in [*reversed(parts), own] for name, item in part.items()}
 
 
 class _Writer(yaml.SafeDumper):
     """Quotes a text that would be read as something else."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        try:
-            same = type(plain_value(text)) is str
-        except ValueError:
-            same = False
-        style = '"' if _OLD_LINE_ENDS.search(text) else None if same else "'"
+        """Return the node of a text."""
+        is_word = type(_NAMED.get(text, text)) is str and not _OLD_TRUTH.fullmatch(text) and not _NUMBER.fullmatch(text)
+        style = '"' if _OLD_LINE_ENDS.search(text) else None if is_word else "'"
         return self.represent_scalar(_TEXT, str(text), style=style)
 
 

@@ -324,34 +324,26 @@ def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) 
     Batch fields are float32; one per token is padded with 0.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     assert samples, "an empty batch is refused by the source"
     assert len(samples) % rows_per_unit == 0, "units are whole"
-    width = max(len(s.ids) for s in samples)
-    rows = len(samples)
-    tokens = torch.full((rows, width), pad_id, dtype=torch.long)
-    mask = torch.zeros((rows, width), dtype=torch.bool)
-    fields: dict[str, Tensor] = {}
-    for name, first in samples[0].fields.items():
-        shape = (rows,) if isinstance(first, float | int) else (rows, width)
-        fields[name] = torch.zeros(shape, dtype=torch.float32)
-    for b, sample in enumerate(samples):
-        n = len(sample.ids)
-        assert len(sample.mask) == n, "one mask value per token"
-        assert not sample.mask[0], "mask[b, 0] is False: nothing predicts the first token"
-        tokens[b, :n] = torch.as_tensor(list(sample.ids), dtype=torch.long)
-        mask[b, :n] = torch.as_tensor(list(sample.mask), dtype=torch.bool)
-        for name, values in sample.fields.items():
-            if isinstance(values, float | int):
-                fields[name][b] = values
-            else:
-                fields[name][b, :n] = torch.as_tensor(list(values), dtype=torch.float32)
+    lengths = [len(s.ids) for s in samples]
+
+    def padded(rows: Sequence[Any], dtype: torch.dtype, filler: int = 0) -> Tensor:
+        if isinstance(rows[0], float | int):
+            return torch.tensor(rows, dtype=dtype)
+        assert [len(row) for row in rows] == lengths, "one value per token"
+        return pad_sequence([torch.tensor(list(row), dtype=dtype) for row in rows], True, filler)
+
+    mask = padded([s.mask for s in samples], torch.bool)
+    assert not mask[:, 0].any(), "mask[b, 0] is False: nothing predicts the first token"
     return Batch(
-        tokens=tokens,
-        lengths=torch.tensor([len(s.ids) for s in samples]),
+        tokens=padded([s.ids for s in samples], torch.long, pad_id),
+        lengths=torch.tensor(lengths),
         mask=mask,
         group=torch.tensor([s.group for s in samples]),
         prefix=torch.tensor([s.prefix for s in samples]),
-        fields=fields,
+        fields={name: padded([s.fields[name] for s in samples], torch.float32) for name in samples[0].fields},
         rows_per_unit=rows_per_unit,
     )

@@ -16,7 +16,7 @@ import torch
 from wide_models import DEVICE, LAUNCHES, PLACE, VOCABULARY, WAITS, check_scores, needs_device, on_cuda, wide_model
 
 from looped_attention import looped
-from posttrain.models.forward import attention, varlen
+from posttrain.models.forward import attention
 from posttrain.models.forward.forward import Forward, gpu_memory_of, max_logit_elements
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.forward.packing import Packing, Run
@@ -38,7 +38,7 @@ def a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the loop for a kernel."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
-        monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: varlen.varlen)
+        monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: attention.varlen)
 
 
 def long_batch(longest: int = 900) -> Batch:
@@ -90,7 +90,7 @@ def number_of(events: Counter[str], *names: str) -> int:
 def test_kernel_is_right_on_long_ragged_runs(head_dim: int) -> None:
     """Outputs and gradients, against the scores written out: behind a shared prompt, and beyond 512 tokens."""
     dtype = torch.bfloat16
-    assert varlen.is_correct(varlen.varlen, DEVICE, dtype, 8, 2, head_dim)
+    assert attention.is_correct(attention.varlen, DEVICE, dtype, 8, 2, head_dim)
     runs, at = [Run(0, 300)], 300
     for length in (1, 700, 33, 128, 900):
         runs.append(Run(at, length, 0, 300))
@@ -100,8 +100,8 @@ def test_kernel_is_right_on_long_ragged_runs(head_dim: int) -> None:
     packing = Packing(tokens, tokens, at + 650, tuple(runs), tokens, None, tokens, 0, tokens)
     rng = torch.Generator().manual_seed(0)
     sides = [torch.randn(len(tokens), n, head_dim, generator=rng).to(DEVICE, dtype) for n in (8, 2, 2)]
-    expected = varlen._outcome(varlen.under_mask, packing, [x.float() for x in sides])
-    found = varlen._outcome(varlen.varlen, packing, sides)
+    expected = attention._outcome(attention.in_rectangles, packing, [x.float() for x in sides])
+    found = attention._outcome(attention.varlen, packing, sides)
     for one, other in zip(found, expected, strict=True):
         difference = (one - other)[: packing.num_tokens].abs().max() / other.abs().max()
         assert float(difference) < 0.02

@@ -113,16 +113,12 @@ def test_attach_adapter_with_a_file_that_does_not_match_is_refused(damage: str, 
     with pytest.raises(UsageError, match=message) as refused:
         load(folder)
     assert str(path) in str(refused.value)
-    with pytest.raises(UsageError, match=message):
-        load_merged(folder)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"modules_to_save": ["lm_head"]}, "adapter_model.safetensors has no tensor"),
-        ({"trainable_token_indices": [1]}, "adapter_model.safetensors has no tensor"),
-        ({"use_dora": True}, "adapter_model.safetensors has no tensor"),
         ({"use_new_scaling": True}, "this peft has no setting 'use_new_scaling'"),
         ({"use_rslora": "no"}, "use_rslora: true or false is needed; got 'no'"),
     ],
@@ -196,7 +192,7 @@ def test_checkpoint_weights_of_any_kind_of_adapter_are_the_trained_model(kind: s
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "tied" in kind or kind in ("head saved whole",)])
+@pytest.mark.parametrize("kind", ["tied embedding", "head saved whole"])
 def test_checkpoint_weights_with_an_adapter_on_a_tied_matrix_are_refused(kind: str, make_adapter: Any) -> None:
     model, _ = make_adapter(**KINDS[kind])
     with pytest.raises(UsageError, match=r"has an adapter and is tied to a parameter of another module"):

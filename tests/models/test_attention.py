@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
@@ -43,11 +43,3 @@ def test_an_implementation_that_computes_something_else_is_refused(monkeypatch: 
 def test_what_is_not_installed_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"model\.attention: 'flash_attention_3' is not to be had here: .*; use sdpa"):
         load_model(ModelSection(attention="flash_attention_3"), seed=0)
-
-
-@pytest.mark.parametrize("name", ["flash"])
-def test_names_that_were_removed_say_what_to_use(name: str) -> None:
-    with pytest.raises(
-        RecipeError, match=rf"model\.attention: .*'{name}' was removed\. Use sdpa, .* flash_attention_2"
-    ):
-        make_recipe("sft", model={"attention": name})

@@ -109,30 +109,6 @@ def test_where_heads_read_worked_by_hand():
     assert alone.tokens[alone.readers[: alone.num_targets]].tolist() == alone.targets[:4].tolist() == [1, 2, 3, 8]
 
 
-def test_what_is_read_at_a_token_is_that_token():
-    batch = ragged_batch()
-    for rows in (batch, unshared(batch)):
-        packing = pack(rows, reads="at")
-        assert packing.readers is not None
-        count = int(batch.mask.sum())
-        assert packing.tokens[packing.readers[:count]].tolist() == batch.tokens[batch.mask].tolist()
-        columns = batch.mask.nonzero()[:, 1]
-        assert packing.positions[packing.readers[:count]].tolist() == columns.tolist()
-        assert packing.positions[packing.predictors[:count]].tolist() == (columns - 1).tolist()
-
-
-def test_pack_of_long_prompts_names_the_states_that_are_read():
-    """A prompt of 300 tokens with answers of one and two, of which the stream has the first of the second."""
-    prompt = list(range(300))
-    rows = [Sample([*prompt, *answer], [False] * 300 + [True] * len(answer), 0, 300) for answer in ([7], [8, 9])]
-    packing = pack(collate(rows))
-    assert packing.predictors[:3].tolist() == [299, 299, 300]
-    assert packing.read is not None
-    assert sorted(packing.read.tolist()) == [*range(126), 299, 300], "and others that fill up"
-    assert pack(collate([Sample(prompt, [False] + [True] * 299)])).read is None, "nearly all"
-    assert pack(collate([Sample(prompt, [False] * 300)])).read is None, "none"
-
-
 @pytest.mark.parametrize("path", ["packed", "padded"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_head_that_reads_the_last_tokens_gives_what_one_that_reads_all_gives_there(family: str, path: str):
@@ -200,8 +176,10 @@ def test_the_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     assert all(torch.equal(x, chunked[0]) for x in chunked)
 
 
-@pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "entropy"),
+    [(torch.float64, 1e-9, "differentiable"), (torch.float32, 1e-5, "detached"), (torch.bfloat16, 2e-2, "none")],
+)
 def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
     dtype: torch.dtype, tolerance: float, entropy: Entropy, monkeypatch: pytest.MonkeyPatch
 ):
@@ -238,29 +216,11 @@ def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
         assert torch.allclose(formed.entropy, whole.entropy, rtol=0, atol=tolerance)
 
 
-def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_computes_more_logits_at_a_time():
     """16 bytes each, a sixteenth of its memory: 2^28 of 80 GiB, and never fewer than a CPU."""
     sizes = {None: 1 << 24, 80 << 30: 1 << 28, 24 << 30: 24 << 22, 2 << 30: 1 << 24}
     assert {memory: max_logit_elements(memory) for memory in sizes} == sizes
     assert gpu_memory_of(torch.device("cpu")) is None
-    model, batch = random_model("gpt2"), ragged_batch()
-    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
-    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS_ON_GPU", 97 * 50)
-    request: list[int] = []
-    plain = score_logits
-
-    def scored(x: torch.Tensor, *rest: object, **how: object) -> object:
-        request.append(len(x))
-        return plain(x, *rest, **how)
-
-    monkeypatch.setattr("posttrain.models.forward.forward.score_logits", scored)
-    forward, most = Forward(model), []
-    for memory in (None, 97 * 256 * 20, 80 << 30):
-        monkeypatch.setattr("posttrain.models.forward.forward.gpu_memory_of", lambda _, memory=memory: memory)
-        request.clear()
-        forward(batch)
-        most.append(max(request))
-    assert most == [5, 20, 50]
 
 
 def test_logprobs_are_fp32_for_bf16_weights():
@@ -316,7 +276,7 @@ def reference_tables(model: torch.nn.Module, batch: Batch, temperature: float) -
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(("family", "path"), [("qwen3", "packed"), ("gpt2", "packed"), ("granite", "padded")])
+@pytest.mark.parametrize(("family", "path"), [("gpt2", "packed"), ("granite", "padded")])
 @torch.no_grad()
 def test_candidates_are_of_the_same_distribution(
     family: str, path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +308,7 @@ def test_candidates_are_of_the_same_distribution(
         assert not logprobs[~batch.mask].any()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "granite"])
+@pytest.mark.parametrize("family", ["gpt2", "granite"])
 def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPatch):
     """Packed and padded, prompts shared and not, whole and in chunks, against each row alone."""
     model = random_model(family, torch.float64)
@@ -371,12 +331,10 @@ def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPat
                 assert relative_difference(gradients(model), expected) < tolerance
 
 
-@pytest.mark.parametrize("path", ["packed", "padded"])
-def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPatch):
+def test_large_tables_never_exist_whole(monkeypatch: pytest.MonkeyPatch):
     model = random_model("qwen3")
     batch = with_teacher(ragged_batch())
     forward = Forward(model)
-    forward.path = path
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
     sizes = []
 
@@ -399,7 +357,7 @@ def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_in_bf16_log_probabilities_and_gradients_are_those_of_fp32_but_for_rounding(family: str, path: str) -> None:
     model, batch = random_model(family), ragged_batch()
     logprobs, slopes = [], []

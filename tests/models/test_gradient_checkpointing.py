@@ -54,7 +54,7 @@ def learn(model: torch.nn.Module, path: str, on: bool) -> tuple[float, torch.Ten
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_gradients_are_the_same_and_less_is_kept(family: str, path: str):
     model = random_model(family)
     loss, expected, kept = learn(model, path, on=False)

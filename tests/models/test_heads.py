@@ -13,7 +13,7 @@ from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.heads import ScalarHead
 from posttrain.types import Batch, Sample, collate
 
-PATHS = [("qwen3", "packed"), ("qwen3", "padded"), ("gpt2", "packed"), ("gpt2", "padded"), ("granite", "padded")]
+PATHS = [("qwen3", "packed"), ("gpt2", "padded"), ("granite", "padded")]
 # All but GPT-2 compute norms and rotary embeddings in fp32 whatever the weights are.
 TOLERANCE = {"gpt2": 1e-12, "qwen3": 1e-5, "granite": 1e-5}
 
@@ -80,8 +80,7 @@ def test_a_head_worked_by_hand_in_every_type():
     assert single(coarse[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
-@pytest.mark.parametrize("reads", ["before", "at"])
+@pytest.mark.parametrize(("reads", "outputs"), [("before", 1), ("at", 3)])
 @pytest.mark.parametrize(("family", "path"), PATHS)
 @torch.no_grad()
 def test_scores_equal_each_row_alone(family: str, path: str, reads: str, outputs: int):
@@ -91,11 +90,11 @@ def test_scores_equal_each_row_alone(family: str, path: str, reads: str, outputs
     plain = Forward(model)
     assert plain.path == ("padded" if family == "granite" else "packed")
     plain.path = path
-    for rows in (batch, unshared(batch)):
-        for scores_only in (False, True):
-            forward = Forward(model, head=head, reads=reads, scores_only=scores_only)
-            assert forward.path == ("padded" if family == "granite" else "packed")
-            forward.path = path
+    for scores_only in (False, True):
+        forward = Forward(model, head=head, reads=reads, scores_only=scores_only)
+        assert forward.path == ("padded" if family == "granite" else "packed")
+        forward.path = path
+        for rows in (batch, unshared(batch)):
             outputs_found = forward(rows)
             scores = outputs_found.scores
             assert scores.dtype == torch.float32
@@ -176,13 +175,9 @@ def test_rows_of_one_own_token_and_rows_without_a_trained_one(path: str):
     last = torch.stack([hidden_alone(model, batch, b)[-1] for b in range(batch.num_rows)])
     assert float((final - head(last)).abs().max()) < 1e-4
     assert float(final[6] - values[0, 3]) == pytest.approx(0, abs=1e-4), "after the prompt is before the answer"
-    nothing = collate([Sample([1, 2, 3], [False] * 3), Sample([4, 5], [False] * 2, group=1)])
-    for reads in ("before", "at"):
-        forward = Forward(model, head=head, reads=reads)
-        forward.path = path
-        outputs = forward(nothing)
-        assert not outputs.scores.any()
-        assert not outputs.logprobs.any()
+    nothing = forward(collate([Sample([1, 2, 3], [False] * 3), Sample([4, 5], [False] * 2, group=1)]))
+    assert not nothing.scores.any()
+    assert not nothing.logprobs.any()
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
@@ -246,7 +241,7 @@ def test_actor_and_critic_side_by_side(family: str, path: str):
     assert relative_difference(found, gradients(actor, critic)) < 1e-12
 
 
-@pytest.mark.parametrize("paths", [("packed", "packed"), ("packed", "padded"), ("padded", "packed")])
+@pytest.mark.parametrize("paths", [("packed", "packed"), ("packed", "padded")])
 def test_recomputed_activations_of_both_models(paths: tuple[str, str]):
     """If one of the two cannot pack, neither does: backward has one context for both."""
     actor, both, critic = actor_critic("gpt2")

@@ -186,7 +186,6 @@ def test_apply_adapter_with_parameters_that_it_cannot_reach_is_refused(tiny_rand
         ("gpt_oss", {"target_parameters": BOTH}),
         ("qwen3", {"use_dora": True}),
         ("qwen3", {"use_rslora": True, "alpha": 3.0}),
-        ("qwen3", {"init_lora_weights": "gaussian"}),
         ("qwen3", {"init_lora_weights": "orthogonal"}),
     ],
 )

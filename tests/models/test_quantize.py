@@ -35,6 +35,9 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.7229568362236023, 1.0]  # fmt: skip
 
 
+KINDS = [("qwen3", 8), ("gpt2", 4)]
+
+
 @pytest.fixture
 def folders(tiny_random: Any, tmp_path: Path, small_tokenizer: Any) -> dict[str, Path]:
     """Small random models of each architecture in full precision, in the Hugging Face layout."""
@@ -131,7 +134,7 @@ def test_nf4_is_the_published_format(folders, tmp_path, small_tokenizer, archite
         assert float(((values - weight).abs() / exact_scales.repeat_interleave(64).view_as(weight)).max()) < 0.175
 
 
-@pytest.mark.parametrize("shape", [(7, 96), (64, 32), (5, 66), (3, 65), (2, 8)])
+@pytest.mark.parametrize("shape", [(7, 96), (3, 65), (2, 8)])
 def test_nf4_of_widths_that_are_no_multiple_of_a_block(shape: tuple[int, int]) -> None:
     import bitsandbytes
 
@@ -146,28 +149,7 @@ def test_nf4_of_widths_that_are_no_multiple_of_a_block(shape: tuple[int, int]) -
     torch.testing.assert_close(layer(x), x @ expected.T)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_it_is_the_model_with_the_weights_that_it_stands_for(folders, architecture: str, bits: int) -> None:
-    model = load(folders[architecture], load_bits=bits)
-    plain = load(folders[architecture])
-    original = logprobs(plain)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            if is_linear(name, parameter):
-                numbers, scale = (slow_int8 if bits == 8 else slow_nf4)(rows_of(parameter, architecture))
-                if bits == 8:
-                    weight = numbers * scale[:, None] / 127
-                else:  # the scales in 8 bits are the library's; the test above checks them
-                    weight = model.get_submodule(name.removesuffix(".weight")).dequantized(torch.float32)
-                parameter.copy_(weight.t() if architecture == "gpt2" else weight)
-    torch.testing.assert_close(logprobs(model), logprobs(plain), atol=2e-4, rtol=0)
-    moved = float((logprobs(model) - original).abs().max())
-    assert (0.005 < moved < 0.5) if bits == 8 else (0.3 < moved < 8)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "bits"), KINDS)
 def test_saved_and_loaded_again_it_is_the_same_bit_for_bit(
     folders, tmp_path, small_tokenizer, architecture: str, bits: int
 ) -> None:
@@ -199,8 +181,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_mode(folders, bits: int)
         assert torch.equal(logprobs(model.train()), expected)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "bits"), KINDS)
 def test_gradients_pass_through_as_through_plain_layers(folders, architecture: str, bits: int) -> None:
     model = load(folders[architecture], load_bits=bits)
     name = "model.layers.0.mlp.up_proj" if architecture == "qwen3" else "transformer.h.0.mlp.c_fc"
@@ -220,8 +201,7 @@ def test_gradients_pass_through_as_through_plain_layers(folders, architecture: s
     assert all(t.numel() != weight.numel() for t in kept)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "bits"), KINDS)
 def test_dequantized_layers_are_plain_again(folders, tmp_path, small_tokenizer, architecture: str, bits: int) -> None:
     model = load(folders[architecture], load_bits=bits)
     expected = logprobs(model)

@@ -46,6 +46,7 @@ def test_size_and_layout(model: AutoModelForCausalLM) -> None:
     assert 0.8e6 <= sum(p.numel() for p in model.parameters()) <= 3e6
 
 
+@pytest.mark.slow
 def test_shape_and_tokenizer_are_those_of_the_recipe(model: AutoModelForCausalLM, tokenizer: AutoTokenizer) -> None:
     """The package ships what `posttrain train tiny/pretrain` starts from: stories, merges, shape."""
     recipe = load_recipe("tiny/pretrain").resolve()

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import CONFIGS, gradients, ragged_batch, random_model, relative_difference
+from small_models import gradients, ragged_batch, random_model, relative_difference, weighted_backward
 from test_buckets import RAGGED, attention_of_each_run, very_ragged_batch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from looped_attention import looped
 from posttrain.models.forward import attention
-from posttrain.models.forward import varlen as kernels
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.forward.packing import Packing, Run, plan_spans
 from posttrain.types import Batch
 
@@ -31,7 +29,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
 
     def varlen(packing: Packing, *sides: Any) -> Tensor:
         calls.append(packing)
-        return kernels.varlen(packing, *sides)
+        return attention.varlen(packing, *sides)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
     monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: varlen)
@@ -63,7 +61,7 @@ def test_spans_worked_by_hand():
     assert torch.equal(alone.query_starts, alone.key_starts)
 
 
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("key_heads", [4, 2])
 def test_attention_and_gradients_are_those_of_each_run(key_heads: int, fake_kernel: list[Packing]):
     total = sum(r.length for r in RAGGED)
     packing = packing_of(RAGGED, total)
@@ -99,8 +97,7 @@ def both_ways(
     return found
 
 
-@pytest.mark.parametrize("long", [False, True], ids=["short", "ragged"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "long"), [("qwen3", True), ("gpt2", False), ("olmo2", False)])
 def test_the_forward_pass_is_that_of_the_masks(
     family: str, long: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
@@ -118,16 +115,10 @@ def test_activations_computed_again_take_the_same_way(fake_kernel: list[Packing]
     model, batch = random_model("qwen3"), ragged_batch()
     forward = Forward(model)
     found = []
-    for again in (False, True):
+    for recomputed in ([], [model]):
         model.zero_grad()
         fake_kernel.clear()
-        if again:
-            with gradient_checkpointing([model]):
-                outputs = forward(batch)
-                with forward.backward_context():
-                    outputs.logprobs.sum().backward()
-        else:
-            forward(batch).logprobs.sum().backward()
+        weighted_backward(forward, batch, recomputed)
         found.append((len(fake_kernel), gradients(model)))
     assert [calls for calls, _ in found] == [2, 4]
     assert torch.equal(found[0][1], found[1][1])
@@ -155,8 +146,8 @@ def test_a_window_that_rows_outgrow_takes_the_padded_path(fake_kernel: list[Pack
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_products_in_bfloat16_attend_in_bfloat16(precision: Any, fake_kernel: list[Packing], monkeypatch: Any):
     seen = set()
-    plain = kernels.varlen
-    monkeypatch.setattr(kernels, "varlen", lambda p, *x: seen.update(y.dtype for y in x[:3]) or plain(p, *x))
+    plain = attention.varlen
+    monkeypatch.setattr(attention, "varlen", lambda p, *x: seen.update(y.dtype for y in x[:3]) or plain(p, *x))
     forward = Forward(random_model("qwen3"), precision=precision)
     seen.clear()
     forward(ragged_batch()).logprobs.sum().backward()
@@ -167,7 +158,7 @@ def test_gradients_of_shared_keys_are_added_in_fp32():
     """512 runs see one key: in bfloat16 a sum of ones stops at 256."""
     stream = torch.zeros(3, 1, 2, dtype=torch.bfloat16, requires_grad=True)
     at = torch.tensor([1] * 512 + [2])
-    kernels.SharedKeys.apply(stream, at).sum().backward()
+    attention.SharedKeys.apply(stream, at).sum().backward()
     assert stream.grad is not None
     assert stream.grad.dtype == torch.bfloat16
     assert stream.grad[:, 0, 0].tolist() == [0.0, 512.0, 1.0]
@@ -184,7 +175,7 @@ def from_the_start(query: Tensor, key: Tensor, value: Tensor, *cu: Any, **option
     outputs = []
     for i in range(len(cu[0]) - 1):
         q, k, v = query[cu[0][i] : cu[0][i + 1]], *(x[cu[1][i] : cu[1][i + 1]] for x in (key, value))
-        k, v = kernels.each_query_its_keys(q, k, v)
+        k, v = attention.each_query_its_keys(q, k, v)
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
@@ -207,7 +198,7 @@ def refuses(*_: Any, **__: Any) -> Tensor:
 )
 def test_a_kernel_is_tried_before_it_is_used(kernel: Any, correct: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    assert kernels.is_correct(kernels.varlen, CPU, *SIZES) is correct
+    assert attention.is_correct(attention.varlen, CPU, *SIZES) is correct
 
 
 def test_varlen_torch_without_enable_gqa_repeats_key_heads(monkeypatch: pytest.MonkeyPatch):
@@ -216,17 +207,17 @@ def test_varlen_torch_without_enable_gqa_repeats_key_heads(monkeypatch: pytest.M
         return looped(query, key, value, *cu, scale=scale, window_size=window_size, enable_gqa=False)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    kernels.kernel_for.cache_clear()
-    assert kernels.kernel_for(CPU, *SIZES) is kernels.varlen
+    attention.kernel_for.cache_clear()
+    assert attention.kernel_for(CPU, *SIZES) is attention.varlen
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuses)
-    assert kernels.kernel_for(CPU, *SIZES) is kernels.varlen, "it is tried once"
-    kernels.kernel_for.cache_clear()
-    assert kernels.kernel_for(CPU, *SIZES) is None
-    kernels.kernel_for.cache_clear()
+    assert attention.kernel_for(CPU, *SIZES) is attention.varlen, "it is tried once"
+    attention.kernel_for.cache_clear()
+    assert attention.kernel_for(CPU, *SIZES) is None
+    attention.kernel_for.cache_clear()
 
 
 def test_the_cpu_attends_under_masks_and_imports_no_kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "kernel_for", refuses)
+    monkeypatch.setattr(attention, "kernel_for", refuses)
     monkeypatch.setattr(attention, "_computed_in", lambda q: q.dtype)
     q, k, v = sides_of(8, 4, 2)
     assert attention.unmasked_kernel(q, k, v, 0.0) is None

@@ -222,14 +222,14 @@ def test_export_run_with_an_adapter_on_a_tied_matrix_unties_it_when_merged(tmp_p
 def test_export_run_that_is_not_the_trained_model_is_refused(
     adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.models import adapter_files
+    from posttrain.models import lora
 
     compare = export._compare_with_trained
 
     def lose(model: Any) -> Any:
         return model.unload()
 
-    monkeypatch.setattr(adapter_files, "merge_adapter", lose)
+    monkeypatch.setattr(lora, "merge_adapter", lose)
     with pytest.raises(RunFailure, match=r"--merge: its log-probabilities differ from the trained model's by \d"):
         export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()

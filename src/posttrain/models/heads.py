@@ -76,10 +76,8 @@ class WithSlopes(torch.autograd.Function):
         with torch.enable_grad():
             states = states.detach().requires_grad_()
             results = run(states, ids)
-            last = [x for x in results if x.requires_grad][-1]
             slopes = [  # of each number by its own state
-                torch.autograd.grad(x.sum(), states, retain_graph=x is not last)[0] if x.requires_grad else None
-                for x in results
+                torch.autograd.grad(x.sum(), states, retain_graph=True)[0] if x.requires_grad else None for x in results
             ]
         outputs = tuple(x.detach() for x in results)
         ctx.save_for_backward(*slopes)

@@ -234,7 +234,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     with quiet_transformers(), reading_model(section.name, source):
         check_files(source)
         if section.adapter is None and is_adapter(source):
-            from posttrain.models.adapter_files import attach_adapter
+            from posttrain.models.lora import attach_adapter
 
             base = _load_weights(base_of(source), _section_of_base(source, section))
             model = attach_adapter(base, source, is_trainable=True)
@@ -287,7 +287,7 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
         from posttrain.models.quantize import dequantize
 
         base = dequantize(base)
-    from posttrain.models.adapter_files import attach_adapter, merge_adapter
+    from posttrain.models.lora import attach_adapter, merge_adapter
 
     merged = merge_adapter(attach_adapter(base, source, is_trainable=False))
     merged.name_or_path = merged.config._name_or_path = source
@@ -405,14 +405,13 @@ def choose_device(name: str) -> torch.device:
     Raises:
         UsageError: there is no such GPU.
     """
-    if name == "mps" and torch.backends.mps.is_available():
-        return torch.device("mps")
-    if name == "mps":
-        why = "sees no Apple GPU" if torch.backends.mps.is_built() else "was built without it (it is for Macs)"
-        raise UsageError(f"model.device: mps was asked for, but this torch {why}; use model.device auto or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("model.device: cuda was asked for, but torch sees no GPU; use model.device auto or cpu")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
+    is_mps, is_cuda = torch.backends.mps.is_available(), torch.cuda.is_available()
+    if (name == "mps" and not is_mps) or (name == "cuda" and not is_cuda):
+        why = "torch sees no GPU" if name == "cuda" else "this torch sees no Apple GPU"
+        if name == "mps" and not torch.backends.mps.is_built():
+            why = "this torch was built without it (it is for Macs)"
+        raise UsageError(f"model.device: {name} was asked for, but {why}; use model.device auto or cpu")
+    if name == "mps" or name == "cpu" or not is_cuda:
+        return torch.device("mps" if name == "mps" else "cpu")
     rank = local_rank()
     return torch.device("cuda") if rank is None else torch.device("cuda", rank)

@@ -154,7 +154,8 @@ def check_adapter_patterns(settings: Mapping[str, Any], where: str) -> None:
                 continue
             raise UsageError(f"{where}{key}: {shorten(pattern)} is no regular expression: {error}") from None
     repeated = [pattern for pattern in found if _REPEATED.search(pattern)]
-    if repeated and not _is_quick("adapter", {"patterns": repeated, "texts": [*_NAMES, *_trial_texts(repeated)]}):
+    texts = [*_NAMES, *_trial_texts(repeated)]
+    if repeated and not _ends(_TRIAL, {"patterns": repeated, "texts": texts}, "adapter"):
         keys = " or ".join(dict.fromkeys(found[pattern] for pattern in repeated))
         raise UsageError(
             f"{where}{keys}: {shorten(repeated[0])} does not come to an end on names of modules; list the names instead"
@@ -191,7 +192,8 @@ def check_tokenizer(folder: Path) -> None:
         )
     parts = [content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
     patterns = [pattern for pattern in _regexes(parts) if _REPEATED_GROUP.search(pattern)]
-    if patterns and not _is_quick("tokenizer", {"file": str(place), "texts": list(_trial_texts(patterns))}):
+    what = {"file": str(place), "texts": list(_trial_texts(patterns))}
+    if patterns and not _ends(_TRIAL, what, "tokenizer", isolated=False):
         raise UsageError(f"{where}{shorten(patterns[0])} does not come to an end on short texts; replace this pattern")
 
 
@@ -225,15 +227,13 @@ def _trial_texts(patterns: Iterable[str]) -> Iterable[str]:
         yield letter * 40 + "!"
 
 
-def _is_quick(kind: str, what: Mapping[str, object]) -> bool:
-    """Return True if a process has tried them within the time, or failed for another reason."""
-    return _ends(_TRIAL, what, kind, isolated=kind != "tokenizer")
-
-
 def _ends(
     program: str, what: Mapping[str, object], *arguments: str, isolated: bool = True, most_bytes: int = -1
 ) -> bool:
-    """Return True if a process of its own ran the program to an end within the limits, and did not give up."""
+    """Return True if a process of its own ran the program to an end within the limits, and did not give up.
+
+    One that failed for another reason counts as ended.
+    """
     numbers = {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS, "MAX_BYTES": most_bytes}
     program = _LIMITS + program
     for name, value in numbers.items():

@@ -72,6 +72,33 @@ def quantization_config(bits: Bits) -> BitsAndBytesConfig:
     )
 
 
+class _DequantizedProduct(torch.autograd.Function):
+    """``x W^T`` that keeps the quantized weights for backward, not the dequantized ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        return _multiply(x, layer.dequantized(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _multiply(gradient, ctx.layer.dequantized(gradient.dtype).t()), None
+
+
+def _multiply_dequantized(layer: Any, x: Tensor) -> Tensor:
+    """``x W^T + b`` of a quantized layer."""
+    product = _DequantizedProduct.apply(x, layer)
+    return product if layer.bias is None else product + layer.bias.to(x.dtype)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.numel() // max(1, x.shape[-1])
+    if x.dtype == torch.float32 and takes_onednn(weight) and rows * weight.numel() >= ONEDNN_LEAST:
+        return onednn_product(x.contiguous(), weight)
+    return F.linear(x, weight)
+
+
 class Int8Linear(bitsandbytes.nn.Linear8bitLt):
     """A linear layer with 8-bit rows; see above."""
 
@@ -81,8 +108,7 @@ class Int8Linear(bitsandbytes.nn.Linear8bitLt):
         """The weights that it stands for, ``[out, in]``."""
         return bitsandbytes.functional.int8_vectorwise_dequant(self.weight.data, self.weight.SCB).to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _apply(x, self)
+    forward = _multiply_dequantized
 
 
 class NF4Linear(bitsandbytes.nn.Linear4bit):
@@ -101,8 +127,7 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
         state.shape, state.dtype = torch.Size((blocks, state.blocksize)), dtype
         return bitsandbytes.functional.dequantize_4bit(packed, state).flatten()[: shape.numel()].view(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _apply(x, self)
+    forward = _multiply_dequantized
 
 
 @torch.no_grad()
@@ -134,29 +159,3 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes that a model's weights take in memory, scales and code books included, tied ones once."""
     tensors = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()}
     return sum(tensors.values())
-
-
-class _DequantizedProduct(torch.autograd.Function):
-    """``x W^T`` that keeps the quantized weights for backward, not the dequantized ones."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
-        ctx.layer = layer
-        return _multiply(x, layer.dequantized(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _multiply(gradient, ctx.layer.dequantized(gradient.dtype).t()), None
-
-
-def _apply(x: Tensor, layer: Any) -> Tensor:
-    product = _DequantizedProduct.apply(x, layer)
-    return product if layer.bias is None else product + layer.bias.to(x.dtype)
-
-
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    rows = x.numel() // max(1, x.shape[-1])
-    if x.dtype == torch.float32 and takes_onednn(weight) and rows * weight.numel() >= ONEDNN_LEAST:
-        return onednn_product(x.contiguous(), weight)
-    return F.linear(x, weight)

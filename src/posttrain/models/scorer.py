@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS, CLASSIFIER_TASK
 from posttrain.models.config import Model
 from posttrain.models.load import ONE_FILE
+from posttrain.models.lora import ADAPTER_SCORE, ADAPTER_WEIGHTS, CLASSIFIER_TASK
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE
 
 LABEL = "reward"

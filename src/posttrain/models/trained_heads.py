@@ -54,14 +54,9 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
 
 def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
     """The trained parameters of heads and critics as ``<module>.<parameter>``, tied ones under their first name."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for module_name, module in modules.items():
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                tensors[f"{module_name}.{name}"] = parameter.detach()
-    return tensors
+    named = [(f"{outer}.{name}", p) for outer, module in modules.items() for name, p in module.named_parameters()]
+    first_names = {id(p): name for name, p in reversed(named)}
+    return {name: p.detach() for name, p in named if p.requires_grad and first_names[id(p)] == name}
 
 
 def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor], fill: Fill = Tensor.copy_) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -374,19 +374,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) 
 
 def _drop_evaluation_of(before: object, data: dict[str, Any]) -> None:
     """Remove ``eval.tasks`` where another task is trained on than ``before``: evaluation is then of the new task."""
-    task, evaluation = data.get("task"), data.get("eval")
-    if (
-        before is None
-        or task is None
-        or _component_name(task) == _component_name(before)
-        or not isinstance(evaluation, Mapping)
-    ):
+    name, evaluation = _component_name(data.get("task")), data.get("eval")
+    if before is None or name in (None, _component_name(before)) or not isinstance(evaluation, Mapping):
         return
-    components = evaluation.get("tasks") or []
-    if any(
-        _component_name(component) != _component_name(task)
-        for component in (components if isinstance(components, list) else [components])
-    ):
+    tasks = evaluation.get("tasks") or []
+    if any(_component_name(task) != name for task in (tasks if isinstance(tasks, list) else [tasks])):
         data["eval"] = {key: value for key, value in evaluation.items() if key != "tasks"}
 
 
@@ -403,48 +395,39 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
     Raises:
         RecipeError: the path runs through something that is not a section.
     """
-    parsed = read_option(value, _shown(key)) if value else ""
-    parts = numbered_key(data, key)
+    shown = key if len(key) <= MAX_KEY_CHARS else f"{key[:40]}..."
+    parsed = read_option(value, shown) if value else ""
+    parts = key.split(".")
+    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
+        raise RecipeError(f"command line: {shown}: there is no such key; write it like train.lr")
     target: Any = data
-    for i, part in enumerate(parts[:-1]):
+    for i, part in enumerate(parts):
         path = ".".join(parts[: i + 1])
-        child = target[int(part)] if isinstance(target, list) else target.get(part)
-        if child is None:
-            child = {}
-        elif isinstance(child, str):  # a bare name gains options
-            child = {"name": child}
+        place = _place_in(target, part, path)
+        parts[i] = str(place)
+        if i + 1 == len(parts):
+            break
+        child = target.get(place) if isinstance(target, dict) else target[place]
+        if child is None or isinstance(child, str):  # a bare name gains options
+            child = {} if child is None else {"name": child}
         elif not isinstance(child, dict | list):
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
-        target[int(part) if isinstance(target, list) else part] = child
+        target[place] = child
         target = child
     if isinstance(target, dict):
-        _displace(target, {parts[-1]: parsed})
-    target[int(parts[-1]) if isinstance(target, list) else parts[-1]] = parsed
+        _displace(target, {str(place): parsed})
+    target[place] = parsed
     return ".".join(parts)
 
 
-def numbered_key(data: Mapping[str, Any], key: str) -> list[str]:
-    """Return the parts of a dotted key, with numbers for the list entries that it names (``rewards.correct.weight``).
+def _place_in(entries: Mapping[str, object] | list[object], part: str, path: str) -> str | int:
+    """Return a key of a section (``ppo-epochs`` is ``ppo_epochs``), or the index of a list's entry by number or name.
 
     Raises:
-        RecipeError: a list has no such entry, or several of that name; or no document has a key like that.
+        RecipeError: a list has no such entry, or several of that name.
     """
-    parts, target = key.split("."), cast(Any, data)
-    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
-        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
-    for i, part in enumerate(parts):
-        if isinstance(target, list):
-            parts[i] = str(_index(target, part, ".".join(parts[: i + 1])))
-            target = target[int(parts[i])]
-        else:
-            if not isinstance(target, Mapping) or part not in target:  # train.ppo-epochs
-                parts[i] = part = part.replace("-", "_")
-            target = target.get(part) if isinstance(target, Mapping) else None
-    return parts
-
-
-def _index(entries: list[object], part: str, path: str) -> int:
-    """Return the index of an entry that is given by its number or its name."""
+    if not isinstance(entries, list):
+        return part if part in entries else part.replace("-", "_")
     if part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries):
         return int(part)
     names = [_component_name(entry) for entry in entries]
@@ -457,10 +440,6 @@ def _index(entries: list[object], part: str, path: str) -> int:
     there = f"the list has entries 0 to {len(entries) - 1}" if entries else "there is nothing in the list"
     there += f" ({', '.join(named)})" if named else ""
     raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
-
-
-def _shown(key: str) -> str:
-    return key if len(key) <= MAX_KEY_CHARS else f"{key[:40]}..."
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:

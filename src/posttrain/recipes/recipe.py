@@ -133,29 +133,31 @@ class Recipe(Content):
                     key, colon, message = str(error).partition(":")
                     yield True, key, colon + message
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
-        yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
-        for key in ("advantage", "kl_in_reward", "correction"):
-            alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
-            yield data and getattr(self, key) is not None, key, alone
+        alone = ": {key!r} belongs to 'rollout'; a supervised recipe has none"
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
-        yield self.model.dtype == "fp64" and train.precision != "fp32", "train.precision", whole
-        played = self.environment is not None or bool(self.tools)
-        for key in ("environment", "tools"):
-            turns = (
-                f": {key!r} answers a model that samples; give 'rollout', or leave it out. A recipe with 'rollout' "
-                "whose model.name is this run evaluates it in turns before the first step"
-            )
-            yield data and getattr(self, key), key, turns
-        for key in (*TURN_DEFAULTS, "max_turn_tokens"):
-            one_turn = f": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"
-            yield rollout and not played and getattr(rollout, key) is not None, f"rollout.{key}", one_turn
-        compares = (
+        turns = (
+            ": {key!r} answers a model that samples; give 'rollout', or leave it out. A recipe with 'rollout' "
+            "whose model.name is this run evaluates it in turns before the first step"
+        )
+        one_turn = ": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"
+        compared = (
             ": it compares the trainer's log-probabilities with the sampler's; set rollout.old_logprobs to trainer"
         )
-        yield self.correction and rollout and rollout.old_logprobs != "trainer", "correction", compares
-        for key in ("ppo_epochs", "num_minibatches"):
-            reason = f": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
-            yield data and getattr(train, key) != 1, f"train.{key}", reason
+        reused = ": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
+        in_turns = [] if self.environment is not None or self.tools else [*TURN_DEFAULTS, "max_turn_tokens"]
+        broken = [
+            ((rollout is None) == (data is None), "rollout" if data is None else "data", one),
+            *(
+                (data and getattr(self, key) is not None, key, alone)
+                for key in ("advantage", "kl_in_reward", "correction")
+            ),
+            (self.model.dtype == "fp64" and train.precision != "fp32", "train.precision", whole),
+            *((data and getattr(self, key), key, turns) for key in ("environment", "tools")),
+            *((rollout and getattr(rollout, key) is not None, f"rollout.{key}", one_turn) for key in in_turns),
+            (self.correction and rollout and rollout.old_logprobs != "trainer", "correction", compared),
+            *((data and getattr(train, key) != 1, f"train.{key}", reused) for key in ("ppo_epochs", "num_minibatches")),
+        ]
+        yield from ((is_so, key, text.format(key=key.rpartition(".")[2])) for is_so, key, text in broken)
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
         """Return the recipe with the options of all components checked and completed.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain import registry
 from posttrain.errors import RecipeError
@@ -193,9 +193,6 @@ class AdapterSection(Section):
     init_lora_weights: Literal["default", "gaussian", "orthogonal"] = "default"
 
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
-
-
 class ModelSection(Section):
     """The model that is trained.
 
@@ -218,20 +215,13 @@ class ModelSection(Section):
     dtype: Annotated[Literal["fp32", "bf16", "fp64"], BeforeValidator(short_dtype)] = "fp32"
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    attention: Attention = "sdpa"
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     trust_remote_code: bool = False
 
     @property
     def runs_remote_code(self) -> bool:
         """True if the model's own Python may run. Files cannot allow that (``untrusted``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
-
-    @field_validator("attention", mode="before")
-    @classmethod
-    def _check_attention(cls, value: object) -> object:
-        if value in ("flash", "efficient"):
-            raise ValueError(f"{value!r} was removed. Use sdpa, which takes torch's fastest, or flash_attention_2")
-        return value
 
     @model_validator(mode="after")
     def _check_bits(self) -> Self:
@@ -536,11 +526,11 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
-        greedy = "greedy decoding gives the same answer every time; give a 'temperature' above 0 with"
-        draws = (("samples", self.samples > 1), ("top_k", self.top_k is not None), ("top_p", self.top_p < 1))
-        for key, is_set in draws:
-            if is_set and self.temperature == 0:
-                raise ValueError(f"{greedy} {key!r}")
+        draws = {"samples": self.samples > 1, "top_k": self.top_k is not None, "top_p": self.top_p < 1}
+        for key in (key for key, is_set in draws.items() if is_set and self.temperature == 0):
+            raise ValueError(
+                f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
+            )
         if self.items == "first" and self.items_seed:
             raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
         return self

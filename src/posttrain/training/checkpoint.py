@@ -175,7 +175,7 @@ def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> 
     """
     folder = Path(path)
     if hasattr(model, "peft_config"):
-        from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS
+        from posttrain.models.lora import ADAPTER_SCORE, ADAPTER_WEIGHTS
 
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter

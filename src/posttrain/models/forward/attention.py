@@ -1,51 +1,61 @@
 """Attention over a packed stream, registered in transformers' attention interface, so that its modules run unchanged.
 
-On a GPU runs in 16 bits attend as they are (``varlen.py``). Elsewhere they attend in rectangles, after a prefix under a
-mask.
+On a GPU runs in 16 bits attend as they are, without masks, by torch's variable-length flash attention (``varlen``).
+Elsewhere (fp32, float64, dropout, a GPU without flash) they attend in rectangles, after a prefix under a mask.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posttrain.models.config import Model
-from posttrain.models.forward.packing import Packing
+from posttrain.models.forward.packing import ROUND_TOKENS, Packing, Run
 
-if TYPE_CHECKING:
-    from posttrain.models.forward.varlen import Kernel
-
+# (packing, q [N, H, D], k and v [N, K, D], scale) -> [N, H, D], with K a divisor of H
+Kernel = Callable[[Packing, Tensor, Tensor, Tensor, float | None], Tensor]
+# How far a kernel that is right may be off, as a share of the largest number: in 16 bits and TF32, and in fp32.
+COARSE, EXACT = 0.05, 1e-4
 ATTENTION_NAME = "posttrain_packed"
-_used = "mask"
 
 
 class _Active:
-    """The current packing: one for all threads of the trainer, autograd's among them, or one of a thread of its own."""
+    """The current packing: one for all threads of the trainer, autograd's among them, or one of a thread of its own.
 
-    def __init__(self) -> None:
-        self.shared: Packing | None = None
-        self.own = threading.local()
+    ``kernel``: that of the last packed stream, ``varlen`` or ``mask``.
+    """
 
-    def get(self) -> Packing | None:
+    shared: Packing | None = None
+    kernel = "mask"
+    own = threading.local()
+
+    @property
+    def packing(self) -> Packing | None:
+        """The packing that this thread's attention follows."""
         return getattr(self.own, "packing", self.shared)
 
-    def put(self, packing: Packing | None) -> None:
+    @packing.setter
+    def packing(self, packing: Packing | None) -> None:
         if hasattr(self.own, "packing"):
             self.own.packing = packing
         else:
             self.shared = packing
 
 
-_active = _Active()
+active = _Active()
 
 
 def in_own_thread() -> None:
     """Let this thread, which computes next to the trainer, have a packing of its own."""
-    _active.own.packing = None
+    active.own.packing = None
 
 
 class packed_attention:
@@ -56,13 +66,13 @@ class packed_attention:
         self.packing = packing
 
     def __enter__(self) -> None:
-        assert _active.get() is None, "packings do not nest"
-        _active.put(self.packing)
+        assert active.packing is None, "packings do not nest"
+        active.packing = self.packing
         self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def __exit__(self, *_: object) -> None:
-        _active.put(None)
+        active.packing = None
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 
 
@@ -79,7 +89,7 @@ def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in transformers' interface: by the active packing, else SDPA."""
-    packing = _active.get()
+    packing = active.packing
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -89,28 +99,24 @@ def attention_forward(
     return attend(packing, q, k, v, kwargs.get("scaling"), kwargs.get("dropout", 0.0), window), None
 
 
-def kernel_used() -> str:
-    """The kernel of the last packed stream: ``varlen`` or ``mask``."""
-    return _used
-
-
-def active_packing() -> Packing | None:
-    """The current packing."""
-    return _active.get()
-
-
 def attend(
     packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
     """Attention of streams ``[N, H, D]`` under ``packing``: ``[1, N, H, D]``."""
-    global _used
     if window is not None and packing.longest > window:
         raise AssertionError("sequences longer than the attention window take the padded path")
     kernel = unmasked_kernel(q, k, v, dropout)
-    _used = "mask" if kernel is None else "varlen"
-    if kernel is not None:
-        dtype = _computed_in(q)
-        return kernel(packing, q.to(dtype), k.to(dtype), v.to(dtype), scaling)[None]
+    active.kernel = "mask" if kernel is None else "varlen"
+    if kernel is None:
+        return in_rectangles(packing, q, k, v, scaling, dropout)[None]
+    q, k, v = (x.to(_computed_in(q)) for x in (q, k, v))
+    return kernel(packing, q, k, v, scaling)[None]
+
+
+def in_rectangles(
+    packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
+    """Attend under masks, in the buckets of ``packing``: ``[N, H, D]``, zeros for the tokens that fill a stream up."""
     parts = [q[:0]]  # for a stream that holds nothing
     buckets, order = packing.rectangles
     for bucket in buckets:
@@ -121,15 +127,13 @@ def attend(
     joined = torch.cat(parts)
     outputs = joined if order is None else joined.index_select(0, order)
     missing = q.shape[0] - outputs.shape[0]
-    return torch.cat([outputs, q.new_zeros((missing, *outputs.shape[1:]))], dim=0)[None]
+    return torch.cat([outputs, q.new_zeros((missing, *outputs.shape[1:]))], dim=0)
 
 
 def unmasked_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel | None:
     """The kernel without a mask; None on a CPU or a Mac, and where this GPU has none."""
     if q.device.type in ("cpu", "mps") or dropout or q.shape[-1] != v.shape[-1] or not len(q):
         return None
-    from posttrain.models.forward.varlen import kernel_for
-
     return kernel_for(q.device, _computed_in(q), q.shape[1], k.shape[1], q.shape[2])
 
 
@@ -149,22 +153,105 @@ def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
     if q.device.type != "cpu":  # memory-efficient attention takes a mask, and no heads that share keys
-        from posttrain.models.forward.varlen import each_query_its_keys
-
         k, v = each_query_its_keys(q, k, v)
+    is_causal, shares = mask is None, k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=k.shape[1] != q.shape[1],
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=shares
     )
+
+
+def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for each of q's, along dimension 1."""
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    return None if _active.get() is not None else sdpa_mask(*args, **kwargs)
+    return None if active.packing is not None else sdpa_mask(*args, **kwargs)
+
+
+class SharedKeys(torch.autograd.Function):
+    """``stream[at]`` for a stream ``[N, K, D]``, whose places ``at`` several runs may share.
+
+    The gradient of a place is the sum over all runs that see it, in fp32: G sums in bfloat16 would each be rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.length = len(stream)
+        return stream.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        wide = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
+        total = wide.new_zeros((ctx.length, *gradient.shape[1:])).index_add_(0, at, wide)
+        return total.to(gradient.dtype), None
+
+
+def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """Attend by ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
+
+    Its causal window (-1, 0) is aligned at the end of queries and keys, as flash attention's is since version 2.1.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    spans = packing.spans
+    grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]}
+    if spans.keys is not None:
+        k, v = SharedKeys.apply(k, spans.keys), SharedKeys.apply(v, spans.keys)
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        k, v, grouped = *each_query_its_keys(q, k, v), {}
+    starts, most = (spans.query_starts, spans.key_starts), (spans.most_queries, spans.most_keys)
+    out = varlen_attn(q, k, v, *starts, *most, scale=scaling, window_size=(-1, 0), **grouped)
+    assert isinstance(out, Tensor), "log-sums were not asked for"
+    return out
+
+
+@cache
+def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
+    """``varlen`` where it is right on this device, else None."""
+    return varlen if is_correct(varlen, device, dtype, heads, key_heads, head_dim) else None
+
+
+def is_correct(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+) -> bool:
+    """Return True if ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
+    runs = (Run(0, 40), Run(40, 130, 0, 40), Run(170, 3, 0, 40), Run(173, 30))
+    nothing = torch.zeros(2 * ROUND_TOKENS, dtype=torch.long, device=device)
+    packing = Packing(nothing, nothing, 203, runs, nothing, None, nothing, 0, nothing)
+    coarse = dtype.itemsize < 4 or (device.type == "cuda" and torch.get_float32_matmul_precision() != "highest")
+    # A caller may keep what is saved for its backward pass, and may be in autocast; neither holds here.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with own, torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        sides = [made_up(len(nothing), n, head_dim, device).to(dtype) for n in (heads, key_heads, key_heads)]
+        expected = _outcome(in_rectangles, packing, [x.float() for x in sides])
+        try:
+            got = _outcome(kernel, packing, sides)
+        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError):
+            return False  # this device, this dtype or this size of heads has none of it, or there is no compiler
+    return all(
+        bool(((a[:203] - b[:203]).abs().max() <= (COARSE if coarse else EXACT) * b[:203].abs().max()).item())
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients, in fp32."""
+    q, k, v = (x.clone().requires_grad_() for x in sides)
+    out = kernel(packing, q, k, v, None)
+    real = out[: packing.num_tokens].float()
+    weights = made_up(len(q), q.shape[1], q.shape[2], q.device)[: len(real)]
+    gradients = torch.autograd.grad((real * weights).sum(), (q, k, v))
+    return [x.detach().float() for x in (out, *gradients)]
+
+
+def made_up(rows: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """Numbers like random ones, without a generator, so that a run's own stay as they are."""
+    places = torch.arange(1, rows * heads * head_dim + 1, dtype=torch.float64)
+    return (places * places * 0.6180339887).sin().float().view(rows, heads, head_dim).to(device)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
 from posttrain.models.config import Model, shortest_window
-from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
+from posttrain.models.forward.attention import ATTENTION_NAME, active, install_packed_attention, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
@@ -136,7 +136,7 @@ class Forward:
         own = causal_lm(model).config._attn_implementation
         self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
         self.layers = FusedLayers(causal_lm(model))
-        self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
+        self.attention = "mask"  # the kernel of the packed path, see ``active``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"
         self.window = shortest_window(causal_lm(model).config)
@@ -267,7 +267,7 @@ class Forward:
             hidden = decoder_of(base)(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
-        self.attention = kernel_used()
+        self.attention = active.kernel
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
         predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
@@ -402,7 +402,7 @@ class Forward:
                 f"model.attention: {self._own_attention!r} does not compute what sdpa computes with this model here; "
                 "use sdpa, or another train.precision"
             )
-        self.path = "packed" if not named and self._takes_sdpa and self._agrees(PATHS) else "padded"
+        self.path = "packed" if not named and self._takes_sdpa and self._agrees(["padded", "packed"]) else "padded"
         if self.path == "padded":
             causal_lm(self.model).config._attn_implementation = self._own_attention
         self.precision = precision
@@ -445,9 +445,6 @@ class Forward:
         return self._gathered(compute)
 
 
-PATHS: tuple[Literal["packed", "padded"], ...] = ("padded", "packed")
-
-
 class ActorCritic:
     """A policy and a separate critic as one forward pass: the policy's outputs with the critic's scores.
 
@@ -470,11 +467,6 @@ class ActorCritic:
     def is_sharded(self) -> bool:
         """Return whether both are; it is both or neither."""
         return self.policy.is_sharded
-
-    @property
-    def attention(self) -> str:
-        """The policy's kernel."""
-        return self.policy.attention
 
     @property
     def last_slots(self) -> int:

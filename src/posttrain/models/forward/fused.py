@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from posttrain.models.config import Model
-from posttrain.models.forward.attention import active_packing, attend
+from posttrain.models.forward.attention import active, attend
 
 ENABLED = True
 AUTOCAST_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run under autocast
@@ -133,8 +133,7 @@ class FusedLayers:
     """Context in which known modules of ``model`` compute through the functions above; recomputations, too.
 
     A known module is of one of ``FAMILIES``, of transformers' own class without hooks. Projections are called as the
-    modules that they are (an adapter, few bits). After the attention of a known last layer only ``Packing.read`` is
-    computed, which takes a tenth off a step of a reward model.
+    modules that they are (an adapter, few bits).
     """
 
     def __init__(self, model: Model) -> None:
@@ -153,25 +152,17 @@ class FusedLayers:
             module.__dict__.pop("forward", None)
 
 
-def _known_as(module: Any) -> str:
-    """The kind of a known module of a family (``RMSNorm``, ...); empty where it is not known exactly."""
-    kind = type(module)
-    parts = kind.__module__.split(".")
-    family = FAMILIES.get(parts[2]) if len(parts) == 4 and parts[:2] == ["transformers", "models"] else None
-    if family is None or parts[3] != f"modeling_{parts[2]}" or "forward" in vars(module):
-        return ""
-    is_hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return "" if is_hooked or not kind.__name__.startswith(family) else kind.__name__.removeprefix(family)
-
-
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
-    known = _known_as(module)
-    if known == "MLP":
-        return _mlp if isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation" else None
-    if known == "DecoderLayer" and module.self_attn.layer_idx == module.self_attn.config.num_hidden_layers - 1:
-        return _last_layer
-    by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "Attention": _attention}
-    return by_name.get(known)
+    """The function in the place of a module's ``forward``; None where the module is not known exactly."""
+    kind, parts = type(module), type(module).__module__.split(".")
+    family = FAMILIES.get(parts[2]) if len(parts) == 4 and parts[:2] == ["transformers", "models"] else None
+    is_hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    if family is None or parts[3] != f"modeling_{parts[2]}" or "forward" in vars(module) or is_hooked:
+        return None
+    if kind.__name__ == f"{family}MLP" and type(module.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "MLP": _mlp, "Attention": _attention}
+    return by_name.get(kind.__name__.removeprefix(family))
 
 
 def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
@@ -202,20 +193,6 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
     return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
 
 
-def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """The last layer, with zeros at tokens that are not read.
-
-    With recomputation it is whole: transformers recomputes the ``forward`` of its own class.
-    """
-    packing = active_packing()
-    if packing is None or packing.read is None or module.gradient_checkpointing:
-        return type(module).forward(module, hidden_states, **kwargs)
-    mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
-    rows = (hidden_states + mixed).index_select(1, packing.read)
-    rows = rows + module.mlp(module.post_attention_layernorm(rows))
-    return rows.new_zeros(hidden_states.shape).index_copy(1, packing.read, rows)
-
-
 def _attention(
     module: Any,
     hidden_states: Tensor,
@@ -224,7 +201,7 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    packing, (cos, sin) = active_packing(), position_embeddings
+    packing, (cos, sin) = active.packing, position_embeddings
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
     is_fused = _is_fp32(hidden_states, cos) or _is_autocast_fused(hidden_states, module.q_proj.weight)
     if not knows or not is_fused:

@@ -29,7 +29,7 @@ def gradient_checkpointing(models: Sequence[Model]) -> Iterator[None]:
     same both times. Only a layer's own training flag is set, since those of its modules would switch on dropout.
     """
     layers = [layer for model in models for layer in checkpointed_layers(model)]
-    before = [{name: vars(layer).get(name) for name in _KEPT} for layer in layers]
+    before = [{name: value for name, value in vars(layer).items() if name in _KEPT} for layer in layers]
     try:
         for layer in layers:
             layer.gradient_checkpointing = True
@@ -38,8 +38,6 @@ def gradient_checkpointing(models: Sequence[Model]) -> Iterator[None]:
         yield
     finally:
         for layer, kept in zip(layers, before, strict=True):
-            for name, value in kept.items():
-                if value is None:
-                    delattr(layer, name)
-                else:
-                    setattr(layer, name, value)
+            for name in _KEPT:
+                vars(layer).pop(name)
+            vars(layer).update(kept)

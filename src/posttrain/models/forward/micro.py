@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
@@ -22,31 +23,26 @@ def split_rows(
     order = sorted(range(0, len(lengths), each), key=lambda first: (groups[first], first))
     if process_group.size > 1:
         order = _span(order, [sum(lengths[first : first + each]) for first in order], process_group)
-    pieces: list[list[int]] = []
-    current: list[int] = []
-    seen: set[int] = set()
-    used = 0
+    pieces: list[list[int]] = [[]]
+    used, seen = 0, set[int]()  # tokens of the last piece, and its groups
 
     def cost_of(unit: range) -> int:
-        met = set(seen)
         cost = 0
         for b in unit:
-            cost += lengths[b] - prefixes[b] if groups[b] in met else lengths[b]
-            met.add(groups[b])
+            cost += lengths[b] - prefixes[b] if groups[b] in seen else lengths[b]
+            seen.add(groups[b])
         return cost
 
     for first in order:
         unit = range(first, first + each)
-        cost = cost_of(unit)
-        too_many = rows_per_micro is not None and len(current) + each > rows_per_micro
-        if current and (used + cost > tokens_per_micro or too_many):
-            pieces.append(current)
-            current, seen, used = [], set(), 0
-            cost = cost_of(unit)
-        current += unit
-        seen.update(groups[b] for b in unit)
-        used += cost
-    return [*pieces, current] if current or process_group.size == 1 else pieces
+        used += cost_of(unit)
+        too_many = rows_per_micro is not None and len(pieces[-1]) + each > rows_per_micro
+        if pieces[-1] and (used > tokens_per_micro or too_many):
+            pieces.append([])
+            seen.clear()
+            used = cost_of(unit)
+        pieces[-1] += unit
+    return pieces if pieces[-1] or process_group.size == 1 else []
 
 
 def even_pieces(
@@ -64,12 +60,10 @@ def even_pieces(
 
 def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:
     """Return the units whose middle lies in this process's part of the sum of all costs."""
-    total, before, mine = sum(costs), 0, []
-    for unit, cost in zip(order, costs, strict=True):
-        if (2 * before + cost) * process_group.size // (2 * total) == process_group.rank:
-            mine.append(unit)
-        before += cost
-    return mine
+    total, before = sum(costs), itertools.accumulate(costs, initial=0)
+    middles = ((2 * start + cost) / 2 for start, cost in zip(before, costs, strict=False))
+    ranks = (middle * process_group.size // total for middle in middles)
+    return [unit for unit, rank in zip(order, ranks, strict=True) if rank == process_group.rank]
 
 
 def split_padded(

@@ -4,15 +4,15 @@ A batch of B rows becomes a stream of N tokens: first every distinct prompt (*pr
 Linear layers see the stream ``[1, N, d]``; only attention knows which tokens belong together.
 
 A *run* is a piece of the stream that attends to itself causally, after a prefix elsewhere in the stream or none.
-Variable-length attention (``varlen.py``) takes runs as they are (``Spans``). Elsewhere (``attention.py``) they attend
-in buckets of similar length, padded to a rectangle.
+Variable-length attention takes runs as they are (``Spans``); elsewhere they attend in buckets of similar length, padded
+to a rectangle (``attention.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -143,9 +143,6 @@ def _bucket(runs: list[Run], device: Any) -> Bucket:
 # A head reads for the trained token t the state before it (token t - 1), or at t, or at a row's last trained token.
 Reads = Literal["before", "at", "last"]
 
-# The last layer is computed after its attention only at the tokens that are read, if they are at most this share of the
-# stream: with fewer left out, picking them costs what it saves.
-MOST_READ = 0.9
 # Streams are filled up to a multiple of this, so that their sizes recur: kernels are prepared per shape.
 ROUND_TOKENS = 128
 
@@ -157,7 +154,6 @@ class Packing:
     tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; runs: the distinct prompts and each
     row's own tokens, in the order of the stream; predictors ``int64 [M]``: stream index whose output predicts the m-th
     trained token, the first ``num_targets`` real; targets ``int64 [M]``; where: ``bool [B, T]`` the trained positions.
-    read ``int64 [K]``: the indices that predictors and readers name, filled up with others; None where nearly all are.
     """
 
     tokens: Tensor
@@ -169,13 +165,11 @@ class Packing:
     targets: Tensor
     num_targets: int
     where: Tensor
-    read: Tensor | None = None
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        parts |= {name: x.to(device) for name, x in parts.items() if isinstance(x, Tensor)}
-        return Packing(**parts)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
@@ -212,51 +206,36 @@ def pack(batch: Batch, reads: Reads = "before") -> Packing:
     ``readers`` has the place of every trained token.
     """
     device = batch.tokens.device
-    tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
-    lengths, prefixes = batch.lengths.cpu().numpy(), batch.prefix.cpu().numpy()
-    prefix_rows, parent = _shared_prompts(batch)
+    tokens, mask, lengths, prefixes = (x.cpu().numpy() for x in (batch.tokens, batch.mask, batch.lengths, batch.prefix))
+    prompt_rows, parent = _shared_prompts(batch)
     own_start = np.where(parent >= 0, prefixes, 0)
-    prefix_lengths = prefixes[prefix_rows].astype(np.int64)
-    unread = 1 if reads == "before" else 0
-    own_lengths = (lengths - unread - own_start).astype(np.int64)  # may be 0: a one-token answer
-    prefix_offsets = np.concatenate([[0], np.cumsum(prefix_lengths)])
-    row_offsets = prefix_offsets[-1] + np.concatenate([[0], np.cumsum(own_lengths)])
-    pieces = [tokens[r, :n] for r, n in zip(prefix_rows, prefix_lengths, strict=True)]
-    pieces += [tokens[b, s : s + n] for b, (s, n) in enumerate(zip(own_start, own_lengths, strict=True))]
-    places = [np.arange(n) for n in prefix_lengths]
-    places += [np.arange(s, s + n) for s, n in zip(own_start, own_lengths, strict=True)]
+    own_end = lengths - (reads == "before")  # may be the start: a one-token answer
+    pieces = [(row, 0, int(prefixes[row])) for row in prompt_rows]  # row, first token, end
+    pieces += zip(range(len(lengths)), own_start.tolist(), own_end.tolist(), strict=True)
+    starts = np.cumsum([0, *(end - start for _, start, end in pieces)])
+    runs, parents = list[Run](), [-1] * len(prompt_rows) + parent.tolist()
+    for at, (_, start, end), above in zip(starts[:-1].tolist(), pieces, parents, strict=True):
+        prompt = (0, 0) if above < 0 else (runs[above].start, runs[above].length)
+        runs.append(Run(at, end - start, *prompt))
     rows_at, columns_at = np.nonzero(mask)
-    first = columns_at == own_start[rows_at]
-    readers = row_offsets[:-1][rows_at] + columns_at - own_start[rows_at]
-    predictors = readers - 1
-    if len(prefix_rows):
-        last_of_prefix = prefix_offsets[1:][parent[rows_at]] - 1
-        predictors = np.where(first & (parent[rows_at] >= 0), last_of_prefix, predictors)
-    runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
-    for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
-        runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
-    stream = _rounded(np.concatenate(pieces))
-    read = _read(predictors if reads == "before" else np.concatenate([predictors, readers]), len(stream))
+    readers = starts[len(prompt_rows) : -1][rows_at] + columns_at - own_start[rows_at]
+    is_behind_prompt = (parent[rows_at] >= 0) & (columns_at == own_start[rows_at])
+    predictors = np.where(is_behind_prompt, starts[1:][parent[rows_at]] - 1, readers - 1)
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(_rounded(values)).to(device)
+
     return Packing(
-        tokens=torch.from_numpy(stream).to(device),
-        positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
-        num_tokens=int(row_offsets[-1]),
+        tokens=on_device(np.concatenate([tokens[row, start:end] for row, start, end in pieces])),
+        positions=on_device(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
+        num_tokens=int(starts[-1]),
         runs=tuple(runs),
-        predictors=torch.from_numpy(_rounded(predictors.astype(np.int64))).to(device),
-        readers=None if reads == "before" else torch.from_numpy(_rounded(readers.astype(np.int64))).to(device),
-        targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
+        predictors=on_device(predictors),
+        readers=None if reads == "before" else on_device(readers),
+        targets=on_device(tokens[rows_at, columns_at]),
         num_targets=len(rows_at),
         where=batch.mask,
-        read=None if read is None else torch.from_numpy(read).to(device),
     )
-
-
-def _read(at: np.ndarray, size: int) -> np.ndarray | None:
-    """The indices ``at`` of a stream, then others without a repetition up to a multiple of ``ROUND_TOKENS``."""
-    is_unread = np.ones(size, dtype=bool)
-    is_unread[at] = False
-    count = len(_rounded(np.flatnonzero(~is_unread)))
-    return np.argsort(is_unread, kind="stable")[:count] if 0 < count <= MOST_READ * size else None
 
 
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
@@ -265,20 +244,14 @@ def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
     lengths, groups, prefixes = (x.tolist() for x in (batch.lengths, batch.group, batch.prefix))
     keys = list(zip(groups, prefixes, strict=True))
     counts = Counter(keys)
-    shared: dict[tuple[int, int], int] = {}
-    prefix_rows: list[int] = []
+    sharing = [b for b, key in enumerate(keys) if 1 <= prefixes[b] < lengths[b] and counts[key] > 1]
+    is_trained = any(mask[b, 1 : prefixes[b]].any() for b in sharing)
+    assert not is_trained, "a shared prompt cannot be trained on: it would count once, not G times"
+    rows = {keys[b]: b for b in reversed(sharing)}  # the first row of each prompt
+    places = {row: place for place, row in enumerate(sorted(rows.values()))}
     parent = np.full(len(lengths), -1)
-    for b, key in enumerate(keys):
-        if prefixes[b] < 1 or prefixes[b] >= lengths[b] or counts[key] < 2:
-            continue
-        if key not in shared:
-            shared[key] = len(prefix_rows)
-            prefix_rows.append(b)
-        parent[b] = shared[key]
-        assert not mask[b, 1 : prefixes[b]].any(), (
-            "a shared prompt cannot be trained on: it would count once, not G times"
-        )
-    return prefix_rows, parent
+    parent[sharing] = [places[rows[keys[b]]] for b in sharing]
+    return list(places), parent
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
