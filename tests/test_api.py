@@ -106,13 +106,14 @@ def test_train_with_rows_and_functions_records_their_rewards(run: Run):
     assert len(run.rollouts()) == 8
 
 
-def test_run_shows_its_evaluations_checkpoints_and_files(run: Run):
+def test_run_shows_its_evaluations_checkpoints_and_files(run: Run, tmp_path: Path):
     assert [(one["step"], one["task"]) for one in run.evaluations] == [(0, "jsonl/validation"), (2, "jsonl/validation")]
     assert run.checkpoint() == run.checkpoint("last") == run.checkpoint(2) == run.folder / "checkpoints" / "step-000002"
     assert run.report == run.folder / "report.html"
     assert (run.name, os.fspath(run)) == ("mine", str(run.folder))
     with pytest.raises(UsageError, match=r"no checkpoint 'bset'\. Did you mean 'best'\? .* There: 2"):
         run.checkpoint("bset")
+    assert same(run.export(tmp_path / "out"), run.checkpoint("best"))
 
 
 def test_load_run_by_path_or_name_finds_it(run: Run):
@@ -120,13 +121,6 @@ def test_load_run_by_path_or_name_finds_it(run: Run):
     assert pt.load_run("mine", runs_dir=run.folder.parent) == run
     with pytest.raises(UsageError, match=r"there is no run 'mime'.*Did you mean 'mine'"):
         pt.load_run("mime", runs_dir=run.folder.parent)
-
-
-def test_export_of_a_run_writes_a_model_elsewhere(run: Run, tmp_path: Path):
-    folder = run.export(tmp_path / "out")
-    assert same(folder, run.checkpoint("best"))
-    with pytest.raises(UsageError, match="has no adapter"):
-        run.export(tmp_path / "merged", merge=True)
 
 
 def test_evaluate_on_rows_gives_value_interval_and_items(run: Run):
@@ -280,6 +274,8 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
     assert (
         data_word([{"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}], tmp_path)["name"] == "preferences"
     )
+    datasets = pytest.importorskip("datasets")
+    assert data_word(datasets.Dataset.from_list(ROWS), tmp_path) == word
     assert data_word("gsm8k", tmp_path) == {"name": "gsm8k"}
     assert data_word(Path("rows.jsonl"), tmp_path) == {"name": "jsonl", "path": "rows.jsonl"}
     assert data_word("hf:org/name", tmp_path) == {"name": "jsonl", "path": "hf:org/name"}
@@ -289,12 +285,6 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
             data_word(bad, tmp_path)
     with pytest.raises(UsageError, match="row 1 cannot be stored as JSON: a object"):
         data_word([{"prompt": object()}], tmp_path)
-
-
-def test_data_of_a_hugging_face_dataset_is_its_rows(tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
-    path = data_word(datasets.Dataset.from_list(ROWS[:2]), tmp_path)["path"]
-    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS[:2]
 
 
 def test_eval_data_is_evaluated_and_all_of_data_is_trained(tmp_path: Path):
@@ -381,15 +371,6 @@ def test_sweep_with_a_wrong_description_is_refused(tmp_path: Path):
     ]:
         with pytest.raises(RecipeError, match=message):
             pt.sweep(spec, runs_dir=tmp_path)
-
-
-def test_script_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    small = "steps=1, num_prompts=2, group_size=2, rollout__max_tokens=8, eval__max_tokens=8"
-    (tmp_path / "few.py").write_text(SCRIPT.replace("steps=50", small))
-    left = runpy.run_path("few.py")
-    assert len(left["measured"].items) == 100
-    assert left["run"].status.state == "finished"
 
 
 def run_file(path: Path, *arguments: str) -> str:

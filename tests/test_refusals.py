@@ -139,22 +139,19 @@ def test_recipes_that_cannot_be_run_leave_nothing_behind(
 # --- data ---
 
 
-@pytest.mark.parametrize("recipe", ["sft.yaml", "rl.yaml"])
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"prompt": "x", "answer": 1', "not JSON: Expecting ',' delimiter at column 28"),
-        ("[1]", "a line must be one JSON object; got [1] (list)"),
         ('{"promt": "x", "answer": "1"}', "the key 'prompt' is missing. Did you mean 'promt'?"),
         ('{"prompt": "x"}', "the key 'answer' is missing. There are: prompt. Name the right one as task.answer_key"),
-        ('{"prompt": " ", "answer": "1"}', "'prompt' is empty"),
         ('{"prompt": 3, "answer": "1"}', "'prompt' must be text; got 3 (int)"),
     ],
 )  # fmt: skip
-def test_a_malformed_line_is_named(recipe: str, line: str, message: str, command: Command) -> None:
+def test_a_malformed_line_is_named(line: str, message: str, command: Command) -> None:
     write_rows([*GOOD_ROWS[:3], "", line])  # a blank line is no row, and counts as a line
     task = ["--task", "{name: jsonl, path: rows.jsonl}"]
-    assert f"rows.jsonl:5: {message}" in command.fails(2, "train", recipe, *task)
+    assert f"rows.jsonl:5: {message}" in command.fails(2, "train", "rl.yaml", *task)
     assert contents("runs") == {}
 
 

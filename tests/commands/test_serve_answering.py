@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
+from posttrain.commands.serve.requests import SamplingParams
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import OpenedModel, open_model
@@ -154,7 +155,7 @@ def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
 )
 def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
     ids = list(text.encode())[: -1 if is_cut else None]
-    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, stops=tuple(stops), opening="<"))
+    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, SamplingParams(stop=stops), opening="<"))
     message = []
     tokens = [*ids, 256]
     for place, token in enumerate(tokens):
@@ -217,6 +218,15 @@ def test_no_page_of_a_browser_may_ask(headers: dict[str, str], status: int) -> N
         output, body = ask(Access(fine, "127.0.0.1"), headers, method)
         assert output == status
         assert status == 200 or body["error"]["code"] == "refused"
+
+
+def test_access_with_a_key_admits_who_sends_it() -> None:
+    gate = Access(fine, "0.0.0.0", "a-key-that-nobody-guesses")
+    for sent in ("", "Bearer wrong", "a-key-that-nobody-guesses"):
+        status, body = ask(gate, HERE | {"authorization": sent})
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    headers = {"host": "my-machine", "authorization": "Bearer a-key-that-nobody-guesses"}
+    assert ask(gate, headers)[0] == 200
 
 
 def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> None:

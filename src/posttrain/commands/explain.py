@@ -53,13 +53,14 @@ _IN_A_METHOD = ("objective", "advantage", "aggregation")
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML key: its type and default as they are written in a recipe, and its meaning."""
+    """One YAML key: its type and default as they are written in a recipe, its meaning, and values that are named."""
 
     name: str
     type: str
     default: str
     meaning: str
     example: str
+    choices: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
@@ -90,10 +91,8 @@ def example_of(annotation: object, default: object) -> str:
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
         return json.dumps(not default)
-    if choices:
-        return str(choices[0])
-    if default:
-        return show_default(default)
+    if choices or default:
+        return str(choices[0]) if choices else show_default(default)
     kinds = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
     return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
 
@@ -151,7 +150,8 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else show_default(value)
         kind, example = show_type(field.annotation) + _show_bounds(field.metadata), example_of(field.annotation, value)
-        options.append(Option(name, kind, default, about.get(name, ""), example))
+        choices = tuple(choice for choice in _choices(field.annotation) if isinstance(choice, str))
+        options.append(Option(name, kind, default, about.get(name, ""), example, choices))
     return options
 
 
@@ -181,34 +181,40 @@ def sections() -> dict[str, type[BaseModel]]:
     return found
 
 
+def section_keys() -> dict[str, Option]:
+    """Return every key of a section by its dotted path."""
+    return {
+        option.name if name == "recipe" else f"{name}.{option.name}": option
+        for name, section in sections().items()
+        for option in section_options(section)
+    }
+
+
 def keys_with(name: str) -> dict[str, Option]:
     """Return the keys of sections that are called ``lr`` or ``train.lr``, or whose value may be ``lora``."""
-    found = {}
-    for section, model in sections().items():
-        for option in section_options(model):
-            key = option.name if section == "recipe" else f"{section}.{option.name}"
-            if name in (option.name, key, *_choices(model.model_fields[option.name].annotation)):
-                found[key] = option
-    return found
+    return {key: option for key, option in section_keys().items() if name in (option.name, key, *option.choices)}
 
 
 def components_with(name: str) -> list[tuple[Entry, Option]]:
     """Return the components with an option: named alone, or after the component or the key where it stands."""
     place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
-    every = (entry for group in all_components().values() for entry in group.values())
-    listed = (entry for entry in every if place in ("", entry.kind, KINDS[entry.kind][0], entry.name))
-    return [(entry, option) for entry in listed for option in component_options(entry) if option.name == key]
+    return [
+        (entry, option)
+        for group in all_components().values()
+        for entry in group.values()
+        if place in ("", entry.kind, KINDS[entry.kind][0], entry.name)
+        for option in component_options(entry)
+        if option.name == key
+    ]
 
 
 def all_names() -> set[str]:
     """Return all names that ``explain`` knows: components, kinds, sections, keys, values of keys, and recipes."""
     known = {*sections(), *KINDS, *METRICS, *(recipe.rpartition("/")[2] for recipe in training_recipe_names())}
-    for section in sections().values():
-        for key, field in section.model_fields.items():
-            known |= {key, *(choice for choice in _choices(field.annotation) if isinstance(choice, str))}
+    for option in section_keys().values():
+        known |= {option.name, *option.choices}
     for group in all_components().values():
-        for entry in group.values():
-            known |= {entry.name, *(option.name for option in component_options(entry))}
+        known |= {option.name for entry in group.values() for option in component_options(entry)} | group.keys()
     return known
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
-from posttrain.data.render import encode_prompt, stop_ids
+from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
 from posttrain.data.render.encoding import TextStream
 from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
-from posttrain.sampling.base import Sampling, num_tokens_of
+from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.models import OpenedModel
 from posttrain.sampling.native.stream import stream
 from posttrain.types import Finish, Message
@@ -49,9 +50,8 @@ class Conversation:
     @property
     def info(self) -> str:
         """``12 tokens, mean log-probability -0.52``, of the newest reply."""
-        count = len(self.logprobs)
-        mean = f", mean log-probability {sum(self.logprobs) / count:.2f}" if count else ""
-        return f"{count} tokens{mean}"
+        mean = f", mean log-probability {fmean(self.logprobs):.2f}" if self.logprobs else ""
+        return f"{len(self.logprobs)} tokens{mean}"
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -78,7 +78,10 @@ class Conversation:
         tokenizer, template = self.sampler.tokenizer, self.sampler.grader.template
         turns = [*self.messages, Message("user", content)]
         prompt = encode_prompt(tokenizer, template, turns)
-        decoded, sampling = TextStream(tokenizer), self._sampling()
+        decoded, chosen = TextStream(tokenizer), self.controls
+        limit = chosen.max_tokens or self.sampler.source.max_tokens
+        sampling = self.sampler.sampling(limit, chosen.temperature, chosen.top_k, chosen.top_p)
+        sampling = replace(sampling, num_tokens=num_tokens_of(tokenizer))
         key = derive_key(self.controls.seed, "chat", self.num_replies)
         tokens = stream(self.sampler.model, prompt, key, sampling)
         self.text = opening_of(tokenizer, template, prompt)
@@ -97,17 +100,6 @@ class Conversation:
             self._remember(turns)
             raise
         self._remember(turns)
-
-    def _sampling(self) -> Sampling:
-        chosen, tokenizer = self.controls, self.sampler.tokenizer
-        return Sampling(
-            chosen.max_tokens or self.sampler.source.max_tokens,
-            chosen.temperature,
-            chosen.top_k,
-            chosen.top_p,
-            stop_ids(tokenizer, self.sampler.grader.template),
-            num_tokens=num_tokens_of(tokenizer),
-        )
 
     def _remember(self, turns: list[Message]) -> None:
         """Keep an answer without the reasoning that led to it, as chat templates do."""

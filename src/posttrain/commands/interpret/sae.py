@@ -16,7 +16,6 @@ from posttrain.commands.options import ACCEPT_HELP, Options, natural, option
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
-    from posttrain.commands.train import TrainRequest
     from posttrain.interpret.differences.recipe import Compared
     from posttrain.recipes.recipe import Recipe
 
@@ -60,7 +59,7 @@ DIFF_OPTIONS = Options(
 )  # fmt: skip
 
 
-def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
+def run_sae_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
     from posttrain.interpret.saes.recipe import load_sae_recipe
 
@@ -86,7 +85,7 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
         )
     is_finished = result.reason == "finished"
     if not arguments.quiet:
-        print(f"{result.step} steps, {show_duration(progress.history.elapsed())}")
+        print(f"{result.step} steps, {show_duration(progress.elapsed())}")
         if is_finished:
             _print_results(json.loads((result.folder / RESULTS).read_text(encoding="utf-8")))
             print(f"dictionary: {result.folder / DICTIONARY}")

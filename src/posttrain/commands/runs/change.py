@@ -171,7 +171,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
         RunConflict: a process works in it.
     """
     from posttrain.commands.interpret.sae import run_sae_train
-    from posttrain.commands.train import TrainRequest, run_train
+    from posttrain.commands.train import run_train
 
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
@@ -179,14 +179,10 @@ def run_resume(arguments: argparse.Namespace) -> int:
     is_sae = "dictionary" in run.read_recipe()
     if not is_sae:
         read_run_recipe(place.path).resolve(to_read=True)
-    request = TrainRequest(
-        str(run.recipe_path),
-        [] if arguments.steps is None else [("train.steps", str(arguments.steps))],
-        str(place.path.parent),
-        place.path.name,
-        accept_changes=arguments.accept_changes,
-        quiet=arguments.quiet,
-    )
+    changes = [] if arguments.steps is None else [("train.steps", str(arguments.steps))]
+    where = {"recipe": str(run.recipe_path), "runs_dir": str(place.path.parent), "run": place.path.name}
+    how = {"overrides": changes, "resume": True, "yes": True, "dry_run": False, "memory": False}
+    request = argparse.Namespace(**vars(arguments) | where | how)
     return run_sae_train(request) if is_sae else run_train(request)
 
 
