@@ -66,12 +66,13 @@ def same(a: Path, b: Path) -> bool:
     return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
 
 
+AS_MINE = SMALL | {"rewards": ["correct", (brief, 0.5), (short, 0.1)], "eval__every": 2, "eval__num_examples": 2}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of two steps, with an evaluation before and after."""
-    runs = tmp_path_factory.mktemp("api") / "runs"
-    rewards = ["correct", (brief, 0.5), (short, 0.1)]
-    return pt.train(RECIPE, rewards=rewards, run="mine", runs_dir=runs, eval__every=2, eval__num_examples=2, **SMALL)
+    return pt.train(RECIPE, run="mine", runs_dir=tmp_path_factory.mktemp("api") / "runs", **AS_MINE)
 
 
 def test_import_posttrain_loads_only_the_standard_library():
@@ -147,19 +148,14 @@ def test_generate_answers_each_prompt_in_order(run: Run):
         pt.generate(run, [" "])
 
 
-def test_train_in_a_thread_and_again_gives_two_equal_runs(tmp_path: Path):
+def test_train_in_a_thread_and_again_gives_two_equal_runs(run: Run):
     runs: list[Run] = []
-
-    def work() -> None:
-        runs.append(pt.train(RECIPE, runs_dir=tmp_path, **SMALL, **WITHOUT_EVALUATION))
-
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=lambda: runs.append(pt.train(RECIPE, runs_dir=run.folder.parent, **AS_MINE)))
     thread.start()
     thread.join()
-    work()
-    assert [(run.name, run.status.state) for run in runs] == [("run", "finished"), ("run-2", "finished")]
-    assert same(runs[0].checkpoint(), runs[1].checkpoint())
-    assert len(list((tmp_path / ".rows").iterdir())) == 1
+    assert [(again.name, again.status.state) for again in runs] == [("run", "finished")]
+    assert same(runs[0].checkpoint(), run.checkpoint())
+    assert len(list((run.folder.parent / ".rows").iterdir())) == 1
 
 
 def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,12 +7,8 @@ Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``, words that 
 from __future__ import annotations
 
 import json
-import resource
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -255,12 +251,12 @@ def test_other_functions_of_the_users(option: str, word: str, message: str, comm
     assert "Traceback" not in error
 
 
-# --- checkpoints, directories, disks ---
+# --- what a run leaves ---
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of rl.yaml with three checkpoints, to be copied."""
+    """A finished run of rl.yaml with three checkpoints."""
     root = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -269,37 +265,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "bad_input_rewards.py").write_text(REWARDS)
         assert main(["train", "rl.yaml", "--run", "a", "--quiet"]) == 0
     return root / "runs" / "a"
-
-
-@pytest.fixture
-def copied(finished: Path, place: Path) -> Path:
-    shutil.copytree(finished, place / "runs" / "a", symlinks=True)
-    return Path("runs/a")
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Like a disk that fills up: the system refuses to write a file beyond this size."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_at_a_checkpoint_keeps_the_one_before_and_the_run_goes_on(finished: Path, command: Command) -> None:
-    command.works("train", "rl.yaml", "--run", "a", "--train.steps", "1", "--quiet")
-    before = contents("runs/a/checkpoints")
-    resume = ["train", "rl.yaml", "--run", "a", "--resume", "--quiet"]
-    with files_of_at_most(2**20):  # metrics and rollouts fit, the weights do not
-        error = command.fails(1, *resume)
-    assert "runs/a/checkpoints: cannot write checkpoint step-000002: the disk is full" in error
-    assert "Free some space, then continue with --resume" in error
-    assert contents("runs/a/checkpoints") == before
-    assert json.loads(Path("runs/a/status.json").read_text())["state"] == "failed"
-    command.works(*resume)
-    assert_same_run("runs/a", str(finished))
 
 
 def test_rows_that_stand_there_twice_are_counted_and_reported(command: Command) -> None:

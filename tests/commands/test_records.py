@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
-from posttrain.training import loop
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -221,28 +219,3 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert "is not above the newest checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
     with lock_run(Path("runs/sweep-x")):
         assert "another process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
-
-
-def test_a_run_that_failed_states_how_to_go_on_and_does(
-    place: Path, out: Out, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original, calls = loop.accumulate, 0
-
-    def broken(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RewardFailure("the grader is gone")
-        return original(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "accumulate", broken)
-        assert main(["train", "sft.yaml", "--run", "new", "--quiet", "--train.save_every", "0"]) == 1
-    message = capsys.readouterr().err
-    assert "failed after step 2 of 3; the newest checkpoint is of step 2" in message
-    assert "continue with: posttrain runs resume new\n" in message
-    assert message.endswith("posttrain: the grader is gone\n")
-    assert checkpoint_steps("runs/new/checkpoints") == [2]
-    assert out("resume", "new", "--quiet") == "run:    runs/new\n"
-    first, second = (MetricsLog(f"runs/{name}/metrics.jsonl").read() for name in ("sft", "new"))
-    assert [row.metrics for row in first] == [row.metrics for row in second]

@@ -234,9 +234,7 @@ def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> No
     path.write_text('{"id": "first"}\n{"id": "to')
     answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5), (1, 2))
     answer.push(97, -0.5, is_last=True)
-    recorder = Recorder(path, "tiny")
-    recorder.add(0, answer)
-    recorder.close()
+    Recorder(path, "tiny").add(0, answer)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["id"] for line in lines] == ["first", "second"]
     assert (lines[1]["ids"], lines[1]["logprobs"], lines[1]["text"], lines[1]["seed"]) == ([97], [-0.5], "a", 5)

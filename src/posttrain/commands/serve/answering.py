@@ -191,7 +191,3 @@ class Recorder:
             except OSError:
                 cut_torn_line(self._descriptor)
                 raise
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)

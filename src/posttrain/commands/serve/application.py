@@ -341,7 +341,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> Non
     Raises:
         ClientDisconnect: it has.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hangs_up(request))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -350,3 +350,9 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> Non
     finally:
         working.cancel()
         leaving.cancel()
+
+
+async def _hangs_up(request: Request) -> None:
+    """Wait until the client of a request that has been read closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
