@@ -24,6 +24,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from posttrain.commands.serve.application import Access
 
 PORT = 8000
+PLAIN = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 def order(
     opened: OpenedModel, prompt: tuple[int, ...], seed: int = 0, limit: int = 12, temperature: float = 1.0
 ) -> Job:
-    return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed)
+    return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed, PLAIN)
 
 
 async def answer_to(answerer: Answerer, job: Job) -> Answer:
@@ -87,7 +88,7 @@ def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_comple
 ) -> None:
     answerer = Answerer(opened)
     unending = replace(opened.sampling(900, 1.0), stop_ids=frozenset())
-    jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i) for i in range(3)]
+    jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i, PLAIN) for i in range(3)]
 
     async def work() -> None:
         left = [asyncio.create_task(answer_to(answerer, job)) for job in jobs[1:]]
@@ -135,7 +136,7 @@ ENDING = Sampling(99, stop_ids=frozenset({256}))
 
 @given(st.lists(st.sampled_from(["<tool>", "</tool>", "<", "<to", "a", "ool>", "x"]), max_size=8).map("".join))
 def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
-    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, call_tag="<tool>"))
+    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, PLAIN, call_tag="<tool>"))
     tokens = [*text.encode(), 256]
     output = [answer.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
     assert "".join(output) == answer.text == text
@@ -232,7 +233,7 @@ def test_access_with_a_key_admits_who_sends_it() -> None:
 def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
     path.write_text('{"id": "first"}\n{"id": "to')
-    answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5), (1, 2))
+    answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5, PLAIN), (1, 2))
     answer.push(97, -0.5, is_last=True)
     Recorder(path, "tiny").add(0, answer)
     lines = [json.loads(line) for line in path.read_text().splitlines()]

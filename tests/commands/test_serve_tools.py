@@ -32,7 +32,7 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 from posttrain.commands.serve.answering import Answer, Job
 from posttrain.commands.serve.conversations import Conversations
-from posttrain.commands.serve.requests import BadRequest, ChatRequest, read_request
+from posttrain.commands.serve.requests import BadRequest, ChatRequest, SamplingParams, read_request
 
 CHAT = "/v1/chat/completions"
 CALCULATOR: Any = registry.find("environment", "calculator").bind({})()
@@ -273,7 +273,9 @@ def call_text(conversations: Conversations, expression: str, *, bare: bool = Tru
 def answer_of(conversations: Conversations, ids: list[int]) -> Answer:
     ends = stop_ids(conversations.tokenizer, conversations.template)
     opening, tag, tools = conversations.template.opening, conversations.form.tag, [dict(TOOL.schema)]
-    job = Job("", "chat", (), Sampling(900, stop_ids=ends), 0, opening=opening, call_tag=tag, tools=tools)
+    job = Job(
+        "", "chat", (), Sampling(900, stop_ids=ends), 0, SamplingParams(), opening=opening, call_tag=tag, tools=tools
+    )
     answer = Answer(conversations.tokenizer, job)
     for i, token in enumerate(ids, start=1):
         answer.push(token, -1.0, is_last=i == len(ids))

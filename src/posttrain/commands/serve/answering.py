@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.commands.serve.requests import Sampled, SamplingParams
+from posttrain.commands.serve.requests import Sampled
 from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling
@@ -41,7 +41,7 @@ class Job:
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
     seed: int
-    body: Sampled = field(default_factory=SamplingParams)
+    body: Sampled
     opening: str = ""
     call_tag: str = ""
     tools: Sequence[dict[str, Any]] = ()

@@ -118,7 +118,7 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]
         BadRequest: what is no message, or a tool's results that fit no calls.
     """
     given = [
-        one | {"content": None} if one.get("tool_calls") and is_blank(one.get("content")) else one for one in messages
+        {**one, "content": None} if one.get("tool_calls") and is_blank(one.get("content")) else one for one in messages
     ]
     try:
         read = read_messages(Row("messages", 1, {"messages": given}), "messages")
@@ -138,7 +138,8 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
     """Return the arguments of a call as JSON; None if it is no call, or they are no object."""
     if request.wrong or not request.tool:
         return None
-    schema = next((one for one in tools if one["function"]["name"] == request.tool), {"function": {}})
+    nothing: Mapping[str, Any] = {"function": {}}
+    schema = next((one for one in tools if one["function"]["name"] == request.tool), nothing)
     texts = {
         name: isinstance(one, Mapping) and one.get("type") == "string" for name, one in properties_of(schema).items()
     }
