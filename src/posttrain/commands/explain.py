@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, plain_table, say
+from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
 from posttrain.errors import GONE, UnknownComponent
 from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name
@@ -304,10 +304,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
         say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
     if having:
         _print_heading(console, name.rpartition(".")[2], "option of")
-        table = plain_table("component", "kind", "type, default and meaning")
-        for entry, option in having:
-            table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.line))
-        console.print(table)
+        rows = [(Text(entry.name, style="cyan"), entry.kind, option.line) for entry, option in having]
+        print_rows(console, plain_table("component", "kind", "type, default and meaning"), rows)
         console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
     if metric is not None:
         _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
@@ -327,9 +325,8 @@ def _print_kind(console: Console, kind: str) -> None:
     table = plain_table("component", "what it is", show_header=False, padding=(0, 1, 0, 2))
     table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
     table.title_style, table.columns[0].no_wrap = "none", True
-    for name, entry in entries(kind).items():
-        table.add_row(Text(name, style="cyan"), Text(summary(entry.doc)))
-    console.print(table)
+    listed = entries(kind).items()
+    print_rows(console, table, [(Text(name, style="cyan"), summary(entry.doc)) for name, entry in listed])
     console.print()
 
 
@@ -350,13 +347,13 @@ def _print_recipe(console: Console, name: str) -> None:
     _print_heading(console, name, "recipe", recipe.description.strip())
     components = {kind: getattr(recipe, key) for key, kind in COMPONENT_KINDS.items() if kind in _IN_A_METHOD}
     components |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
-    table = plain_table("key", "component", "what it is", show_header=False)
+    rows = []
     for kind, component in components.items():
         if component is not None and component.name != "every":
             options = ", ".join(f"{option} {value}" for option, value in component.options.items())
             what = f"{summary(find(kind, component.name).doc)} {options}".strip()
-            table.add_row(KINDS[kind][0].rpartition(".")[2], Text(component.name, style="cyan"), Text(what))
-    console.print(table)
+            rows.append((KINDS[kind][0].rpartition(".")[2], Text(component.name, style="cyan"), what))
+    print_rows(console, plain_table("key", "component", "what it is", show_header=False), rows)
     console.print(Text(f"\nread it: posttrain recipes show {name}    train: posttrain train {name}\n", style="dim"))
 
 
@@ -364,10 +361,8 @@ def _print_options(console: Console, options: list[Option], key: str) -> None:
     if not options:
         console.print("it has no options")
         return
-    table = plain_table("option", "type, default and meaning")
-    for option in options:
-        table.add_row(Text(option.name, style="cyan"), Text(option.line))
-    console.print(table)
+    rows = [(Text(option.name, style="cyan"), option.line) for option in options]
+    print_rows(console, plain_table("option", "type, default and meaning"), rows)
     if key and key != "rewards":
         console.print(Text(f"on the command line: --{key}.{options[0].name} VALUE", style="dim"))
     console.print()

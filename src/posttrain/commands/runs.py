@@ -13,7 +13,16 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 
 from posttrain.commands import options
-from posttrain.commands.console import Text, counted, open_console, plain_table, say, write_json
+from posttrain.commands.console import (
+    Text,
+    counted,
+    open_console,
+    plain_table,
+    print_rows,
+    say,
+    show_bytes,
+    write_json,
+)
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
@@ -90,22 +99,21 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[SweepSummary] = ()) -> None:
     """Print a table with a row per run and sweep, and what is wrong with damaged ones."""
-    rows: list[tuple[str, str, str, str, str, str, int]] = [
-        (run.name, run.state, f"{run.step}/{run.steps}", run.model, run.objective, run.result or "–", run.disk_bytes)
-        for run in runs
+    rows = [
+        (r.name, r.state, f"{r.step}/{r.steps}", r.model, r.objective, r.result or "–", show_bytes(r.disk_bytes))
+        for r in runs
     ]
     for sweep in sweeps:
         state, finished = "running" if sweep.is_running else "sweep", f"{sweep.num_finished}/{sweep.num_runs} runs"
-        rows.append((sweep.name, state, finished, "", "", "–", sweep.disk_bytes))
+        rows.append((sweep.name, state, finished, "", "", "–", show_bytes(sweep.disk_bytes)))
     table = plain_table()
     for name in ("run", "state", "step", "model", "objective", "held-out", "size"):
         is_name = name in ("run", "model", "held-out")  # broken into several lines in a narrow terminal
         justify: JustifyMethod = "right" if name in ("step", "size") else "left"
         table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify)
-    for name, state, *further, size in rows:
-        columns = [Text(name, style="bold"), Text(state, style=STYLES[state]), *map(Text, further)]
-        table.add_row(*columns, Text(show_bytes(size)))
-    console.print(table)
+    print_rows(
+        console, table, [(Text(row[0], style="bold"), Text(row[1], style=STYLES[row[1]]), *row[2:]) for row in rows]
+    )
     for run in runs:
         if run.problem:
             console.print(Text(f"{run.name}: {run.problem}", style="red"))
@@ -170,10 +178,7 @@ def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: S
     ]
     console.print(Text(name, style="bold"))
     table = plain_table("fact", "value", show_header=False, padding=(0, 2))
-    for label, value in lines:
-        if value:
-            table.add_row(Text(label, style="dim"), Text(value))
-    console.print(table)
+    print_rows(console, table, [(Text(label, style="dim"), value) for label, value in lines if value])
     for warning in info["warnings"]:
         say(console, f"warning: {warning}", "yellow")
     is_damaged = bool(info["problem"])
@@ -210,16 +215,6 @@ def _last_episode(folder: Path) -> list[str]:
 def describe_link(link: Link) -> str:
     """``demo-sft, step 60``."""
     return link.parent + ("" if link.step is None else f", step {link.step}") + ("" if link.is_there else " (deleted)")
-
-
-def show_bytes(count: int) -> str:
-    """``512 B``, ``3.4 MiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -260,10 +255,8 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
         table = plain_table()
         for label in (title, *labels):
             table.add_column(Text(label), overflow="fold")
-        for label, columns in lines:
-            table.add_row(Text(label), *map(Text, columns))
         if lines:
-            console.print(table)
+            print_rows(console, table, [(label, *columns) for label, columns in lines])
             console.print()
     for which, keys in alone.items():
         say(console, f"only in {which}: {', '.join(keys)}\n")

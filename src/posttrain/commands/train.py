@@ -118,7 +118,7 @@ def _note(text: str) -> None:
 
 def _print_memory(recipe: Recipe) -> None:
     """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
-    from posttrain.commands.runs import show_bytes
+    from posttrain.commands.console import show_bytes
     from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
 
     estimate = estimate_memory(recipe)
