@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.commands.serve.answering import Answer
 from posttrain.commands.serve.requests import BadRequest
-from posttrain.data.messages import is_blank, read_messages
+from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.assistant import encode_turn, reply_frame
@@ -112,16 +112,13 @@ class Conversations:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Read messages as those of rows are read; an answer of calls alone may have a blank content.
+    """Read messages as those of rows are read.
 
     Raises:
         BadRequest: what is no message, or a tool's results that fit no calls.
     """
-    given = [
-        {**one, "content": None} if one.get("tool_calls") and is_blank(one.get("content")) else one for one in messages
-    ]
     try:
-        read = read_messages(Row("messages", 1, {"messages": given}), "messages")
+        read = read_messages(Row("messages", 1, {"messages": messages}), "messages")
     except DataError as error:
         raise BadRequest(str(error).partition(": ")[2], "messages") from None
     if not all(one.is_trained for one in read):
