@@ -99,7 +99,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[SweepSummary] = ()) -> None:
     """Print a table with a row per run and sweep, and what is wrong with damaged ones."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (r.name, r.state, f"{r.step}/{r.steps}", r.model, r.objective, r.result or "–", show_bytes(r.disk_bytes))
         for r in runs
     ]
