@@ -66,12 +66,13 @@ def same(a: Path, b: Path) -> bool:
     return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
 
 
+AS_MINE = SMALL | {"rewards": ["correct", (brief, 0.5), (short, 0.1)], "eval__every": 2, "eval__num_examples": 2}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of two steps, with an evaluation before and after."""
-    runs = tmp_path_factory.mktemp("api") / "runs"
-    rewards = ["correct", (brief, 0.5), (short, 0.1)]
-    return pt.train(RECIPE, rewards=rewards, run="mine", runs_dir=runs, eval__every=2, eval__num_examples=2, **SMALL)
+    return pt.train(RECIPE, run="mine", runs_dir=tmp_path_factory.mktemp("api") / "runs", **AS_MINE)
 
 
 def test_import_posttrain_loads_only_the_standard_library():
@@ -106,13 +107,14 @@ def test_train_with_rows_and_functions_records_their_rewards(run: Run):
     assert len(run.rollouts()) == 8
 
 
-def test_run_shows_its_evaluations_checkpoints_and_files(run: Run):
+def test_run_shows_its_evaluations_checkpoints_and_files(run: Run, tmp_path: Path):
     assert [(one["step"], one["task"]) for one in run.evaluations] == [(0, "jsonl/validation"), (2, "jsonl/validation")]
     assert run.checkpoint() == run.checkpoint("last") == run.checkpoint(2) == run.folder / "checkpoints" / "step-000002"
     assert run.report == run.folder / "report.html"
     assert (run.name, os.fspath(run)) == ("mine", str(run.folder))
     with pytest.raises(UsageError, match=r"no checkpoint 'bset'\. Did you mean 'best'\? .* There: 2"):
         run.checkpoint("bset")
+    assert same(run.export(tmp_path / "out"), run.checkpoint("best"))
 
 
 def test_load_run_by_path_or_name_finds_it(run: Run):
@@ -120,13 +122,6 @@ def test_load_run_by_path_or_name_finds_it(run: Run):
     assert pt.load_run("mine", runs_dir=run.folder.parent) == run
     with pytest.raises(UsageError, match=r"there is no run 'mime'.*Did you mean 'mine'"):
         pt.load_run("mime", runs_dir=run.folder.parent)
-
-
-def test_export_of_a_run_writes_a_model_elsewhere(run: Run, tmp_path: Path):
-    folder = run.export(tmp_path / "out")
-    assert same(folder, run.checkpoint("best"))
-    with pytest.raises(UsageError, match="has no adapter"):
-        run.export(tmp_path / "merged", merge=True)
 
 
 def test_evaluate_on_rows_gives_value_interval_and_items(run: Run):
@@ -153,19 +148,14 @@ def test_generate_answers_each_prompt_in_order(run: Run):
         pt.generate(run, [" "])
 
 
-def test_train_in_a_thread_and_again_gives_two_equal_runs(tmp_path: Path):
+def test_train_in_a_thread_and_again_gives_two_equal_runs(run: Run):
     runs: list[Run] = []
-
-    def work() -> None:
-        runs.append(pt.train(RECIPE, runs_dir=tmp_path, **SMALL, **WITHOUT_EVALUATION))
-
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=lambda: runs.append(pt.train(RECIPE, runs_dir=run.folder.parent, **AS_MINE)))
     thread.start()
     thread.join()
-    work()
-    assert [(run.name, run.status.state) for run in runs] == [("run", "finished"), ("run-2", "finished")]
-    assert same(runs[0].checkpoint(), runs[1].checkpoint())
-    assert len(list((tmp_path / ".rows").iterdir())) == 1
+    assert [(again.name, again.status.state) for again in runs] == [("run", "finished")]
+    assert same(runs[0].checkpoint(), run.checkpoint())
+    assert len(list((run.folder.parent / ".rows").iterdir())) == 1
 
 
 def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -280,6 +270,8 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
     assert (
         data_word([{"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}], tmp_path)["name"] == "preferences"
     )
+    datasets = pytest.importorskip("datasets")
+    assert data_word(datasets.Dataset.from_list(ROWS), tmp_path) == word
     assert data_word("gsm8k", tmp_path) == {"name": "gsm8k"}
     assert data_word(Path("rows.jsonl"), tmp_path) == {"name": "jsonl", "path": "rows.jsonl"}
     assert data_word("hf:org/name", tmp_path) == {"name": "jsonl", "path": "hf:org/name"}
@@ -289,12 +281,6 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
             data_word(bad, tmp_path)
     with pytest.raises(UsageError, match="row 1 cannot be stored as JSON: a object"):
         data_word([{"prompt": object()}], tmp_path)
-
-
-def test_data_of_a_hugging_face_dataset_is_its_rows(tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
-    path = data_word(datasets.Dataset.from_list(ROWS[:2]), tmp_path)["path"]
-    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS[:2]
 
 
 def test_eval_data_is_evaluated_and_all_of_data_is_trained(tmp_path: Path):
@@ -381,15 +367,6 @@ def test_sweep_with_a_wrong_description_is_refused(tmp_path: Path):
     ]:
         with pytest.raises(RecipeError, match=message):
             pt.sweep(spec, runs_dir=tmp_path)
-
-
-def test_script_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    small = "steps=1, num_prompts=2, group_size=2, rollout__max_tokens=8, eval__max_tokens=8"
-    (tmp_path / "few.py").write_text(SCRIPT.replace("steps=50", small))
-    left = runpy.run_path("few.py")
-    assert len(left["measured"].items) == 100
-    assert left["run"].status.state == "finished"
 
 
 def run_file(path: Path, *arguments: str) -> str:

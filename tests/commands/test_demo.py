@@ -91,6 +91,7 @@ def test_the_outcome_follows_the_figures() -> None:
     assert same.startswith("In this run it found nothing that the intervals could tell from chance")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small", "no_curves")
 def test_the_story_of_the_calculator_measures_all_three_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

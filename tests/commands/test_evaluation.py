@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.cli import main
-from posttrain.evaluation import plan as app
 from posttrain.evaluation.files import read_finished
 from posttrain.evaluation.items import read_items
-from posttrain.sampling.fake_engine import FakeEngine
 
 
 @pytest.fixture
@@ -74,55 +71,12 @@ def _samples(out: Path) -> list[dict[str, Any]]:
     return [sample for line in lines for sample in json.loads(line)["samples"]]
 
 
-class Interrupting(FakeEngine):
-    """Answers so many batches; then somebody presses Ctrl-C."""
-
-    def __init__(self, engine: FakeEngine, batches: int) -> None:
-        super().__init__(engine.choices)
-        self.left = batches
-
-    def generate(self, prompts: Any, keys: Any, sampling: Any) -> Any:
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
-        return super().generate(prompts, keys, sampling)
-
-
-@pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[FakeEngine]]:
-    """After so many batches of a model's engine (-1: never); returns the engines that were used, in order."""
-    genuine = app.open_model
-
-    def after(batches: int) -> list[FakeEngine]:
-        used: list[FakeEngine] = []
-
-        def open_interrupted(*arguments: Any, **options: Any) -> Any:
-            sampler = genuine(*arguments, **options)
-            used.append(Interrupting(sampler.engine, batches) if batches >= 0 else sampler.engine)
-            return replace(sampler, engine=used[-1])
-
-        monkeypatch.setattr(app, "open_model", open_interrupted)
-        return used
-
-    return after
-
-
 def test_evaluation_other_settings_get_a_folder_next_to_it(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = [
-        "evaluate",
-        "tiny",
-        "--task",
-        "jsonl",
-        "--task.path",
-        str(problems),
-        "--task.split",
-        "all",
-        "--template",
-        "plain",
-    ]
+    command = ["evaluate", "tiny", "--task", "jsonl", "--task.path", str(problems), "--task.split", "all"]
+    command += ["--template", "plain"]
     command += ["--engine", "scripted", "--engine.texts", '["3"]']
     for n in ("6", "4", "4", "6"):
         assert main([*command, "--limit", n]) == 0

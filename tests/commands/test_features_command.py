@@ -165,7 +165,7 @@ def test_one_side_of_the_studio_is_steered() -> None:
 
     def replies(features: str) -> list[str]:
         *_, sides = answer(library, None, TEXTS[0], ["tiny", "tiny"], controls, steering=("sae", features, "left"))
-        return [side.text for side in sides]
+        return [side.conversation.text for side in sides]
 
     left, right = replies("")
     assert left == right

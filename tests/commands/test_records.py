@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
-from posttrain.training import loop
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -92,6 +90,10 @@ def test_the_list_shows_runs_and_sweeps(place: Path, out: Out) -> None:
         ["more", "finished", "2/2", "runs/sft", "cross_entropy"],
     ]
     assert lines[3][:4] == ["sweep-x", "sweep", "1/1", "runs"]
+    shown = out("show", "sweep-x")
+    assert "sweep-x: not running, 1 of 1 run finished" in shown
+    assert "| plain | 12 % |" in shown
+    assert [run["name"] for run in out.json("show", "sweep-x")["runs"]] == ["sweep-x/cells/plain-seed0"]
     assert "and 1 more runs" in out("--limit", "1")
     assert "no runs in runs of these" in out("--state", "failed")
     assert "there is no 'finshed'" in out("--state", "finshed", code=2)
@@ -107,15 +109,6 @@ def test_one_run_in_full(place: Path, out: Out) -> None:
     assert ["start", "sft,", "step", "3"] in lines_of(out("show", "more"))
     assert out.json("show", "runs/more/")["links"][0]["parent"] == "sft"
     assert "there is no run 'mroe'" in out("show", "mroe", code=2)
-
-
-def test_one_sweep(place: Path, out: Out) -> None:
-    shown = out("show", "sweep-x")
-    assert "sweep-x: not running, 1 of 1 run finished" in shown
-    assert "| plain | 12 % |" in shown
-    assert "sweep-x/cells/plain-seed0" in shown
-    assert out("show", "sweep-x/cells/plain-seed0").startswith("sweep-x/cells/plain-seed0\n")
-    assert [run["name"] for run in out.json("show", "sweep-x")["runs"]] == ["sweep-x/cells/plain-seed0"]
 
 
 def test_runs_side_by_side(place: Path, out: Out) -> None:
@@ -139,6 +132,9 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
+    with lock_run(place / "runs" / "sft"):
+        assert "another process is working" in out("prune", "sft", "--yes", code=2)
+        assert "left out: runs/sft: another process is working" in out("prune", "--all", "--dry-run")
     message = out("prune", "--all", "--dry-run")
     assert "sft: delete 1, 2 (" in message
     assert "would delete 5 checkpoints of 3 runs" in message
@@ -159,15 +155,6 @@ def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPat
     assert "give best, last, a number" in out("prune", "sft", "--keep", "worst", code=2)
 
 
-def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
-    with lock_run(place / "runs" / "sft"):
-        assert "another process is working" in out("prune", "sft", "--yes", code=2)
-        message = out("prune", "--all", "--yes")
-        assert "left out: runs/sft: another process is working" in message
-        assert "deleted 3 checkpoints of 2 runs" in message
-    assert checkpoint_steps(place / "runs" / "sft" / "checkpoints") == [1, 2, 3]
-
-
 def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     message = out("delete", "sft", "--yes", code=2)
     assert "more: its start is sft, step 3" in message
@@ -179,6 +166,9 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     with lock_run(place / "runs" / "more"):
         assert "another process is working" in out("delete", "more", "--yes", code=2)
     assert run_names("runs") == ["more", "sft"]
+    assert "sweep-x: a sweep with 1 run" in out("delete", "sweep-*", "sweep-x/cells/*", "--dry-run")
+    out("delete", "sweep-x", "sweep-x/cells/plain-seed0", "--yes")
+    assert sorted(os.listdir("runs")) == ["more", "sft"]
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "no")
     assert out("delete", "sft", "more").endswith("nothing was changed\n")
@@ -188,20 +178,35 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert ["start", "sft,", "step", "3", "(deleted)"] in lines_of(out("show", "more"))
 
 
-def test_deleting_a_sweep_with_its_runs(place: Path, out: Out) -> None:
-    assert "sweep-x: a sweep with 1 run" in out("delete", "sweep-*", "sweep-x/cells/*", "--dry-run")
-    out("delete", "sweep-x", "sweep-x/cells/plain-seed0", "--yes")
-    assert sorted(os.listdir("runs")) == ["more", "sft"]
-
-
-def test_an_export_is_a_model_like_any_other(place: Path, out: Out, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_exports_are_counted_and_take_no_place_of_others(place: Path, out: Out) -> None:
     assert "out: the weights after step 2" in out("export", "more", "--to", "out")
     assert "there is something already" in out("export", "more", "--to", "out", code=2)
-    assert AutoModelForCausalLM.from_pretrained("out").config.model_type == "qwen3"
-    assert main(["generate", "out", "What is 1 plus 1?", "--max-tokens", "2"]) == 0
     assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records")
+
+
+def test_manage_takes_the_actions_line_by_line_and_shows_mistakes(
+    place: Path, out: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["^C", "", "nonsense", "show nowhere", 'show "', "export sft", "prune sft --keep nothing", "show sft"]
+    lines += ["prune sft", "n", "prune sft --keep 2", "y", "delete more", "yes", "quit"]
+    prompts: list[str] = []
+
+    def read(prompt: str = "") -> str:
+        prompts.append(prompt.splitlines()[-1])
+        if (line := lines.pop(0)) == "^C":
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    text = " ".join(out("manage").split())
+    assert text.startswith("run state step model")
+    mistakes = ("there is no action 'nonsense'", "there is no run 'nowhere'", "No closing quotation", "give best")
+    assert [message for message in (*mistakes, "stopped", "nothing was changed") if message not in text] == []
+    assert prompts[:9] == ["runs> "] * 9
+    assert prompts[-2].startswith("Delete 1 run, ")
+    assert checkpoint_steps("runs/sft/checkpoints") == [2, 3]
+    assert (lines, run_names("runs")) == ([], ["sft"])
 
 
 def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
@@ -214,28 +219,3 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert "is not above the newest checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
     with lock_run(Path("runs/sweep-x")):
         assert "another process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
-
-
-def test_a_run_that_failed_states_how_to_go_on_and_does(
-    place: Path, out: Out, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original, calls = loop.accumulate, 0
-
-    def broken(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RewardFailure("the grader is gone")
-        return original(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "accumulate", broken)
-        assert main(["train", "sft.yaml", "--run", "new", "--quiet", "--train.save_every", "0"]) == 1
-    message = capsys.readouterr().err
-    assert "failed after step 2 of 3; the newest checkpoint is of step 2" in message
-    assert "continue with: posttrain runs resume new\n" in message
-    assert message.endswith("posttrain: the grader is gone\n")
-    assert checkpoint_steps("runs/new/checkpoints") == [2]
-    assert out("resume", "new", "--quiet") == "run:    runs/new\n"
-    first, second = (MetricsLog(f"runs/{name}/metrics.jsonl").read() for name in ("sft", "new"))
-    assert [row.metrics for row in first] == [row.metrics for row in second]

@@ -59,6 +59,14 @@ def test_from_a_recipe_to_a_dictionary(
     assert main(["sae", "train", "tiny/sae", *SMALL, "--run", "tiny-sae", "--resume", "--dictionary.k", "3"]) == 2
     assert "dictionary.k: 16.0 in the run, 3.0 now" in capsys.readouterr().err
 
+    # another run learns the same from what this one has recorded
+    folder = ["--activations.folder", f"{run}/activations", "--activations.model", "null"]
+    folder += ["--activations.task", "null", "--run", "two", "--quiet"]
+    assert main(["sae", "train", "tiny/sae", *SMALL[2:], *folder]) == 0
+    assert Path("runs/two/dictionary/sae_weights.safetensors").read_bytes() == weights
+    assert not Path("runs/two/activations").exists()
+    assert main(["sae", "features", "two", "--features", "1", "--quiet"]) == 0
+
 
 @pytest.mark.parametrize("source", ["difference", "post"])
 def test_activations_of_two_models(
@@ -100,17 +108,3 @@ def test_what_is_reported_of_mistakes(
     assert "nowhere: no recorded activations here" in capsys.readouterr().err
     assert main(["train", "tiny/sae"]) == 2
     assert "this trains a dictionary; run it with: posttrain sae train tiny/sae" in capsys.readouterr().err
-
-
-def test_the_recording_of_a_run_is_learned_from_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["sae", "train", "tiny/sae", *SMALL, "--run", "one", "--quiet"]) == 0
-    folder = ["--activations.folder", "runs/one/activations", "--activations.model", "null"]
-    small = SMALL[2:]
-    assert main(["sae", "train", "tiny/sae", *small, *folder, "--activations.task", "null", "--run", "two"]) == 0
-    weights = [Path("runs") / name / "dictionary" / "sae_weights.safetensors" for name in ("one", "two")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert not Path("runs/two/activations").exists()
-    assert main(["sae", "features", "two", "--features", "1", "--quiet"]) == 0

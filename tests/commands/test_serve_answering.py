@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
+from posttrain.commands.serve.requests import SamplingParams
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import OpenedModel, open_model
@@ -23,6 +24,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from posttrain.commands.serve.application import Access
 
 PORT = 8000
+PLAIN = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 def order(
     opened: OpenedModel, prompt: tuple[int, ...], seed: int = 0, limit: int = 12, temperature: float = 1.0
 ) -> Job:
-    return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed)
+    return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed, PLAIN)
 
 
 async def answer_to(answerer: Answerer, job: Job) -> Answer:
@@ -86,7 +88,7 @@ def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_comple
 ) -> None:
     answerer = Answerer(opened)
     unending = replace(opened.sampling(900, 1.0), stop_ids=frozenset())
-    jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i) for i in range(3)]
+    jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i, PLAIN) for i in range(3)]
 
     async def work() -> None:
         left = [asyncio.create_task(answer_to(answerer, job)) for job in jobs[1:]]
@@ -134,7 +136,7 @@ ENDING = Sampling(99, stop_ids=frozenset({256}))
 
 @given(st.lists(st.sampled_from(["<tool>", "</tool>", "<", "<to", "a", "ool>", "x"]), max_size=8).map("".join))
 def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
-    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, call_tag="<tool>"))
+    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, PLAIN, call_tag="<tool>"))
     tokens = [*text.encode(), 256]
     output = [answer.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
     assert "".join(output) == answer.text == text
@@ -154,7 +156,7 @@ def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
 )
 def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
     ids = list(text.encode())[: -1 if is_cut else None]
-    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, stops=tuple(stops), opening="<"))
+    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, SamplingParams(stop=stops), opening="<"))
     message = []
     tokens = [*ids, 256]
     for place, token in enumerate(tokens):
@@ -219,14 +221,21 @@ def test_no_page_of_a_browser_may_ask(headers: dict[str, str], status: int) -> N
         assert status == 200 or body["error"]["code"] == "refused"
 
 
+def test_access_with_a_key_admits_who_sends_it() -> None:
+    gate = Access(fine, "0.0.0.0", "a-key-that-nobody-guesses")
+    for sent in ("", "Bearer wrong", "a-key-that-nobody-guesses"):
+        status, body = ask(gate, HERE | {"authorization": sent})
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    headers = {"host": "my-machine", "authorization": "Bearer a-key-that-nobody-guesses"}
+    assert ask(gate, headers)[0] == 200
+
+
 def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
     path.write_text('{"id": "first"}\n{"id": "to')
-    answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5), (1, 2))
+    answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5, PLAIN), (1, 2))
     answer.push(97, -0.5, is_last=True)
-    recorder = Recorder(path, "tiny")
-    recorder.add(0, answer)
-    recorder.close()
+    Recorder(path, "tiny").add(0, answer)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["id"] for line in lines] == ["first", "second"]
     assert (lines[1]["ids"], lines[1]["logprobs"], lines[1]["text"], lines[1]["seed"]) == ([97], [-0.5], "a", 5)

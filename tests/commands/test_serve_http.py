@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     with serving(folder, "tiny", "--record", "asked/all.jsonl") as server:
         yield server
+        server.process.send_signal(signal.SIGINT)
+        out, _ = server.process.communicate(timeout=120)
+        assert (server.process.returncode, out) == (0, ""), "Ctrl-C ends it"
 
 
 @pytest.fixture(scope="module")
@@ -83,24 +87,14 @@ def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temp
 
 
 def test_an_evaluation_over_http_equals_one_in_process(served: Served, folder: Path) -> None:
-    request = [
-        "evaluate",
-        "tiny",
-        "--task",
-        "stories",
-        "--limit",
-        "12",
-        "--max-tokens",
-        "40",
-        "--runs-dir",
-        str(folder),
-    ]
+    options = {"--task": "stories", "--limit": "6", "--max-tokens": "24", "--runs-dir": str(folder)}
+    request = ["evaluate", "tiny", *(word for pair in options.items() for word in pair)]
     assert main([*request, "--out", str(folder / "native")]) == 0
     over_http = ["--engine", "vllm", "--engine.url", served.url]
     assert main([*request, "--out", str(folder / "http"), *over_http]) == 0
     items = [(folder / name / "items.jsonl").read_text() for name in ("native", "http")]
     assert items[0] == items[1]
-    assert len(items[0].splitlines()) == 12
+    assert len(items[0].splitlines()) == 6
 
 
 def test_token_ids_in_and_out_with_log_probabilities_of_a_forward_pass(served: Served, opened: OpenedModel) -> None:
@@ -167,7 +161,7 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, {"messages": TURNS, "seed": "x"}, 400, "seed", "valid integer"),
         (CHAT, {"messages": TURNS, "presence_penalty": 0.5}, 400, "presence_penalty", "leave it out, or give 0"),
         (CHAT, {"messages": TURNS, "model": "gpt-5"}, 404, "model", "there is no model 'gpt-5' here"),
-        (CHAT, {"messages": []}, 400, None, "no messages"),
+        (CHAT, {"messages": []}, 400, "messages", "must be a list of messages"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "surrogate"),
         (CHAT, {}, 400, "messages", "required"),
         (CHAT, b"[" * 100_000, 400, None, "no JSON"),
@@ -191,14 +185,8 @@ def test_what_cannot_be_answered_is_reported_in_openais_form(
 
 
 def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, folder: Path) -> None:
-    request = {
-        "prompt": "Eva \u001b[2J has",
-        "seed": 21,
-        "max_tokens": 8,
-        "n": 2,
-        "return_token_ids": True,
-        "logprobs": 0,
-    }
+    request = {"prompt": "Eva \u001b[2J has", "seed": 21, "max_tokens": 8, "n": 2, "return_token_ids": True}
+    request["logprobs"] = 0
     _, whole = served.ask(COMPLETE, request)
     served.events(COMPLETE, request | {"n": 1})
     text = (folder / "asked" / "all.jsonl").read_text()
@@ -216,25 +204,6 @@ def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, fol
     assert lines[-1]["logprobs"] == pytest.approx(own[0]["logprobs"], abs=1e-5)
 
 
-def test_an_unmodified_client_of_openai(served: Served, opened: OpenedModel) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
-    model = client.models.list().data[0].id
-    greedy = decode_response(
-        opened.tokenizer, opened.grader.template, sample(opened, chat_prompt(opened), 0, 0.0, 40)[0].ids
-    )
-    request = {"model": model, "messages": TURNS, "temperature": 0, "max_tokens": 40}
-    assert client.chat.completions.create(**request).choices[0].message.content == greedy
-    pieces = client.chat.completions.create(**request, stream=True)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == greedy
-    with client.chat.completions.stream(**request) as stream:
-        assert stream.get_final_completion().choices[0].message.content == greedy
-    with pytest.raises(openai.BadRequestError, match="does not do that"):
-        client.chat.completions.create(**request, presence_penalty=1)
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
-        client.chat.completions.create(**(request | {"model": "other"}))
-
-
 def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
     """``tiny`` is no judge, but it is asked as one: its reply is read, recorded and paid for."""
     opinions = Judge(served.url, structured=False, max_tokens=12, retries=0)
@@ -245,19 +214,6 @@ def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
     assert (output.tokens_in, output.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
     (output,) = Judge(served.url, max_tokens=12).ask([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
     assert "set judge.structured to false" in output.reason
-
-
-def test_a_key_is_requested_and_ctrl_c_ends_the_server(tmp_path: Path) -> None:
-    key = "a-key-that-nobody-guesses"
-    with serving(tmp_path, "tiny", "--api-key", key) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}):
-            status, answer = server.ask("/v1/models", **headers)
-            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert server.ask("/v1/models", Authorization=f"Bearer {key}")[0] == 200
-        server.process.send_signal(signal.SIGINT)
-        out, _ = server.process.communicate(timeout=120)
-        assert (server.process.returncode, out) == (0, "")
-    assert key not in server.first_line, "who gave a key has it"
 
 
 def test_mistakes_end_in_one_message(
@@ -271,8 +227,9 @@ def test_mistakes_end_in_one_message(
         assert "add --api-key" in output("tiny", "--host", host)
     assert "16 to 256 letters" in output("tiny", "--api-key", "short")
     assert "no/such/model" in output("no/such/model")
-    with serving(tmp_path, "tiny") as server:
-        assert f"port {server.port}: cannot be served" in output("tiny", "--port", str(server.port))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port {port}: cannot be served" in output("tiny", "--port", port)
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.chdir(tmp_path)

@@ -165,6 +165,7 @@ def test_steps_are_labelled_and_both_reward_models_choose_among_the_same_answers
     assert data["chosen_by"]["orm"]["1"]["mean"] == data["chosen_by"]["random pick"]["1"]["mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_stories")
 def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
     """The trials' own commands, one after another in this process; the runner has tests of its own."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from posttrain.commands.runs.show import _last_episode
+from posttrain.commands.runs import _last_episode
 from posttrain.errors import RunFailure
 from posttrain.sampling.environments.contract import EnvironmentFailed
 from posttrain.training.build import prepare

@@ -61,8 +61,10 @@ def store_rows(rows: Iterable[Mapping[str, Any]], runs_dir: Place) -> tuple[Mapp
     Raises:
         UsageError: there are no rows, or one is no mapping of plain values.
     """
+    if not isinstance(rows, Iterable):
+        raise UsageError(f"data: {type(rows).__name__} is no data. Give rows, a Dataset, a file or a task's name")
     lines, first = list[str](), None
-    for number, row in enumerate(_iterated(rows), start=1):
+    for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise UsageError(f"data: row {number} is a {type(row).__name__}. Give a mapping, such as a dict")
         try:
@@ -79,13 +81,6 @@ def store_rows(rows: Iterable[Mapping[str, Any]], runs_dir: Place) -> tuple[Mapp
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
     return first, path
-
-
-def _iterated(rows: Any) -> Iterator[Any]:
-    if not isinstance(rows, Iterable):
-        what = f"data: {type(rows).__name__} is no data"
-        raise UsageError(f"{what}. Give rows, a Dataset, a file or a task's name")
-    return iter(rows)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -146,17 +141,13 @@ def reward_words(rewards: Rewards) -> list[dict[str, Any]]:
     listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     for number, given in enumerate(listed):
         reward, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        if callable(reward):
-            word: dict[str, Any] = {"name": registry.name_function(reward)}
-        elif isinstance(reward, str):
-            word = {"name": reward}
-        elif isinstance(reward, Mapping):
-            word = dict(reward)
-        else:
+        if not (callable(reward) or isinstance(reward, str | Mapping)):
             raise UsageError(
                 f"rewards.{number}: {type(reward).__name__} is no reward. Give a name, a function, a mapping with "
                 "name and options, or one of these with its weight: (short, 0.1)"
             )
+        name = registry.name_function(reward) if callable(reward) else reward
+        word = dict(name) if isinstance(name, Mapping) else {"name": name}
         words.append(word if weight is None else word | {"weight": weight})
     return words
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,7 @@ def sweep(
         plan = load_sweep(content["recipe"], overrides, folder=folder, rows=rows, num_seeds=seeds, over=over)
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
-    console = open_console()
-
-    def tell(line: str, is_failure: bool) -> None:
-        if progress or is_failure:
-            say(console, line, "red" if is_failure else "dim")
-
-    return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, tell)
+    return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
 
 
 def _read_over(over: Any) -> tuple[str, list[str]] | None:
@@ -111,8 +105,14 @@ def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -
     return Path(runs_dir) / (name if name.startswith("sweep") else f"sweep-{name}")
 
 
-def carry_out(plan: Plan, command: str, jobs: int | None, tell: Callable[[str, bool], None]) -> Sweep:
-    """Make the trials that are not finished, and write results, tables, picture and page."""
+def carry_out(plan: Plan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
+    """Make the trials that are not finished, and write results, tables, picture and page; ``quiet``: print failures."""
+    console = open_console()
+
+    def tell(line: str, is_failure: bool) -> None:
+        if is_failure or not quiet:
+            say(console, line, "red" if is_failure else "dim")
+
     outcome: Outcome = run_trials(plan, jobs=jobs, say=tell)
     results, page = None, None
     try:

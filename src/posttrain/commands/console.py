@@ -94,6 +94,16 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def show_bytes(count: int) -> str:
+    """``512 B``, ``3.4 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
 @contextmanager
 def tables_as_json() -> Iterator[None]:
     """Collect tables, send all else to standard error, and write them as JSON at the end.
@@ -156,6 +166,15 @@ def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Tab
     for column in right:
         table.add_column(column, justify="right")
     return table
+
+
+def print_rows(
+    console: Console, table: Table, rows: Iterable[Sequence[rich.text.Text | str]], *, crop: bool = True
+) -> None:
+    """Fill a table with rows of texts, and print it."""
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console.print(table, crop=crop)
 
 
 def print_table(console: Console, content: TextTable) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
+from rich.table import Table
 
 from posttrain import registry
-from posttrain.commands.console import Text, open_console, plain_table
+from posttrain.commands.console import Text, open_console, plain_table, print_rows
 from posttrain.commands.explain import summary
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
@@ -62,12 +64,9 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 
 def _print_tasks(console: Console) -> None:
-    table = plain_table(show_header=False)
-    table.add_column("task", no_wrap=True)
-    table.add_column("what it is")
-    for name, entry in registry.entries("task").items():
-        table.add_row(Text(name, style="bold"), Text(summary(entry.doc)))
-    console.print(table)
+    table, tasks = plain_table("task", "what it is", show_header=False), registry.entries("task").items()
+    table.columns[0].no_wrap = True
+    print_rows(console, table, [(Text(name, style="bold"), summary(entry.doc)) for name, entry in tasks])
     console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME")
 
 
@@ -78,24 +77,25 @@ def _print_description(console: Console, task: Task, stats: Description, unit: s
     left_out = [f"left out: {count:,} × {reason}" for reason, count in task.dropped.items()]
     for line in (*left_out, *_info(stats, unit, limit), *task.warnings):
         console.print(Text(f"  {line}"))
-    tables = []
+
+    def show(table: Table, rows: Sequence[Sequence[str]]) -> None:
+        console.print()
+        print_rows(console, table, rows)
+
     if task.keys:
-        tables.append(plain_table("key of the rows", "what was done with it", right=("rows",)))
-        for (key, done), count in sorted(task.keys.items()):
-            tables[0].add_row(Text(key), Text(done), f"{count:,}")
+        keys = [(key, done, f"{count:,}") for (key, done), count in sorted(task.keys.items())]
+        show(plain_table("key of the rows", "what was done with it", right=("rows",)), keys)
     names = [{0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}") for share in PERCENTILES]
-    tables.append(plain_table(unit, right=("texts", *names, "mean")))
+    lengths = []
     for part, values in stats.lengths.items():
         columns = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
-        tables[-1].add_row(part, f"{len(values):,}", *columns, f"{sum(values) / len(values):,.1f}")
+        lengths.append((part, f"{len(values):,}", *columns, f"{sum(values) / len(values):,.1f}"))
+    show(plain_table(unit, right=("texts", *names, "mean")), lengths)
     labels = {f"labels of {name}": counts for name, counts in stats.labels.items()}
     for name, counts in (labels | stats.kinds).items():
-        tables.append(plain_table(name, right=("count", "share")))
-        for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-            tables[-1].add_row(Text(value), f"{count:,}", f"{count / counts.total():.1%}")
-    for table in tables:
-        console.print()
-        console.print(table)
+        commonest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        rows = [(value, f"{count:,}", f"{count / counts.total():.1%}") for value, count in commonest]
+        show(plain_table(name, right=("count", "share")), rows)
 
 
 def _info(stats: Description, unit: str, limit: int | None) -> list[str]:

@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from posttrain.api.training import carry_out
 from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.commands.summary import NUM_TRANSCRIPTS, chapter_of, last_start, write_summary
+from posttrain.commands.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.data.base import Task, build_task
 from posttrain.data.render.template import build_template
 from posttrain.errors import INTERRUPTED
@@ -35,7 +36,7 @@ from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory, is_live
-from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.launch import RunResult
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
@@ -233,11 +234,8 @@ def _can_continue(folder: Path, recipe: Recipe) -> bool:
 
 def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     is_there = (folder / "recipe.yaml").is_file()
-    name = folder.name
-    with choose_progress(name, quiet) as progress:
-        result = launch(recipe, root=folder.parent, name=name, recipe_name=name, resume=is_there, observer=progress)
-    write_summary(folder)
-    return result
+    with choose_progress(folder.name, quiet) as progress:
+        return carry_out(recipe, folder.name, folder.parent, folder.name, progress, resume=is_there)[0]
 
 
 def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:

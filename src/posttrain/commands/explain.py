@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, plain_table, say
+from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
 from posttrain.errors import GONE, UnknownComponent
 from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name
@@ -53,13 +53,14 @@ _IN_A_METHOD = ("objective", "advantage", "aggregation")
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML key: its type and default as they are written in a recipe, and its meaning."""
+    """One YAML key: its type and default as they are written in a recipe, its meaning, and values that are named."""
 
     name: str
     type: str
     default: str
     meaning: str
     example: str
+    choices: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
@@ -90,10 +91,8 @@ def example_of(annotation: object, default: object) -> str:
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
         return json.dumps(not default)
-    if choices:
-        return str(choices[0])
-    if default:
-        return show_default(default)
+    if choices or default:
+        return str(choices[0]) if choices else show_default(default)
     kinds = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
     return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
 
@@ -151,7 +150,8 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else show_default(value)
         kind, example = show_type(field.annotation) + _show_bounds(field.metadata), example_of(field.annotation, value)
-        options.append(Option(name, kind, default, about.get(name, ""), example))
+        choices = tuple(choice for choice in _choices(field.annotation) if isinstance(choice, str))
+        options.append(Option(name, kind, default, about.get(name, ""), example, choices))
     return options
 
 
@@ -181,34 +181,40 @@ def sections() -> dict[str, type[BaseModel]]:
     return found
 
 
+def section_keys() -> dict[str, Option]:
+    """Return every key of a section by its dotted path."""
+    return {
+        option.name if name == "recipe" else f"{name}.{option.name}": option
+        for name, section in sections().items()
+        for option in section_options(section)
+    }
+
+
 def keys_with(name: str) -> dict[str, Option]:
     """Return the keys of sections that are called ``lr`` or ``train.lr``, or whose value may be ``lora``."""
-    found = {}
-    for section, model in sections().items():
-        for option in section_options(model):
-            key = option.name if section == "recipe" else f"{section}.{option.name}"
-            if name in (option.name, key, *_choices(model.model_fields[option.name].annotation)):
-                found[key] = option
-    return found
+    return {key: option for key, option in section_keys().items() if name in (option.name, key, *option.choices)}
 
 
 def components_with(name: str) -> list[tuple[Entry, Option]]:
     """Return the components with an option: named alone, or after the component or the key where it stands."""
     place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
-    every = (entry for group in all_components().values() for entry in group.values())
-    listed = (entry for entry in every if place in ("", entry.kind, KINDS[entry.kind][0], entry.name))
-    return [(entry, option) for entry in listed for option in component_options(entry) if option.name == key]
+    return [
+        (entry, option)
+        for group in all_components().values()
+        for entry in group.values()
+        if place in ("", entry.kind, KINDS[entry.kind][0], entry.name)
+        for option in component_options(entry)
+        if option.name == key
+    ]
 
 
 def all_names() -> set[str]:
     """Return all names that ``explain`` knows: components, kinds, sections, keys, values of keys, and recipes."""
     known = {*sections(), *KINDS, *METRICS, *(recipe.rpartition("/")[2] for recipe in training_recipe_names())}
-    for section in sections().values():
-        for key, field in section.model_fields.items():
-            known |= {key, *(choice for choice in _choices(field.annotation) if isinstance(choice, str))}
+    for option in section_keys().values():
+        known |= {option.name, *option.choices}
     for group in all_components().values():
-        for entry in group.values():
-            known |= {entry.name, *(option.name for option in component_options(entry))}
+        known |= {option.name for entry in group.values() for option in component_options(entry)} | group.keys()
     return known
 
 
@@ -298,10 +304,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
         say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
     if having:
         _print_heading(console, name.rpartition(".")[2], "option of")
-        table = plain_table("component", "kind", "type, default and meaning")
-        for entry, option in having:
-            table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.line))
-        console.print(table)
+        rows = [(Text(entry.name, style="cyan"), entry.kind, option.line) for entry, option in having]
+        print_rows(console, plain_table("component", "kind", "type, default and meaning"), rows)
         console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
     if metric is not None:
         _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
@@ -321,9 +325,8 @@ def _print_kind(console: Console, kind: str) -> None:
     table = plain_table("component", "what it is", show_header=False, padding=(0, 1, 0, 2))
     table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
     table.title_style, table.columns[0].no_wrap = "none", True
-    for name, entry in entries(kind).items():
-        table.add_row(Text(name, style="cyan"), Text(summary(entry.doc)))
-    console.print(table)
+    listed = entries(kind).items()
+    print_rows(console, table, [(Text(name, style="cyan"), summary(entry.doc)) for name, entry in listed])
     console.print()
 
 
@@ -344,13 +347,13 @@ def _print_recipe(console: Console, name: str) -> None:
     _print_heading(console, name, "recipe", recipe.description.strip())
     components = {kind: getattr(recipe, key) for key, kind in COMPONENT_KINDS.items() if kind in _IN_A_METHOD}
     components |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
-    table = plain_table("key", "component", "what it is", show_header=False)
+    rows = []
     for kind, component in components.items():
         if component is not None and component.name != "every":
             options = ", ".join(f"{option} {value}" for option, value in component.options.items())
             what = f"{summary(find(kind, component.name).doc)} {options}".strip()
-            table.add_row(KINDS[kind][0].rpartition(".")[2], Text(component.name, style="cyan"), Text(what))
-    console.print(table)
+            rows.append((KINDS[kind][0].rpartition(".")[2], Text(component.name, style="cyan"), what))
+    print_rows(console, plain_table("key", "component", "what it is", show_header=False), rows)
     console.print(Text(f"\nread it: posttrain recipes show {name}    train: posttrain train {name}\n", style="dim"))
 
 
@@ -358,10 +361,8 @@ def _print_options(console: Console, options: list[Option], key: str) -> None:
     if not options:
         console.print("it has no options")
         return
-    table = plain_table("option", "type, default and meaning")
-    for option in options:
-        table.add_row(Text(option.name, style="cyan"), Text(option.line))
-    console.print(table)
+    rows = [(Text(option.name, style="cyan"), option.line) for option in options]
+    print_rows(console, plain_table("option", "type, default and meaning"), rows)
     if key and key != "rewards":
         console.print(Text(f"on the command line: --{key}.{options[0].name} VALUE", style="dim"))
     console.print()

@@ -59,12 +59,10 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 
 def show_duration(seconds: float) -> str:
     """``7s``, ``2m 05s``, ``1h 02m``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h {minutes % 60:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
 
 
 def show_evaluation(payload: dict[str, Any]) -> str:
@@ -77,8 +75,8 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
 
 
-class History:
-    """Metrics and times of a run so far: the state behind every view."""
+class Progress:
+    """The state of a run so far, and the quiet view: notices reach stderr, nothing else is shown."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -88,12 +86,22 @@ class History:
         self.timing: dict[str, float] = {}
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def start(self, payload: dict[str, Any]) -> None:
-        self.steps = int(payload["steps"])
-        self.step = self.first_step = int(payload.get("resumed_from") or 0)
-        self.started = self.pace_started = self._clock()
+    def __enter__(self) -> Self:
+        return self
 
-    def add(self, payload: dict[str, Any]) -> None:
+    def __exit__(self, *error: object) -> None:
+        """Nothing to put away."""
+
+    def __call__(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "start":
+            self.steps = int(payload["steps"])
+            self.step = self.first_step = int(payload.get("resumed_from") or 0)
+            self.started = self.pace_started = self._clock()
+        elif event == "step":
+            self._add(payload)
+        self.show(event, payload)
+
+    def _add(self, payload: dict[str, Any]) -> None:
         self.step, self.timing = int(payload["step"]), dict(payload["timing"])
         if self.step == self.first_step + 1:  # the pace leaves out loading and evaluations before the first step
             self.pace_started = self._clock() - self.timing.get("step_seconds", 0.0)
@@ -102,7 +110,22 @@ class History:
         for name, value in self.timing.items():
             self.seconds[name] += value
 
+    def show(self, event: str, payload: dict[str, Any]) -> None:
+        """Show an event, which the state has taken up."""
+        if event == "notice":
+            print(self.line_of(event, payload), file=sys.stderr)
+
+    def line_of(self, event: str, payload: dict[str, Any]) -> str:
+        """Return a line for an event: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
+        if event in ("start", "evaluation"):
+            return start_text(payload) if event == "start" else show_evaluation(payload)
+        if event == "notice":
+            return f"note: {payload['message']}"
+        spent = f"; steps: {phases}" if (phases := self.phases()) else ""
+        return f"{payload['reason']} after step {payload['step']}, {show_duration(self.elapsed())}{spent}"
+
     def elapsed(self) -> float:
+        """Return the seconds since the start."""
         return self._clock() - self.started
 
     def remaining(self) -> float | None:
@@ -125,39 +148,6 @@ class History:
         return f"tokens/s: {' · '.join(parts)}" if parts else ""
 
 
-class Progress:
-    """The quiet view, and the base of the others: notices reach stderr, nothing else is shown."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.history = History(clock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to put away."""
-
-    def __call__(self, event: str, payload: dict[str, Any]) -> None:
-        if event == "start":
-            self.history.start(payload)
-        elif event == "step":
-            self.history.add(payload)
-        self.show(event, payload)
-
-    def show(self, event: str, payload: dict[str, Any]) -> None:
-        if event == "notice":
-            print(self.line_of(event, payload), file=sys.stderr)
-
-    def line_of(self, event: str, payload: dict[str, Any]) -> str:
-        """Return a line for an event: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
-        if event in ("start", "evaluation"):
-            return start_text(payload) if event == "start" else show_evaluation(payload)
-        if event == "notice":
-            return f"note: {payload['message']}"
-        spent = f"; steps: {phases}" if (phases := self.history.phases()) else ""
-        return f"{payload['reason']} after step {payload['step']}, {show_duration(self.history.elapsed())}{spent}"
-
-
 class PlainProgress(Progress):
     """About twenty lines for a whole run: for log files and pipes."""
 
@@ -166,13 +156,12 @@ class PlainProgress(Progress):
         self._console = console
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
-        history = self.history
-        every = max(1, history.steps // NUM_PLAIN_LINES)
-        if event == "step" and (history.step % every == 0 or history.step == history.steps):
-            metrics, remaining = payload["metrics"], history.remaining()
+        every = max(1, self.steps // NUM_PLAIN_LINES)
+        if event == "step" and (self.step % every == 0 or self.step == self.steps):
+            metrics, remaining = payload["metrics"], self.remaining()
             shown = [f"{METRICS[name].label} {METRICS[name].show(metrics[name])}" for name in PLAIN if name in metrics]
             left = f"{show_duration(remaining)} left" if remaining else ""
-            parts = [f"step {history.step}/{history.steps}", *shown, history.rates(), left]
+            parts = [f"step {self.step}/{self.steps}", *shown, self.rates(), left]
             say(self._console, " | ".join(part for part in parts if part))
         elif event in STYLES:
             say(self._console, self.line_of(event, payload))
@@ -202,21 +191,20 @@ class LiveProgress(Progress):
 
     def render(self) -> RenderableType:
         """Return the panel as it stands."""
-        history = self.history
         head = Table.grid(padding=(0, 2))
-        remaining = history.remaining()
+        remaining = self.remaining()
         left = f"{show_duration(remaining)} left" if remaining is not None else "starting"
         head.add_row(
-            Text(f"step {history.step}/{history.steps}", style="bold"),
-            ProgressBar(total=max(1, history.steps), completed=history.step, width=28),
-            Text(f"{show_duration(history.elapsed())} · {left}", style="dim"),
+            Text(f"step {self.step}/{self.steps}", style="bold"),
+            ProgressBar(total=max(1, self.steps), completed=self.step, width=28),
+            Text(f"{show_duration(self.elapsed())} · {left}", style="dim"),
         )
         numbers = Table.grid(padding=(0, 2))
         for metric in map(METRICS.__getitem__, SHOWN):
-            if series := history.series.get(metric.name):
+            if series := self.series.get(metric.name):
                 line = Text(sparkline(series), style="cyan")
                 numbers.add_row(Text(metric.label, style="dim"), Text(metric.show(series[-1])), line)
-        foot = Text(" — ".join(part for part in (history.rates(), history.phases()) if part), style="dim")
+        foot = Text(" — ".join(part for part in (self.rates(), self.phases()) if part), style="dim")
         return Panel(Group(head, numbers, foot), title=Text(self._title), title_align="left", expand=False)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.commands.console import Text, open_console, plain_table, write_json
+from posttrain.commands.console import Text, open_console, plain_table, print_rows, write_json
 from posttrain.errors import UsageError
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.recipe import Recipe, load_recipe
@@ -45,9 +45,8 @@ def run_recipes(arguments: argparse.Namespace) -> int:
         table = plain_table(title=head, title_justify="left", title_style="none")
         for label in shown:
             table.add_column(label, no_wrap=True, overflow="ellipsis")
-        for row in rows:
-            table.add_row(*(Text(row[label], style="cyan" if label == "recipe" else "") for label in shown))
-        console.print(table, crop=False)
+        lines = [[Text(row[label], style="cyan" if label == "recipe" else "") for label in shown] for row in rows]
+        print_rows(console, table, lines, crop=False)
         console.print()
     console.print(
         "GB are those of weights, gradients and optimizer state; train NAME --dry-run --memory estimates all."

@@ -94,8 +94,7 @@ def write_results(
 ) -> None:
     """Write ``results.json``: the run's state and its first, best and last evaluation of each task."""
     primary, evaluations = run.primary_metric(), {}
-    for task in dict.fromkeys(point.name for point in points):
-        own = [point for point in points if point.name == task]
+    for task, own in _by_task(points).items():
         values = [primary.value(point.results) for point in own]
         measured = [(primary.goodness(value), n) for n, value in enumerate(values) if value is not None]
         chosen = {"first": own[0]} | ({"best": own[max(measured)[1]]} if measured else {}) | {"last": own[-1]}
@@ -153,14 +152,14 @@ def note_on(points: Sequence[EvaluationPoint], primary: Metric) -> str:
 
 
 def _stages(points: Sequence[EvaluationPoint], primary: Metric) -> list[Stage]:
-    stages = []
-    points = [point for point in points if primary.value(point.results) is not None]
-    for task in dict.fromkeys(point.name for point in points):
-        own = [point for point in points if point.name == task]
-        for point in own[:1] + own[1:][-1:]:
-            count = f", n = {point.results['n']:.0f}" if "n" in point.results else ""
-            stages.append(Stage(_label(point.step), f"{task}{count}", point.results))
-    return stages
+    measured = _by_task([point for point in points if primary.value(point.results) is not None])
+    shown = [point for own in measured.values() for point in own[:1] + own[1:][-1:]]
+    counts = [f", n = {point.results['n']:.0f}" if "n" in point.results else "" for point in shown]
+    return [Stage(_label(p.step), f"{p.name}{n}", p.results) for p, n in zip(shown, counts, strict=True)]
+
+
+def _by_task(points: Sequence[EvaluationPoint]) -> dict[str, list[EvaluationPoint]]:
+    return {task: [p for p in points if p.name == task] for task in dict.fromkeys(point.name for point in points)}
 
 
 def _label(step: int) -> str:

@@ -76,11 +76,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         _check_rows(plan)
         return 0
 
-    def tell(line: str, is_failure: bool) -> None:
-        if is_failure or not arguments.quiet:
-            say(console, line, "red" if is_failure else "dim")
-
-    done = carry_out(plan, command_of(arguments), arguments.jobs, tell)
+    done = carry_out(plan, command_of(arguments), arguments.jobs, quiet=arguments.quiet)
     if done.results is not None and not leaves_out_tables(arguments.quiet):
         for table in done.results.tables:
             print_table(console, table)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from posttrain.api.training import carry_out, read_recipe
@@ -19,23 +18,7 @@ from posttrain.runs.processes import follow, is_follower
 from posttrain.untrusted import harmless
 
 
-@dataclass(frozen=True)
-class TrainRequest:
-    """The options of ``train`` and ``sae train`` where no command line was read."""
-
-    recipe: str
-    overrides: Sequence[tuple[str, str]]
-    runs_dir: str
-    run: str
-    resume: bool = True
-    accept_changes: bool = False
-    dry_run: bool = False
-    memory: bool = False
-    yes: bool = True
-    quiet: bool = False
-
-
-def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe, notes = read_recipe(arguments.recipe, arguments.overrides)
     for line in notes:
@@ -135,7 +118,7 @@ def _note(text: str) -> None:
 
 def _print_memory(recipe: Recipe) -> None:
     """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
-    from posttrain.commands.runs.show import show_bytes
+    from posttrain.commands.console import show_bytes
     from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
 
     estimate = estimate_memory(recipe)

@@ -98,7 +98,7 @@ def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
                     "name it in task.ignore_keys"
                 )
         value = "".join(part["text"] for part in value)
-    return "" if value == "" and not needed else row.checked(value, name)
+    return str(value) if not needed and is_blank(value) else row.checked(value, name)
 
 
 def _is_trained(row: Row, where: str, fields: Mapping[str, Any]) -> bool:

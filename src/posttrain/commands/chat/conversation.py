@@ -1,21 +1,31 @@
-"""A conversation with a model, and its next reply token by token. Used by chat and studio."""
+"""Conversations with models, replies token by token: ``posttrain chat`` in a terminal; the studio uses them, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
-from posttrain.data.render import encode_prompt, stop_ids
+from rich.console import Console
+
+from posttrain.commands.console import Text, open_console
+from posttrain.commands.options import chosen_components
+from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
 from posttrain.data.render.encoding import TextStream
-from posttrain.errors import UsageError
+from posttrain.errors import PosttrainError, UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
-from posttrain.sampling.base import Sampling, num_tokens_of
-from posttrain.sampling.models import OpenedModel
+from posttrain.runs.models import find_source
+from posttrain.sampling.base import num_tokens_of
+from posttrain.sampling.models import OpenedModel, open_model
 from posttrain.sampling.native.stream import stream
 from posttrain.types import Finish, Message
+
+HELP = "/reset forgets the conversation; /quit leaves, as does the end of the input; Ctrl-C stops a reply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +59,8 @@ class Conversation:
     @property
     def info(self) -> str:
         """``12 tokens, mean log-probability -0.52``, of the newest reply."""
-        count = len(self.logprobs)
-        mean = f", mean log-probability {sum(self.logprobs) / count:.2f}" if count else ""
-        return f"{count} tokens{mean}"
+        mean = f", mean log-probability {fmean(self.logprobs):.2f}" if self.logprobs else ""
+        return f"{len(self.logprobs)} tokens{mean}"
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -78,7 +87,10 @@ class Conversation:
         tokenizer, template = self.sampler.tokenizer, self.sampler.grader.template
         turns = [*self.messages, Message("user", content)]
         prompt = encode_prompt(tokenizer, template, turns)
-        decoded, sampling = TextStream(tokenizer), self._sampling()
+        decoded, chosen = TextStream(tokenizer), self.controls
+        limit = chosen.max_tokens or self.sampler.source.max_tokens
+        sampling = self.sampler.sampling(limit, chosen.temperature, chosen.top_k, chosen.top_p)
+        sampling = replace(sampling, num_tokens=num_tokens_of(tokenizer))
         key = derive_key(self.controls.seed, "chat", self.num_replies)
         tokens = stream(self.sampler.model, prompt, key, sampling)
         self.text = opening_of(tokenizer, template, prompt)
@@ -98,17 +110,6 @@ class Conversation:
             raise
         self._remember(turns)
 
-    def _sampling(self) -> Sampling:
-        chosen, tokenizer = self.controls, self.sampler.tokenizer
-        return Sampling(
-            chosen.max_tokens or self.sampler.source.max_tokens,
-            chosen.temperature,
-            chosen.top_k,
-            chosen.top_p,
-            stop_ids(tokenizer, self.sampler.grader.template),
-            num_tokens=num_tokens_of(tokenizer),
-        )
-
     def _remember(self, turns: list[Message]) -> None:
         """Keep an answer without the reasoning that led to it, as chat templates do."""
         reply = self.answer_of(self.text)
@@ -122,3 +123,50 @@ class Conversation:
         if template.tags:
             return template.extract(text) or text.removeprefix(template.opening)
         return text.rpartition("</think>")[2].strip() or text
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """Load the models, then answer line by line until ``/quit`` or the end of the input."""
+    controls = Controls(arguments.temperature, arguments.top_p, arguments.top_k, arguments.max_tokens, arguments.seed)
+    template = chosen_components(arguments).get("template")
+    sources = [find_source(name, arguments.runs_dir) for name in arguments.models]
+    conversations = [Conversation(open_model(source, template), controls) for source in sources]
+    console = open_console()
+    for conversation in conversations:
+        conversation.set_system(arguments.system or "")
+    if sys.stdin.isatty():
+        labels = ", ".join(conversation.sampler.label for conversation in conversations)
+        console.print(Text(f"{labels}. {HELP}", style="dim"))
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if line == "/quit":
+            return 0
+        if line == "/reset":
+            for conversation in conversations:
+                conversation.reset()
+        elif line.startswith("/"):
+            console.print(Text(HELP, style="dim"))
+        elif line:
+            speak(console, conversations, line)
+
+
+def speak(console: Console, conversations: Sequence[Conversation], content: str) -> None:
+    """Print every model's reply, one below the other; a model that cannot reply says why."""
+    for conversation in conversations:
+        label = conversation.sampler.label
+        if len(conversations) > 1:
+            console.print(Text(label, style="bold cyan"))
+        texts = conversation.reply(content)
+        try:
+            for text in texts:
+                console.print(Text(text), end="", soft_wrap=True)
+        except KeyboardInterrupt:  # the reply is kept as far as it came
+            texts.close()  # type: ignore[attr-defined]
+        except PosttrainError as error:
+            console.print(Text(f"{label}: {error}", style="red"))
+            continue
+        console.print()
+        console.print(Text(conversation.info, style="dim"))

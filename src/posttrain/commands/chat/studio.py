@@ -164,18 +164,13 @@ class Side:
     history: list[dict[str, str]] = field(default_factory=list)
     info: str = ""
 
-    @property
-    def text(self) -> str:
-        """The newest reply."""
-        return self.conversation.text
-
     def speak(self, question: str) -> Iterator[None]:
         """Extend the reply token by token; a model that cannot reply says why in ``info``."""
         self.info = ""
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
         try:
             for _ in self.conversation.reply(question):
-                self.history[-1]["content"] = self.text
+                self.history[-1]["content"] = self.conversation.text
                 yield
             self.info = self.conversation.info
         except PosttrainError as error:
@@ -194,8 +189,7 @@ def answer(
 ) -> Iterator[list[Side]]:
     """Yield the sides again and again while the replies grow; other models than before begin new conversations.
 
-    Args:
-        steering: the dictionary, its features with strengths (``12=8, 40=off``), and the side that is steered.
+    ``steering``: the dictionary, its features with strengths (``12=8, 40=off``), and the side that is steered.
 
     Raises:
         PosttrainError: a model, the reward model or the dictionary cannot be opened.
@@ -206,22 +200,23 @@ def answer(
         current = [Side(Conversation(model, controls)) for model in opened]
     sae, features, steered = steering
     chosen = "" if sae == NOBODY else check_offered(sae, library.dictionaries(), "dictionary")
-    for n, side in enumerate(current):
-        conversation, model = side.conversation, side.conversation.sampler.model
+    for n, conversation in enumerate(side.conversation for side in current):
         conversation.controls = controls
         conversation.set_system(system)
-        is_steered = n in SIDES[steered]
-        conversation.steering = read_steering(features, chosen, model, library.runs_dir) if is_steered else None
+        given = (features, chosen) if n in SIDES[steered] else ("", "")
+        conversation.steering = read_steering(*given, conversation.sampler.model, library.runs_dir)
     scorer = None if judge == NOBODY else library.reward_model(judge)
     replies = [side.speak(question) for side in current]
     while replies:  # a reply that ends grows by less than it could
         replies = [r for r in replies if len(list(islice(r, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE]
         yield current
+    if scorer is None:
+        return
     for side in current:
         answered = side.conversation
-        if scorer is not None and answered.logprobs and answered.messages:
+        if answered.logprobs and answered.messages:
             turns = tuple(Message(one["role"], one["content"]) for one in side.history[:-1])
-            (reward,) = scorer.score([Example("chat", turns)], [side.text], [answered.finish])
+            (reward,) = scorer.score([Example("chat", turns)], [answered.text], [answered.finish])
             side.info += f", reward {reward:.3f}"
             yield current
 
@@ -259,10 +254,8 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         plain = {"render_markdown": False, "elem_classes": "talk"}  # what models write is shown as text
         talks = [gradio.Chatbot(**heading(side, name), **plain) for side, name in (("left", first), ("right", second))]
     with gradio.Row():
-        info = [
-            gradio.Textbox(show_label=False, interactive=False, elem_id=f"facts-{n}", visible=name != NOBODY)
-            for n, name in enumerate((first, second))
-        ]
+        facts = {"show_label": False, "interactive": False}
+        info = [gradio.Textbox(**facts, elem_id=f"facts-{n}", visible=n == 0 or second != NOBODY) for n in range(2)]
     question = gradio.Textbox(EXAMPLE, label="your message (Enter sends it)", lines=1, elem_id="question")
     with gradio.Row():
         send, stop, clear = (gradio.Button(text) for text in ("Send", "Stop", "New conversation"))
@@ -278,8 +271,8 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         steered = gradio.Radio(list(SIDES), value="left", label="side")
 
     def show(sides: Sequence[Side]) -> list[Any]:
-        both: list[Side | None] = [*sides, None, None][:2]
-        return [*(side and list(side.history) for side in both), *(side.info if side else "" for side in both)]
+        both = [*((list(side.history), side.info) for side in sides), (None, ""), (None, "")][:2]
+        return [history for history, _ in both] + [about for _, about in both]
 
     def respond(sides: list[Side] | None, prompt: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         one, other, scorer, instruction, warmth, nucleus, longest, number, *steering = values

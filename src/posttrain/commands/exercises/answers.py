@@ -35,22 +35,16 @@ RESPONSE_MASK = Exercise(
     "4, 13",
     "which tokens are trained",
     "posttrain.types.collate",
-    '''\
-"""Response mask (chapter 4, instruction tuning; chapter 13, tools).
+    "response_mask(prompt_lengths, own)",
+    """\
+Response mask (chapter 4, instruction tuning; chapter 13, tools).
 
 A row is a prompt, then a completion, then padding up to the longest row, T tokens.
 Return bool [B, T]: True where the model wrote the token, its end token included.
 False: the prompt, what a tool answered, padding. mask[b, t] describes the token AT t.
 
 prompt_lengths: B numbers. own[b][i]: whether the model wrote token i of completion b.
-"""
-
-import torch
-
-
-def response_mask(prompt_lengths, own):
-    raise NotImplementedError
-''',
+""",
     _response_mask,
     {
         "two rows of one turn": ([2, 4], [[True] * 3, [True] * 2]),
@@ -83,20 +77,14 @@ BRADLEY_TERRY = Exercise(
     "5, 11",
     "the loss of a reward model on pairs",
     "posttrain.algorithms.objectives.reward.bradley_terry",
-    '''\
-"""Bradley-Terry (chapter 5, reward models): the loss of a pair.
+    "bradley_terry(chosen, rejected)",
+    """\
+Bradley-Terry (chapter 5, reward models): the loss of a pair.
 
 loss = - log sigmoid(r_chosen - r_rejected)
 
 chosen, rejected: scores [P]. Return [P], without a mean. Differences of -800 are among the cases.
-"""
-
-import torch
-
-
-def bradley_terry(chosen, rejected):
-    raise NotImplementedError
-''',
+""",
     _bradley_terry,
     {
         "pairs in and out of order": (numbers([1.0, 0.0, -0.5]), numbers([0.0, 2.0, -0.5])),
@@ -135,22 +123,16 @@ DPO = Exercise(
     "8",
     "the loss of direct preference optimization",
     "posttrain.algorithms.objectives.preference.dpo",
-    '''\
-"""Direct preference optimization (chapter 8).
+    "dpo(logprobs, ref_logprobs, mask, beta)",
+    """\
+Direct preference optimization (chapter 8).
 
 log-ratio(y) = sum over the trained tokens of y of (log pi - log pi_ref)
 loss = - log sigmoid(beta * (log-ratio(chosen) - log-ratio(rejected)))
 
 logprobs, ref_logprobs: [2P, T], rows alternate: chosen, rejected, chosen, ...; mask: bool [2P, T].
 Return [P], without a mean.
-"""
-
-import torch
-
-
-def dpo(logprobs, ref_logprobs, mask, beta):
-    raise NotImplementedError
-''',
+""",
     _dpo,
     {"answers of unequal length, beta 0.1": (*_PAIRS, 0.1), "beta 0.5": (*_PAIRS, 0.5)},
     {
@@ -173,19 +155,15 @@ PASS_AT_K = Exercise(
     "16",
     "the chance that one of k samples is correct",
     "posttrain.evaluation.statistics.pass_at_k",
-    '''\
-"""pass@k (chapter 16, evaluation): the unbiased estimate from n samples of one problem.
+    "pass_at_k(n, num_correct, k)",
+    """\
+pass@k (chapter 16, evaluation): the unbiased estimate from n samples of one problem.
 
 pass@k = 1 - C(n - c, k) / C(n, k): the chance that k of the n samples, taken without
 replacement, hold one of the c correct ones. 1 where fewer than k samples are wrong.
 
 n, num_correct, k: whole numbers. Return a number.
-"""
-
-
-def pass_at_k(n, num_correct, k):
-    raise NotImplementedError
-''',
+""",
     measures.pass_at_k,
     {"3 of 16 correct": (16, 3, 4), "none correct": (8, 0, 2), "too few wrong for k": (8, 6, 4), "k = 1": (5, 2, 1)},
     {
@@ -194,6 +172,7 @@ def pass_at_k(n, num_correct, k):
         "this adds up k chances (k c / n); they overlap": lambda n, c, k: min(1.0, k * c / n),
         "this is the chance that ALL k samples are correct": lambda n, c, k: math.comb(c, k) / math.comb(n, k),
     },
+    needs_torch=False,
 )  # fmt: skip
 
 
@@ -205,20 +184,16 @@ BEST_OF_N = Exercise(
     "9, 14",
     "what choosing by a score is worth, for any number of answers",
     "posttrain.evaluation.statistics.best_of_n",
-    '''\
-"""Best of k (chapter 9, rejection sampling; chapter 14, over-optimization).
+    "best_of_n(scores, right, k)",
+    """\
+Best of k (chapter 9, rejection sampling; chapter 14, over-optimization).
 
 A reward model scores n answers to a problem. Return how often the top-scored of k of them is
 correct: the mean over all subsets of k of the n answers. Equal scores share the place:
 their mean correctness counts.
 
-scores, correct_ones: n numbers each (right: 1 or 0); k: a whole number. Return a number.
-"""
-
-
-def best_of_n(scores, right, k):
-    raise NotImplementedError
-''',
+scores, right: n numbers each (right: 1 or 0); k: a whole number. Return a number.
+""",
     measures.best_of_n,
     {
         "k = 2 of 4": ([0.1, 0.5, 0.9, 0.3], [0.0, 1.0, 0.0, 0.0], 2),
@@ -239,6 +214,7 @@ def best_of_n(scores, right, k):
             [-s for s in scores], correct_ones, k
         ),
     },
+    needs_torch=False,
 )
 
 
@@ -255,20 +231,16 @@ TAGGED_ANSWER = Exercise(
     "7",
     "the answer in a model's output, as a verifier reads it",
     "posttrain.data.render.templates.tagged_answer",
-    '''\
-"""Answer extraction (chapter 7, reasoning): what a verifier reads.
+    "tagged_answer(text, reasoning)",
+    """\
+Answer extraction (chapter 7, reasoning): what a verifier reads.
 
 Return the text of the first complete <answer> ... </answer> AFTER the reasoning is first closed
 (by </think>, say), stripped; of nested ones the innermost. None if the reasoning is not closed,
 there is no answer, or it is blank.
 
 text: what the model wrote. reasoning: the name of the reasoning's tag, such as "think".
-"""
-
-
-def tagged_answer(text, reasoning):
-    raise NotImplementedError
-''',
+""",
     templates.tagged_answer,
     {
         "an answer": ("2 + 2 </think> <answer> 4 </answer>", "think"),
@@ -299,4 +271,5 @@ def tagged_answer(text, reasoning):
             templates.tagged_answer(text, reasoning) or ("" if "</answer>" in _behind(text, reasoning) else None)
         ),
     },
+    needs_torch=False,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.console import Text, open_console, plain_table, say
+from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
 from posttrain.commands.options import Options, option
 from posttrain.errors import UsageError, nearest
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
@@ -33,10 +33,8 @@ def run_exercise(arguments: argparse.Namespace) -> int:
 
     console = open_console()
     if arguments.action == "list":
-        table = plain_table("exercise", "chapter", "what to write")
-        for name, exercise in EXERCISES.items():
-            table.add_row(Text(name, style="cyan"), exercise.chapter, exercise.about)
-        console.print(table, crop=False)
+        rows = [(Text(name, style="cyan"), one.chapter, one.about) for name, one in EXERCISES.items()]
+        print_rows(console, plain_table("exercise", "chapter", "what to write"), rows, crop=False)
         say(console, "chapters are those of the RLHF book; read one: posttrain exercise show NAME")
         return 0
     name = (arguments.name or "").replace("-", "_")

@@ -20,16 +20,25 @@ class Exercise:
     """A function to write.
 
     ``chapter``: of the RLHF book. ``library``: the place of the library's own function, which ``reference`` calls.
-    ``cases``: arguments by what is particular about them. ``mistakes``: what is wrong, and a function that does it.
+    ``task``: the docstring of the file to begin with. ``cases``: arguments by what is particular about them.
+    ``mistakes``: what is wrong, and a function that does it.
     """
 
     chapter: str
     about: str
     library: str
-    stub: str
+    signature: str
+    task: str
     reference: Callable[..., Answer]
     cases: Mapping[str, tuple[object, ...]]
     mistakes: Mapping[str, Callable[..., Answer]]
+    needs_torch: bool = True
+
+    @property
+    def stub(self) -> str:
+        """The file to begin with."""
+        imports = "import torch\n\n" if self.needs_torch else ""
+        return f'"""{self.task}"""\n\n{imports}\ndef {self.signature}:\n    raise NotImplementedError\n'
 
 
 def numbers(values: Lists) -> Tensor:

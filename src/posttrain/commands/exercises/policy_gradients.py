@@ -20,20 +20,14 @@ POLICY_GRADIENT_LOSS = Exercise(
     "6",
     "REINFORCE's loss over a padded batch",
     "posttrain.algorithms.objectives.policy_gradient.reinforce, with aggregation.token_mean",
-    '''\
-"""Policy-gradient loss (chapter 6): REINFORCE, averaged over all trained tokens.
+    "policy_gradient_loss(logprobs, advantages, mask)",
+    """\
+Policy-gradient loss (chapter 6): REINFORCE, averaged over all trained tokens.
 
 loss = - sum(mask * A * log pi) / sum(mask)
 
 logprobs, advantages: [B, T]; mask: bool [B, T]. Return a scalar that an optimizer MINIMIZES.
-"""
-
-import torch
-
-
-def policy_gradient_loss(logprobs, advantages, mask):
-    raise NotImplementedError
-''',
+""",
     _policy_gradient_loss,
     {
         "rows of unequal length, numbers in the padding": (
@@ -66,21 +60,15 @@ GROUP_ADVANTAGE = Exercise(
     "6",
     "GRPO's advantage of each sample of a group",
     "posttrain.algorithms.advantages.normalized",
-    '''\
-"""Group advantage (chapter 6): GRPO.
+    "group_advantage(rewards)",
+    """\
+Group advantage (chapter 6): GRPO.
 
 A_i = (r_i - mean(r)) / (std(r) + 1e-4), over the G samples of one prompt; std with ddof = 1.
 A group of equal rewards gets zeros.
 
 rewards: [N, G] (N prompts, G samples). Return [N, G].
-"""
-
-import torch
-
-
-def group_advantage(rewards):
-    raise NotImplementedError
-''',
+""",
     advantages.normalized,
     {
         "three groups": (numbers([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [3.0, 1.0, 0.5, 2.0]]),),
@@ -119,8 +107,9 @@ GAE = Exercise(
     "6",
     "generalized advantage estimation over trained tokens",
     "posttrain.algorithms.advantages.gae",
-    '''\
-"""Generalized advantage estimation (chapter 6): PPO's advantage.
+    "gae(rewards, mask, values, gamma, gae_lambda)",
+    """\
+Generalized advantage estimation (chapter 6): PPO's advantage.
 
 delta_t = r_t + gamma * V_{t+1} - V_t     and     A_t = delta_t + gamma * gae_lambda * A_{t+1}
 
@@ -129,14 +118,7 @@ token is the next TRAINED token of its row: a tool's answer between two turns is
 
 rewards, values: [B, T]; mask: bool [B, T]; V_t is the value of the state before token t.
 Return advantages [B, T], 0 where the mask is False. No whitening.
-"""
-
-import torch
-
-
-def gae(rewards, mask, values, gamma, gae_lambda):
-    raise NotImplementedError
-''',
+""",
     _gae,
     {
         "one row, reward at the end": (
@@ -181,20 +163,14 @@ CLIPPED_SURROGATE = Exercise(
     "6",
     "PPO's and GRPO's loss of each token",
     "posttrain.algorithms.objectives.surrogate.clipped_surrogate",
-    '''\
-"""Clipped surrogate (chapter 6): the loss of PPO and GRPO for each token.
+    "clipped_surrogate(logprobs, old_logprobs, advantages, clip_low, clip_high)",
+    """\
+Clipped surrogate (chapter 6): the loss of PPO and GRPO for each token.
 
 rho = pi(a) / pi_old(a)     and     loss = - min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A)
 
 logprobs, old_logprobs, advantages: [B, T]. Return [B, T], without a mean.
-"""
-
-import torch
-
-
-def clipped_surrogate(logprobs, old_logprobs, advantages, clip_low, clip_high):
-    raise NotImplementedError
-''',
+""",
     _clipped_surrogate,
     {
         "inside, above and below the range": (
@@ -232,20 +208,14 @@ KL_ESTIMATORS = Exercise(
     "12, 15",
     "the three estimators of the KL to a reference",
     "posttrain.algorithms.objectives.primitives.kl_k1, kl_k2 and kl_k3",
-    '''\
-"""KL estimators (chapter 15): three estimates of KL(pi || pi_ref) from one token of pi.
+    "kl_estimators(logprobs, ref_logprobs)",
+    """\
+KL estimators (chapter 15): three estimates of KL(pi || pi_ref) from one token of pi.
 
 With r = log pi - log pi_ref:     k1 = r     k2 = r^2 / 2     k3 = exp(-r) - 1 + r
 
 logprobs, ref_logprobs: [B, T]. Return (k1, k2, k3), each [B, T].
-"""
-
-import torch
-
-
-def kl_estimators(logprobs, ref_logprobs):
-    raise NotImplementedError
-''',
+""",
     _kl_estimators,
     {"both signs of r": (numbers([[-1.0, -0.5, -2.0]]), numbers([[-1.5, -1.5, -1.0]]))},
     {
@@ -269,21 +239,15 @@ TOKEN_TIS = Exercise(
     "7",
     "weights for tokens that another engine sampled",
     "posttrain.algorithms.correction.token_tis",
-    '''\
-"""Importance correction (chapter 7): truncated importance sampling per token.
+    "token_tis(logprobs, sampler_logprobs, mask, cap)",
+    """\
+Importance correction (chapter 7): truncated importance sampling per token.
 
 The engine that sampled gives a token another probability than the trainer does.
 w_t = min(pi_trainer(a_t) / pi_sampler(a_t), cap), and 1 where the mask is False.
 
 logprobs (the trainer's), sampler_logprobs: [B, T]; mask: bool [B, T]. Return weights [B, T].
-"""
-
-import torch
-
-
-def token_tis(logprobs, sampler_logprobs, mask, cap):
-    raise NotImplementedError
-''',
+""",
     _token_tis,
     {
         "ratios below 1, above 1 and above the cap; padding": (

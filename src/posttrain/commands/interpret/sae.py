@@ -1,4 +1,4 @@
-"""``posttrain sae train`` and ``sae diff``. Imports little at first (``cli``)."""
+"""``posttrain sae train``, ``sae features`` and ``sae diff``. Imports little at first (``cli``)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.commands.options import ACCEPT_HELP, Options, natural, option
+from posttrain.commands.options import ACCEPT_HELP, Options, natural, naturals, new_place, option, positive
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
-    from posttrain.commands.train import TrainRequest
     from posttrain.interpret.differences.recipe import Compared
     from posttrain.recipes.recipe import Recipe
 
 REPORT = "report.html"
+PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
 TRAIN_EPILOG = """\
 any key of the recipe is an option; what was recorded is learned from again by naming its folder:
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01 --train.steps 400
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
+"""
+FEATURES_EPILOG = """\
+one page that needs nothing else, and the same as JSON in the same folder; a feature can be tried out:
+  posttrain sae features runs/tiny-sae --features 3,17 --contexts 40 --out features/two.html
+  posttrain sae features some-dictionary --activations activations/stories --model runs/tiny-grpo
+  posttrain generate tiny --sae runs/tiny-sae --steer 3=4,17=off
 """
 DIFF_EPILOG = """\
 any key of the recipe is an option; the same command again keeps what is there:
@@ -45,6 +51,22 @@ TRAIN_OPTIONS = Options(
     usage="posttrain sae train RECIPE [options] [--section.key value ...]",
     epilog=TRAIN_EPILOG,
 )
+FEATURES_OPTIONS = Options(
+    option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder"),
+    option("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)"),
+    option("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)"),
+    option("--model", metavar="NAME", help="for tokens and logit lens (default: the dictionary's)"),
+    option("--no-lens", action="store_true", help="leave out the logit lens; the model is not loaded"),
+    option("--features", type=naturals, metavar="1,2,3", help="only these (default: all)"),
+    option("--contexts", type=positive, default=10, metavar="N", help="of each feature (default: 10)"),
+    option(
+        "--out", type=new_place, metavar="FILE",
+        help="the page (default: features.html in the run, or features-some.html for --features)",
+    ),
+    option("--quiet", action="store_true", help="print nothing but errors"),
+    usage="posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]",
+    epilog=FEATURES_EPILOG,
+)  # fmt: skip
 DIFF_OPTIONS = Options(
     option(
         "models", metavar="MODEL_OR_RUN", nargs="+",
@@ -60,7 +82,7 @@ DIFF_OPTIONS = Options(
 )  # fmt: skip
 
 
-def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
+def run_sae_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
     from posttrain.interpret.saes.recipe import load_sae_recipe
 
@@ -86,7 +108,7 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
         )
     is_finished = result.reason == "finished"
     if not arguments.quiet:
-        print(f"{result.step} steps, {show_duration(progress.history.elapsed())}")
+        print(f"{result.step} steps, {show_duration(progress.elapsed())}")
         if is_finished:
             _print_results(json.loads((result.folder / RESULTS).read_text(encoding="utf-8")))
             print(f"dictionary: {result.folder / DICTIONARY}")
@@ -105,6 +127,49 @@ def _print_results(results: dict[str, Any]) -> None:
             f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}): "
             f"{loss['ce_recovered']:.1%} recovered"
         )
+
+
+def run_sae_features(arguments: argparse.Namespace) -> int:
+    """Read all rows once, and write the page with its JSON."""
+    from posttrain.commands.console import open_console
+    from posttrain.commands.interpret.steering import find_sae
+    from posttrain.interpret.features.features import default_activations, read_features, write_features
+    from posttrain.reports.features import render_features
+    from posttrain.reports.page import write_html
+    from posttrain.runs.models import find_source
+    from posttrain.store.durable import storage_errors
+
+    console = open_console()
+    folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
+    name = PAGE if arguments.features is None else SOME
+    page = Path(arguments.out) if arguments.out else (run or folder) / name
+    if page.suffix != ".html":
+        raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
+    with storage_errors("page", page):
+        page.parent.mkdir(parents=True, exist_ok=True)
+    report = read_features(
+        arguments.dictionary,
+        folder,
+        arguments.activations or default_activations(folder, run),
+        lambda name: find_source(name, arguments.runs_dir).path,
+        model=arguments.model,
+        source=arguments.source,
+        features=arguments.features,
+        contexts=arguments.contexts,
+        with_lens=not arguments.no_lens,
+    )
+    written = write_features(report, page.with_suffix(".json"))
+    write_html(render_features(report), page)
+    if not arguments.quiet:
+        about = report["about"]
+        for notice in about["notices"]:
+            console.print(f"note: {notice}")
+        console.print(
+            f"{about['features_shown']:,} features over {about['rows']:,} rows: {about['active_per_row']:.3g} active "
+            f"at a token, {about['silent']:,} silent"
+        )
+        console.print(f"page: {page}\njson: {written}", soft_wrap=True)
+    return 0
 
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:

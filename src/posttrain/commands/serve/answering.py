@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.commands.serve.requests import Sampled
 from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling
@@ -29,11 +30,10 @@ GATHER_SECONDS = 0.005  # requests that come within it of the first are sampled 
 
 @dataclass(frozen=True)
 class Job:
-    """A request: ``n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
+    """A request: ``body.n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
 
-    An answer depends neither on other requests nor on whether it is streamed. ``stops``: texts that end an answer.
-    ``opening``: the template's beginning of the text. ``call_tag``: the beginning of a call, where ``tools`` are
-    offered.
+    An answer depends neither on other requests nor on whether it is streamed. ``opening``: the template's beginning of
+    the text. ``call_tag``: the beginning of a call, where ``tools`` are offered.
     """
 
     id: str
@@ -41,21 +41,11 @@ class Job:
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
     seed: int
-    n: int = 1
-    stops: tuple[str, ...] = ()
+    body: Sampled
     opening: str = ""
     call_tag: str = ""
     tools: Sequence[dict[str, Any]] = ()
-    with_logprobs: bool = False
-    with_ids: bool = False
-    ids_as_names: bool = False
-    with_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def keys(self) -> list[int]:
-        """One key for each answer to a prompt."""
-        return [derive_key(self.seed, "generate", i) for i in range(self.n)]
 
 
 class Answer:
@@ -73,36 +63,29 @@ class Answer:
         self.finish: Finish | None = None
         self._decoded = TextStream(tokenizer)
         self._held = ""  # may be the beginning of a stop text, or a call
-        self._awaited = [text for text in (*job.stops, job.call_tag) if text]
 
     def push(self, token: int, logprob: float, *, is_last: bool) -> str:
         """Add a token; return the text that is certain with it, maybe none."""
         assert self.finish is None, "nothing follows the end of an answer"
         self.ids.append(token)
         self.logprobs.append(logprob)
+        stops, tag = self.job.body.stop or (), self.job.call_tag
         is_end = token in self.job.sampling.stop_ids
-        self._held += "" if is_end else self._decoded.push(token)
-        if is_end or is_last:
-            self._held += self._decoded.flush()
-        places = [place for stop in self.job.stops if (place := self._held.find(stop)) >= 0]
-        if places or is_end:
-            self.finish = "stop"
-        elif is_last:
-            self.finish = "length"
-        certain = min(places) if places else len(self._held) - (0 if self.finish else self._open_length())
-        if self.job.call_tag and self.finish is None and (place := self._held.find(self.job.call_tag)) >= 0:
-            certain = min(certain, place)  # a call is returned with the last token
-        added, self._held = self._held[:certain], self._held[certain:]
+        held = self._held + ("" if is_end else self._decoded.push(token))
+        held += self._decoded.flush() if is_end or is_last else ""
+        places = [held.find(stop) for stop in stops if stop in held]
+        if places or is_end or is_last:
+            self.finish = "stop" if places or is_end else "length"
+            certain = min(places, default=len(held))
+        else:  # a call is returned with the last token
+            begun = (
+                n for text in (*stops, tag) for n in range(1, min(len(text), len(held) + 1)) if held.endswith(text[:n])
+            )
+            certain = len(held) - max(begun, default=0)
+            certain = min(certain, held.find(tag)) if tag and tag in held else certain
+        added, self._held = held[:certain], held[certain:]
         self.text += added
         return added
-
-    def _open_length(self) -> int:
-        """Return how many of the last characters could be the beginning of a stop text or a call."""
-        longest = max((len(text) - 1 for text in self._awaited), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(text.startswith(self._held[-length:]) for text in self._awaited):
-                return length
-        return 0
 
 
 class Answerer:
@@ -120,7 +103,8 @@ class Answerer:
 
     def begin(self, job: Job) -> list[Answer]:
         """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
-        return [Answer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in job.keys]
+        keys = [derive_key(job.seed, "generate", i) for i in range(job.body.n)]
+        return [Answer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in keys]
 
     async def complete(self, answers: Sequence[Answer]) -> None:
         """Draw the answers of one job whole. Cancelling this ends their sampling.
@@ -142,18 +126,18 @@ class Answerer:
             equal = [one for one in self._waiting if one[0][0].job.sampling == sampling]
             self._waiting = [one for one in self._waiting if one not in equal]
             rows = [(answer, done) for answers, done in equal if not done.done() for answer in answers]
-            if not rows:
-                continue
             work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, rows, sampling)
             await asyncio.wait([work])
-            for _, done in equal:
-                if not done.done() and (error := work.exception()) is not None:
+            for done in (done for _, done in equal if not done.done()):
+                if (error := work.exception()) is not None:
                     done.set_exception(error)
-                elif not done.done():
+                else:
                     done.set_result(None)
 
     def _sample(self, rows: Sequence[tuple[Answer, asyncio.Future[None]]], sampling: Sampling) -> None:
         """Draw answers together; one whose job is cancelled meanwhile ends at once."""
+        if not rows:
+            return
         engine = self.opened.engine
         if isinstance(engine, NativeEngine):
             engine.is_abandoned = lambda row: rows[row][1].cancelled()
@@ -207,7 +191,3 @@ class Recorder:
             except OSError:
                 cut_torn_line(self._descriptor)
                 raise
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)

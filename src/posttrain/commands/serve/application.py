@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -25,14 +25,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from posttrain.commands.serve import requests
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.conversations import Conversations
-from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest, OpenAIOptions
+from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
 from posttrain.data.render.assistant import opening_of
 from posttrain.data.render.encoding import encode_pieces, markers_of
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.sampling.base import Sampling, check_prompts, check_sampling, num_tokens_of
 
-DISCONNECT_SECONDS = 0.2  # between two looks whether a client is still there
 WILDCARDS = ("0.0.0.0", "::")
 # By endpoint: the beginning of ids, and the name of the form, whole and in a stream.
 FORMS = {
@@ -143,11 +142,9 @@ class Api:
         body = await self._read(request, requests.ChatRequest)
         tools = body.schemas
         prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
-        job = self._job("chat", body, [prompt], bool(body.logprobs))
+        job = self._job("chat", body, [prompt])
         opening = opening_of(self.tokenizer, self.template, prompt)
         job = replace(job, opening=opening, tools=tools, call_tag=self.conversations.form.tag if tools else "")
-        if body.max_completion_tokens:
-            job = replace(job, sampling=replace(job.sampling, max_tokens=body.max_completion_tokens))
         return await self._respond(request, job, body.stream)
 
     async def complete(self, request: Request) -> Response:
@@ -161,15 +158,13 @@ class Api:
         def encode() -> list[list[int]]:
             return [self._encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in several]
 
-        job = self._job("completions", body, await self._in_reader(encode), body.logprobs is not None)
-        return await self._respond(request, job, body.stream)
+        return await self._respond(request, self._job("completions", body, await self._in_reader(encode)), body.stream)
 
     async def generate(self, request: Request) -> Response:
         """Continue token ids; the answer is token ids."""
         body = await self._read(request, requests.GenerateRequest)
         params = requests.read_request(requests.SamplingParams, body.sampling_params)
-        job = self._job("generate", params, [body.token_ids], params.logprobs is not None)
-        return await self._respond(request, replace(job, with_ids=True, ids_as_names=True), body.stream)
+        return await self._respond(request, self._job("generate", params, [body.token_ids]), body.stream)
 
     async def _read(self, request: Request, kind: type[requests.Request]) -> requests.Request:
         """Read a body that is not too large.
@@ -208,13 +203,8 @@ class Api:
         leading = markers_of(self.tokenizer).leading if add_special_tokens else ()
         return [*leading, *encode_pieces(self.tokenizer, [Piece(text or "", trusted=True)])]
 
-    def _job(
-        self,
-        endpoint: str,
-        body: requests.SamplingOptions,
-        prompts: Sequence[Sequence[int]],
-        with_logprobs: bool,
-    ) -> Job:
+    def _job(self, endpoint: str, body: requests.Sampled, prompts: Sequence[Sequence[int]]) -> Job:
+        """Return the job of a request. It is refused here where it cannot be sampled."""
         context = self.answerer.context
         for prompt in prompts:
             if len(prompt) >= context:
@@ -223,39 +213,24 @@ class Api:
         ends = frozenset() if body.ignore_eos else stop_ids(self.tokenizer, self.template)
         ends |= frozenset(body.stop_token_ids or ())
         top_k = body.top_k if body.top_k and body.top_k > 0 else None
-        limit, warmth, top_p = body.max_tokens or self.max_tokens, body.temperature, body.top_p
-        sampling = Sampling(limit, warmth, top_k, top_p, ends, context, num_tokens=self._num_tokens)
-        job = Job(
-            FORMS[endpoint][0] + secrets.token_hex(12),
-            endpoint,
-            tuple(map(tuple, prompts)),
-            sampling,
-            secrets.randbits(62) if body.seed is None else body.seed,
-            body.n,
-            tuple(body.stop or ()),
-            with_logprobs=with_logprobs,
-        )
-        if isinstance(body, OpenAIOptions):
-            with_usage = (body.stream_options or {}).get("include_usage", False)
-            ids, as_names = body.return_token_ids, body.return_tokens_as_token_ids
-            job = replace(job, with_ids=ids, ids_as_names=as_names, with_usage=with_usage)
+        limit = getattr(body, "max_completion_tokens", None) or body.max_tokens or self.max_tokens
+        sampling = Sampling(limit, body.temperature, top_k, body.top_p, ends, context, num_tokens=self._num_tokens)
         check_sampling(sampling)
-        check_prompts(job.prompts, context, self.vocab_size)
-        return job
+        check_prompts(prompts, context, self.vocab_size)
+        name = FORMS[endpoint][0] + secrets.token_hex(12)
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        return Job(name, endpoint, tuple(map(tuple, prompts)), sampling, seed, body)
 
     async def _respond(self, request: Request, job: Job, stream: bool) -> Response:
-        if stream:
-            return StreamingResponse(self._events(job), media_type="text/event-stream")
         answers = self.answerer.begin(job)
+        if stream:
+            return StreamingResponse(self._events(job, answers), media_type="text/event-stream")
         await _unless_gone(request, self.answerer.complete(answers))
         choices = []
         for index, answer in enumerate(answers):
-            choice = {
-                "index": index,
-                **self._choice(job, answer.text, answer.ids, answer.logprobs),
-                "finish_reason": answer.finish,
-            }
-            if job.with_ids and job.endpoint != "generate":
+            choice = {"index": index, **self._choice(job, answer.text, answer.ids, answer.logprobs)}
+            choice["finish_reason"] = answer.finish
+            if job.body.return_token_ids and job.endpoint != "generate":
                 choice["prompt_token_ids"] = list(answer.prompt)
             if job.endpoint == "chat":
                 del choice["delta"]
@@ -266,32 +241,30 @@ class Api:
             self._record(index, answer)
         return JSONResponse(self._body(job, choices) | {"usage": _usage(job, answers)})
 
-    async def _events(self, job: Job) -> AsyncGenerator[str, None]:
+    async def _events(self, job: Job, answers: Sequence[Answer]) -> AsyncGenerator[str, None]:
         """Yield the answers as server-sent events, one answer after the other; an error is an event, too."""
-        answers = self.answerer.begin(job)
         try:
             for index, answer in enumerate(answers):
                 try:
                     async with aclosing(self._pieces(answer)) as pieces:
                         async for piece in pieces:
-                            yield self._event(job, [{"index": index, **piece}])
+                            yield _event(self._body(job, [{"index": index, **piece}], in_stream=True))
                 finally:
                     self._record(index, answer)
         except PosttrainError as error:
-            yield f"data: {json.dumps(_error_body(error))}\n\n"
+            yield _event(_error_body(error))
             return
-        if job.with_usage:
-            yield self._event(job, [], usage=_usage(job, answers))
+        if (job.body.stream_options or {}).get("include_usage", False):
+            yield _event(self._body(job, [], in_stream=True) | {"usage": _usage(job, answers)})
         yield "data: [DONE]\n\n"
 
     async def _pieces(self, answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the beginning of an answer, and what each token adds to it, if it adds anything."""
-        job = answer.job
-        begin = self._choice(job, job.opening, [], []) | {"finish_reason": None}
+        job, prefix = answer.job, answer.job.opening
+        begin = self._choice(job, prefix, [], []) | {"finish_reason": None}
         if job.endpoint == "chat":
-            begin |= {"delta": {"role": "assistant", "content": job.opening}, "logprobs": None}
+            begin |= {"delta": {"role": "assistant", "content": prefix}, "logprobs": None}
         yield begin
-        prefix = job.opening
         async with aclosing(self.answerer.stream(answer)) as tokens:
             async for text in tokens:
                 message = self.conversations.read(answer) if answer.finish and job.tools else {}
@@ -299,7 +272,7 @@ class Api:
                 if calls:
                     text = (message["content"] or "")[len(prefix) :]
                 prefix += text
-                if text or answer.finish or job.with_ids or job.with_logprobs:
+                if text or answer.finish or job.body.return_token_ids or _has_logprobs(job):
                     choice = self._choice(job, text, answer.ids[-1:], answer.logprobs[-1:])
                     yield choice | {"finish_reason": None if calls else answer.finish}
                 if calls:
@@ -308,9 +281,6 @@ class Api:
     def _record(self, index: int, answer: Answer) -> None:
         if self.recorder is not None:
             self.recorder.add(index, answer)
-
-    def _event(self, job: Job, choices: list[dict[str, Any]], **more: object) -> str:
-        return f"data: {json.dumps(self._body(job, choices, in_stream=True) | more)}\n\n"
 
     def _body(self, job: Job, choices: list[dict[str, Any]], in_stream: bool = False) -> dict[str, Any]:
         """Return what stands around choices."""
@@ -321,21 +291,26 @@ class Api:
 
     def _choice(self, job: Job, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         """Return an answer, or the part of one, in the form of its endpoint."""
-        choice: dict[str, Any] = {"token_ids": ids, "logprobs": None} if job.with_ids else {"logprobs": None}
-        decode = self.tokenizer.decode
-        names = [f"token_id:{i}" if job.ids_as_names else str(decode([i])) for i in ids if job.with_logprobs]
-        if job.endpoint == "completions":
-            choice["text"] = text
-        elif job.endpoint == "chat":
-            choice["delta"] = {"content": text}
-        if job.with_logprobs and job.endpoint == "completions":
-            choice["logprobs"] = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
-        elif job.with_logprobs:
-            rows = zip(names, logprobs, strict=True)
+        choice: dict[str, Any] = {"token_ids": ids} if job.body.return_token_ids else {}
+        choice["logprobs"] = None
+        if job.endpoint != "generate":
+            choice |= {"text": text} if job.endpoint == "completions" else {"delta": {"content": text}}
+        if _has_logprobs(job):
+            as_ids, decode = job.body.return_tokens_as_token_ids, self.tokenizer.decode
+            names = [f"token_id:{i}" if as_ids else str(decode([i])) for i in ids]
             rest: dict[str, Any] = {"bytes": None, "top_logprobs": []}
-            content = [{"token": name, "logprob": logprob} | rest for name, logprob in rows]
-            choice["logprobs"] = {"content": content}
+            rows = zip(names, logprobs, strict=True)
+            choice["logprobs"] = (
+                {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
+                if job.endpoint == "completions"
+                else {"content": [{"token": name, "logprob": logprob} | rest for name, logprob in rows]}
+            )
         return choice
+
+
+def _has_logprobs(job: Job) -> bool:
+    """Return whether a request asks for log-probabilities: with true, or with a number, which may be 0."""
+    return job.body.logprobs is not None and job.body.logprobs is not False
 
 
 def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
@@ -344,30 +319,40 @@ def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
 def _error_body(error: PosttrainError) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
-    kind, code = (
-        ("invalid_request_error", "invalid_request") if isinstance(error, UsageError) else ("server_error", None)
-    )
-    param, code = getattr(error, "param", None), getattr(error, "code", code)
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    is_ours = isinstance(error, UsageError)
+    about = {"type": "invalid_request_error" if is_ours else "server_error", "param": getattr(error, "param", None)}
+    code = getattr(error, "code", "invalid_request" if is_ours else None)
+    return {"error": {"message": str(error), **about, "code": code}}
 
 
 def _error_response(error: PosttrainError) -> Response:
     return JSONResponse(_error_body(error), getattr(error, "status", 400 if isinstance(error, UsageError) else 500))
 
 
-async def _unless_gone(request: Request, work: Awaitable[None]) -> None:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
     """Wait for the work; cancel it when the client hangs up.
 
     Raises:
         ClientDisconnect: it has.
     """
-    working = asyncio.ensure_future(work)
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hangs_up(request))
     try:
-        while not (await asyncio.wait([working], timeout=DISCONNECT_SECONDS))[0]:
-            if await request.is_disconnected():
-                raise ClientDisconnect
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
         working.result()
     finally:
         working.cancel()
+        leaving.cancel()
+
+
+async def _hangs_up(request: Request) -> None:
+    """Wait until the client of a request that has been read closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -8,9 +8,10 @@ import secrets
 import shlex
 import socket
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from posttrain.commands.options import (
     MODEL,
@@ -103,26 +104,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from posttrain.sampling.vllm.server import served_names
 
     template = complete_template(chosen_components(arguments).get("template"), source)
-    with ExitStack() as stack:
-        listener = stack.enter_context(_listen(host, port))
-        answerer = Answerer(open_model(source, template))
-        stack.callback(answerer.close)
-        names = [*served_names(source.path), source.label, source.name]
-        recorder = None
-        if arguments.record is not None:
-            recorder = Recorder(Path(arguments.record), names[0])
-            stack.callback(recorder.close)
+    names = [*served_names(source.path), source.label, source.name]
+    with _listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
+        recorder = None if arguments.record is None else Recorder(Path(arguments.record), names[0])
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
-        config = uvicorn.Config(
-            Access(api.application(), host, key),
-            http="h11",
-            ws="none",
-            log_level="warning",
-            access_log=False,  # no line of a log holds the key
-            proxy_headers=False,
-            limit_concurrency=arguments.max_requests + 1,  # uvicorn counts the one that is being refused
-            timeout_graceful_shutdown=1,
-        )
+        limit = arguments.max_requests + 1  # uvicorn counts the one that is being refused
+        how: dict[str, Any] = {"http": "h11", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+        how |= {"access_log": False, "log_level": "warning"}  # no line of a log holds the key
+        config = uvicorn.Config(Access(api.application(), host, key), limit_concurrency=limit, **how)
         address = f"[{host}]" if ":" in host else host
         print(f"serves {names[0]} at http://{address}:{port}/v1  (Ctrl-C ends it)", flush=True)
         if arguments.api_key == "":

@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.commands.serve.answering import Answer
-from posttrain.commands.serve.requests import BadRequest, ChatMessage
+from posttrain.commands.serve.requests import BadRequest
+from posttrain.data.messages import read_messages
+from posttrain.data.reading import Row
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.assistant import encode_turn, reply_frame
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template_calls import call_form
 from posttrain.data.render.turns import mark
-from posttrain.errors import UsageError
+from posttrain.errors import DataError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.sampling.environments.tools import by_name, properties_of, read_text
 from posttrain.sampling.episodes import show_tools
 from posttrain.sampling.models import OpenedModel, plays
-from posttrain.types import Call, Turn
+from posttrain.types import Call, Message, Turn
 
 MAX_REMEMBERED = 4096  # answers with calls whose ids are kept
 
@@ -41,44 +43,44 @@ class Conversations:
         recipe = opened.source.recipe
         rollout = recipe.rollout if recipe and plays(opened.source, Component(name=self.template.name)) else None
         self.shows = rollout is None or bool(rollout.show_tools)
-        self._sampled: dict[str, tuple[str, list[dict[str, str]], list[int]]] = {}  # text, functions, ids by first call
+        self._sampled: dict[str, tuple[tuple[str, ...], list[int]]] = {}  # content and ids, by the first call's id
 
-    def encode(self, messages: Sequence[ChatMessage], tools: Schemas) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[int]:
         """Encode a conversation as a prompt, up to where the model continues.
 
         Raises:
-            BadRequest: calls without results, results without calls, or tools that cannot be shown.
+            BadRequest: what is no message, calls without results, results without calls, or tools that cannot be shown.
             UsageError: as ``encode_prompt``, and a chat template that rewrites history.
         """
         template = self._showing(tools) if tools and self.shows else self.template
-        at = next((i for i, one in enumerate(messages) if one.role == "tool" or one.tool_calls), len(messages))
-        ids = encode_prompt(self.tokenizer, template, [one.message() for one in messages[:at]])
-        while at < len(messages):
-            message = messages[at]
-            if message.role == "tool":
-                raise BadRequest(f"messages.{at}: a result of a tool that was not called; leave it out", "messages")
-            if message.role != "assistant":
-                raise BadRequest(f"messages.{at}: after the results of its calls the assistant speaks", "messages")
-            ids += self._answer_ids(message, at, ids)
-            if message.tool_calls:
-                results, frame = _results(messages, at), reply_frame(self.tokenizer, template)
-                ids += frame.encode(self.tokenizer, template, results, self.form.results, ids[-1])
-                at += 1 + len(results)
-            else:
-                ids += self._question_ids(messages, at + 1, template, ids[-1])
-                at += 2
+        turns = _read_messages(messages)
+        at = next((i for i, one in enumerate(turns) if one.calls), len(turns))
+        ids = encode_prompt(self.tokenizer, template, turns[:at])
+        while at < len(turns):
+            turn, replies = turns[at], turns[at + 1 : at + 1 + max(1, len(turns[at].calls))]
+            if turn.role != "assistant" or not replies or (replies[0].role != "user" and not turn.calls):
+                problem = "after an answer that was given with tools, one message of the user and an answer take turns"
+                raise BadRequest(
+                    f"messages, from message {at + 1} on: {problem}, and the user's is the last", "messages"
+                )
+            ids += self._answer_ids(turn, messages[at], ids)
+            roles, tags = (("tool", "user"), self.form.results) if turn.calls else (("user",), ("", ""))
+            frame = reply_frame(self.tokenizer, template, roles)
+            ids += frame.encode(self.tokenizer, template, [one.content for one in replies], tags, ids[-1])
+            at += 1 + len(replies)
         return ids
 
     def read(self, answer: Answer) -> dict[str, Any]:
         """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
         opening, tools = self.template.opening, answer.job.tools
         text = answer.text.removeprefix(opening)
-        calls: list[dict[str, Any]] = []
+        calls, made = list[dict[str, Any]](), list[Call]()
         outside, at = [opening], 0
         for request in read_calls(text, self.form) if answer.finish == "stop" and tools else []:
             if (arguments := _arguments(request, tools)) is not None:
                 outside.append(text[at : request.place[0]])
                 at = request.place[1]
+                made.append(Call(request.tool, arguments, "", "ok"))
                 function = {"name": request.tool, "arguments": arguments}
                 calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -86,78 +88,47 @@ class Conversations:
             content = "".join([*outside, text[at:]])
             message |= {"content": content or None, "tool_calls": calls}
             if answer.ids[-1] in answer.job.sampling.stop_ids:  # and not at a stop text
-                self._sampled[calls[0]["id"]] = (content, [call["function"] for call in calls], answer.ids)
+                self._sampled[calls[0]["id"]] = (_content_of(content, made), answer.ids)
                 if len(self._sampled) > MAX_REMEMBERED:
                     del self._sampled[next(iter(self._sampled))]
         return message
 
     def _showing(self, tools: Schemas) -> Template:
-        try:
-            written = json.dumps(tools, ensure_ascii=False)
-            shown = show_tools(self.template, tools, self.form)
-        except RecursionError:
-            raise BadRequest("tools: a schema is nested too deeply", "tools") from None
         if self.form.is_native:  # the chat template writes them, and what it writes is trusted
+            written = json.dumps(tools, ensure_ascii=False)
             start, end, _ = next(markers_of(self.tokenizer).find(written), (0, 0, 0))
             if end or mark(0)[0] in written:
                 marker = written[start:end] or mark(0)[0]
                 raise BadRequest(f"tools: they hold {marker!r}, which is more than text to the model", "tools")
-        return shown
+        return show_tools(self.template, tools, self.form)
 
-    def _answer_ids(self, message: ChatMessage, at: int, prompt: Sequence[int]) -> list[int]:
-        calls = message.tool_calls or ()
-        functions = [{"name": call.function.name, "arguments": call.function.arguments} for call in calls]
-        text, known, ids = self._sampled.get(calls[0].id if calls else "", ("", [], []))
-        if ids and (text, known) == (message.text, functions):
+    def _answer_ids(self, turn: Message, given: Mapping[str, Any], prompt: Sequence[int]) -> list[int]:
+        first = str((given.get("tool_calls") or [{}])[0].get("id"))
+        known, ids = self._sampled.get(first, ((), []))
+        if turn.calls and known == _content_of(turn.text, turn.calls):
             return list(ids)
-        for n, function in enumerate(functions):
-            try:
-                is_object = isinstance(json.loads(function["arguments"]), dict)
-            except (ValueError, RecursionError):
-                is_object = False
-            if not is_object:
-                place = f"messages.{at}.tool_calls.{n}.function.arguments"
-                raise BadRequest(f"{place}: they are the text of a JSON object", "messages")
-        text = message.text.removeprefix(self.template.opening).strip()
-        written = Turn(text, tuple(Call(one["name"], one["arguments"], "", "ok") for one in functions))
+        written = Turn(turn.text.removeprefix(self.template.opening).strip(), turn.calls)
         return encode_turn(self.tokenizer, self.template, written, self.form, prompt)
 
-    def _question_ids(self, messages: Sequence[ChatMessage], at: int, template: Template, last: int) -> list[int]:
-        """Return the ids of the user's message ``at``, which follows an answer that was given with tools."""
-        if at >= len(messages):
-            raise BadRequest("the last message is the assistant's, so nothing is left to answer", "messages")
-        if messages[at].role != "user" or not messages[at].text.strip():
-            raise BadRequest(f"messages.{at}: after an answer comes a text of the user", "messages")
-        try:
-            frame = reply_frame(self.tokenizer, template, ("user",))
-        except UsageError as error:
-            about = f"messages.{at}: leave out the messages about tools of earlier questions: {error}"
-            raise BadRequest(about, "messages") from None
-        return frame.encode(self.tokenizer, template, [messages[at].text], ("", ""), last)
 
-
-def _results(messages: Sequence[ChatMessage], at: int) -> list[str]:
-    """Return the results of the calls in message ``at``, in the order of the calls.
+def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Read messages as those of rows are read.
 
     Raises:
-        BadRequest: not one result for each call.
+        BadRequest: what is no message, or a tool's results that fit no calls.
     """
-    wanted = [call.id for call in messages[at].tool_calls or ()]
-    if len(set(wanted)) < len(wanted):
-        raise BadRequest(f"messages.{at}: two of its calls have one id", "messages")
-    results: dict[str | None, str] = {}
-    for i, message in enumerate(messages[at + 1 : at + 1 + len(wanted)], start=at + 1):
-        if message.role != "tool":
-            break
-        if message.tool_call_id not in wanted or message.tool_call_id in results:
-            problem = f"tool_call_id {message.tool_call_id!r:.80} is no call of message {at} without a result"
-            raise BadRequest(f"messages.{i}: {problem}", "messages")
-        results[message.tool_call_id] = message.text
-    for name in wanted:
-        if name not in results:
-            problem = f"its call {name!r:.80} has no result; a message of the role tool follows for each call"
-            raise BadRequest(f"messages.{at}: {problem}", "messages")
-    return [results[name] for name in wanted]
+    try:
+        read = read_messages(Row("messages", 1, {"messages": messages}), "messages")
+    except DataError as error:
+        raise BadRequest(str(error).partition(": ")[2], "messages") from None
+    if not all(one.is_trained for one in read):
+        raise BadRequest("messages: nothing is trained here; leave out 'train' and 'weight'", "messages")
+    return read
+
+
+def _content_of(text: str, calls: Sequence[Call]) -> tuple[str, ...]:
+    """Return the texts by which an answer is known again: its own, and those of its calls."""
+    return text.strip(), *(part for call in calls for part in (call.tool, call.raw_arguments))
 
 
 def _arguments(request: Request, tools: Schemas) -> str | None:

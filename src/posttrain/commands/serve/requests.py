@@ -6,15 +6,14 @@ key is refused with a suggestion.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from posttrain.errors import UsageError
 from posttrain.option_types import AnySize, Options, Tokens, check_plain
 from posttrain.registry import suggest
-from posttrain.types import Message
 
 MAX_BODY_BYTES = 1_000_000
 MAX_ANSWERS = 256  # of one request, over all its prompts
@@ -25,12 +24,12 @@ NEUTRAL: dict[str, object] = (
     | dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), 1)
     | dict.fromkeys(("use_beam_search", "skip_special_tokens", "include_stop_str_in_output", "echo"), False)
     | {"tools": [], "functions": [], "bad_words": [], "logit_bias": {}, "extra_args": {}, "suffix": ""}
-    | {"modalities": ["text"], "response_format": {"type": "text"}}
+    | {"modalities": ["text"], "response_format": {"type": "text"}, "parallel_tool_calls": True}
     | {"add_generation_prompt": True, "tool_choice": "none", "prompt_logprobs": None, "truncate_prompt_tokens": None}
 )
 # Options about accounts, queues and caches, which change no answer.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"} | {
-    "priority", "request_id", "parallel_tool_calls", "spaces_between_special_tokens", "detokenize", "flat_logprobs"
+    "priority", "request_id", "spaces_between_special_tokens", "detokenize", "flat_logprobs"
 }  # fmt: skip
 
 
@@ -42,64 +41,6 @@ class BadRequest(UsageError):
     ) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
-
-
-class TextPart(Options):
-    """A text within the content of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Options):
-    """``arguments`` is JSON text; OpenAI's client may add what it parsed from it."""
-
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class ToolCall(Options):
-    """A call in an assistant's message."""
-
-    id: str = Field(min_length=1)
-    function: CalledFunction
-    type: Literal["function"] = "function"
-    index: int | None = None
-
-
-class ChatMessage(Options):
-    """A message. ``developer`` is OpenAI's newer name for ``system``; answers sent back hold keys that are null."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: None = None
-    parsed: None = None
-
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("role", "tool_calls stand in messages of the assistant")
-        if (self.tool_call_id is None) == (self.role == "tool"):
-            raise PydanticCustomError("role", "a message of the role tool, and no other, has a tool_call_id")
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("content", "content is required where nothing is called")
-        return self
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-
-    def message(self) -> Message:
-        """Return the same as a message of this package."""
-        return Message("system" if self.role == "developer" else self.role, self.text)
 
 
 class Function(Options):
@@ -123,23 +64,20 @@ class ToolOptions(Options):
 
     tools: list[ToolOffer] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _check_names(cls, value: list[ToolOffer] | None) -> list[ToolOffer] | None:
+        names = [tool.function.name for tool in value or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("tools", f"two of them are named {max(names, key=names.count)!r}")
+        return value
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools that may be called, as the client wrote them.
-
-        Raises:
-            BadRequest: two tools of one name, or ``parallel_tool_calls: false``.
-        """
-        if self.tools and self.parallel_tool_calls is False:
-            raise BadRequest("parallel_tool_calls: a turn may hold several calls; leave it out", "parallel_tool_calls")
-        functions = [tool.function for tool in self.tools or ()]
-        names = [function.name for function in functions]
-        if len(set(names)) < len(names):
-            raise BadRequest(f"tools: two of them are named {max(names, key=names.count)!r}", "tools")
-        offered = () if self.tool_choice == "none" else functions
-        return [{"type": "function", "function": one.model_dump(exclude_unset=True)} for one in offered]
+        """The tools that may be called, as the client wrote them."""
+        offered = [] if self.tool_choice == "none" else self.tools or []
+        return [one.model_dump(exclude_unset=True) for one in offered]
 
 
 class SamplingOptions(Options):
@@ -179,7 +117,7 @@ class OpenAIOptions(SamplingOptions):
 class ChatRequest(OpenAIOptions, ToolOptions):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES)
+    messages: list[dict[str, Any]] = Field(max_length=MAX_MESSAGES)  # read by ``Conversations``
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
 
@@ -196,6 +134,9 @@ class SamplingParams(SamplingOptions):
     """Sampling options of ``/inference/v1/generate``."""
 
     logprobs: Literal[0, 1] | None = None
+    stream_options: ClassVar[None] = None
+    return_token_ids: ClassVar[bool] = True
+    return_tokens_as_token_ids: ClassVar[bool] = True
 
 
 class GenerateRequest(Options):
@@ -212,11 +153,12 @@ class TokenizeRequest(ToolOptions):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
+    messages: list[dict[str, Any]] | None = Field(None, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
 
 
 Request = TypeVar("Request", bound=Options)
+Sampled = ChatRequest | CompletionRequest | SamplingParams
 
 
 def read_request(kind: type[Request], body: object) -> Request:
@@ -238,8 +180,6 @@ def read_request(kind: type[Request], body: object) -> Request:
     try:
         check_plain(body)
         return kind.model_validate({key: value for key, value in body.items() if key in own})
-    except RecursionError:
-        raise BadRequest("the body is nested too deeply") from None
     except PydanticCustomError as error:
         raise BadRequest(f"the body holds what is no plain text or number ({error})") from None
     except ValidationError as error:

@@ -1,1 +1,0 @@
-"""posttrain runs: list, show, compare, change, export."""
