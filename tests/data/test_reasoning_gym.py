@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.data.verifiable.reasoning_gym import REFUSED, GymExamples, make_scorer, reasoning_gym, split_of
+from posttrain.data.verifiable.reasoning_gym import REFUSED, examples_of, make_scorer, reasoning_gym, split_of
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
@@ -72,9 +72,9 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
     same = {}, [{"question": "1 + 1?", "answer": "2"}]
     held = split_of("1 + 1?")
     other = "test" if held != "test" else "train"
-    assert GymExamples("same", held, 1, same, lambda _: same)[0].answer == "2"
+    assert examples_of("same", held, 1, same, lambda _: same)[0].answer == "2"
     with pytest.raises(UsageError, match=r"same asks too few distinct questions .* split of its own"):
-        GymExamples("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
+        examples_of("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
 
 
 def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
