@@ -12,8 +12,8 @@ from posttrain.commands.serve.requests import BadRequest, ChatMessage
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.assistant import encode_turn, reply_frame
 from posttrain.data.render.encoding import markers_of
+from posttrain.data.render.template import mark
 from posttrain.data.render.template_calls import call_form
-from posttrain.data.render.turns import mark
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls

@@ -25,9 +25,18 @@ from posttrain.data.render.encoding import (
     mark_tags,
     markers_of,
 )
-from posttrain.data.render.template import Template, end_id, stop_ids
+from posttrain.data.render.template import (
+    OPENED,
+    Template,
+    end_id,
+    mark,
+    probed,
+    render_history,
+    render_pieces,
+    stop_ids,
+    turn_end,
+)
 from posttrain.data.render.template_calls import call_form, call_marks
-from posttrain.data.render.turns import OPENED, mark, probed, render_history, render_pieces, turn_end
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Turn
 

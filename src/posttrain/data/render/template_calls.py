@@ -10,8 +10,7 @@ from typing import Any
 
 from posttrain.data.render.calls import HERMES, TAGGED, CallForm, Parameters, object_start, write_calls
 from posttrain.data.render.encoding import Tokenizer, markers_of
-from posttrain.data.render.template import Template
-from posttrain.data.render.turns import probed, render_dicts, turn_end
+from posttrain.data.render.template import Template, probed, render_dicts, turn_end
 from posttrain.errors import UsageError
 from posttrain.types import Call
 
@@ -194,9 +193,8 @@ def _gap(text: str, middle: str, after: str, style: str) -> str | None:
         return None
     if style in ("apart", "python"):
         return between[0].partition(_VALUES[0])[2].removeprefix(after if style == "apart" else '"')
-    start = len(middle)
     try:
-        return between[0][_DECODER.raw_decode(between[0], start)[1] :]
+        return between[0][_DECODER.raw_decode(between[0], len(middle))[1] :]
     except ValueError:
         return None
 
