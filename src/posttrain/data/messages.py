@@ -196,13 +196,10 @@ def read_variables(row: Row) -> dict[str, Any]:
     Raises:
         DataError: of another form, or a variable that is not the row's to set.
     """
-    variables: dict[str, Any] = {}
-    if row.has("chat_template_kwargs"):
-        given = row.nested("chat_template_kwargs")
-        if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
-            form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
-            raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
-        variables |= given
+    given = row.nested("chat_template_kwargs") if row.has("chat_template_kwargs") else {}
+    if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
+        form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
+        raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
     tools = row.nested("tools") if row.has("tools") and row.data["tools"] != "" else []
     if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
         form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
@@ -210,11 +207,8 @@ def read_variables(row: Row) -> dict[str, Any]:
     for number, one in enumerate(tools, start=1):
         function = one.get("function", one)
         row.checked(function.get("name") if isinstance(function, Mapping) else None, f"tools {number} name")
-    if tools:
-        variables["tools"] = [
-            dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools
-        ]
-    return variables
+    schemas = [dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools]
+    return {**given, "tools": schemas} if tools else dict(given)
 
 
 def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:

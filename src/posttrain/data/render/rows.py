@@ -261,8 +261,8 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
     for (prompt, _), *parts in [[(prompts[i], False), turns[i]] for i in chosen] if whole is None else [whole]:
         ids, heard = encode_pieces(tokenizer, prompt), set[int]()
         prompt_length = len(ids)
-        for pieces, is_trained in parts:
-            encoded = encode_pieces(tokenizer, pieces)
+        for part, is_trained in parts:
+            encoded = encode_pieces(tokenizer, part)
             heard |= set() if is_trained else set(range(len(ids), len(ids) + len(encoded)))
             ids = ids + encoded
         yield Row(ids, prompt_length, heard=frozenset(heard), is_apart=whole is None and len(chosen) > 1)

@@ -76,8 +76,7 @@ def with_reasoning(
     def closes(message: Message) -> bool:
         """Return True if the text closes a block of thinking that it has not opened: a prompt may have."""
         before, closed, _ = message.content.partition(END_THINK)
-        is_written = message.role == "assistant" and message.reasoning is None
-        return is_written and bool(closed) and THINK not in before
+        return message.role == "assistant" and message.reasoning is None and bool(closed) and THINK not in before
 
     def thinks(message: Message) -> bool:
         is_inline = message.content.lstrip().startswith(THINK) or closes(message)
