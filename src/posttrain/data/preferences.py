@@ -88,10 +88,8 @@ def _judged(row: Row, dropped: Counter[str]) -> list[Judged]:
     for number, sample in enumerate(samples, start=1):
         fields = sample if isinstance(sample, Mapping) else {}
         text, outcome, ids = fields.get("text"), str(fields.get("outcome")), fields.get(RESPONSE_IDS)
-        row.refuse_if(
-            not isinstance(text, str),
-            f"samples {number} has no 'text'; only evaluations of answers to questions can be read",
-        )
+        if not isinstance(text, str):
+            raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
         if outcome in UNJUDGED:
             dropped[f"an answer that was not judged: {UNJUDGED[outcome]}"] += 1
         elif outcome in OUTCOMES:

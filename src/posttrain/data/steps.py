@@ -197,7 +197,8 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
             first = None
             continue
         before, text = row.data.get("responses"), row.data["next_response"]
-        row.refuse_if(not isinstance(before, list), "'responses' must be a list of the steps before")
+        if not isinstance(before, list):
+            raise row.fail("'responses' must be a list of the steps before")
         if any(step is None or is_blank(step) for step in (*before, text)):
             collected.dropped["a blank step"] += 1
             continue
@@ -247,7 +248,8 @@ def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int],
     question, label = (_object(row, row.data.get(key), repr(key)) for key in ("question", "label"))
     finish, steps = label.get("finish_reason"), label.get("steps")
     drop_if(finish == _BROKEN, "a problem that the labeller found broken")
-    row.refuse_if(not isinstance(steps, list), "'label' needs 'steps', a list")
+    if not isinstance(steps, list):
+        raise row.fail("'label' needs 'steps', a list")
     problem = Row(row.place, row.line, question).text("problem").strip()
     trunk, branches, is_over, num_behind = list[Candidate](), list[list[Candidate]](), False, 0
     for number, step in enumerate(steps, start=1):

@@ -240,10 +240,8 @@ def mmlu(row: Row) -> Example:
     letters, answer = LETTERS[: len(choices)], row.data.get("answer")
     if type(answer) is int and 0 <= answer < len(letters):
         answer = letters[answer]
-    row.refuse_if(
-        not isinstance(answer, str) or answer.strip() not in tuple(letters),
-        f"'answer' must be a letter from A to {letters[-1]} or 0 to {len(letters) - 1}; got {answer!r}",
-    )
+    if not isinstance(answer, str) or answer.strip() not in tuple(letters):
+        raise row.fail(f"'answer' must be a letter from A to {letters[-1]} or 0 to {len(letters) - 1}; got {answer!r}")
     return Example(
         "",
         (Message("user", "\n".join([opening, "", *lines])),),
