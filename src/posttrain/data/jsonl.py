@@ -121,14 +121,12 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     """
     messages = add_system(row, _question_messages(row, keys))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
-    parts: dict[str, str] = {}
     row.refuse_if(
         of_response in ALIASES["response"] and (row.has("label") or row.has("labels")),
         f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences",
     )
     solution = row.text(of_solution) if row.has(of_solution) else None
-    if solution is not None:
-        parts[repr(of_solution)] = solution
+    parts = {} if solution is None else {repr(of_solution): solution}
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
         messages = (*messages, *read_messages(row, of_response))
     elif row.has(of_response):

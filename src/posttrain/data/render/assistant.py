@@ -26,6 +26,7 @@ from posttrain.data.render.encoding import (
     markers_of,
 )
 from posttrain.data.render.template import (
+    EMPTY_THINKING,
     OPENED,
     Template,
     end_id,
@@ -175,7 +176,7 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str, Chan
         plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    lead = re.sub(r"\A<think>\s*</think>\s*", "", plain[0]) if plain else ""
+    lead = EMPTY_THINKING.sub("", plain[0]) if plain else ""
     if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead:

@@ -7,7 +7,6 @@ between, turn. Each part is encoded by itself, as it is while the model answers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from posttrain.data.render.assistant import behind_prompt, decode_response, encode_answer, encode_response, encode_turns
 from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
 from posttrain.data.render.template import (
+    EMPTY_THINKING,
     Template,
     as_row_texts,
     encode_prompt,
@@ -29,8 +29,6 @@ from posttrain.types import Example, Message, Response, Turn
 Shape = Literal["demonstration", "judged", "pair", "steps"]
 TrainOn = Literal["assistant", "response", "all"]
 UNTRAINED = "no message that is trained (weight 0 or train: false)"
-# An empty block of thinking that some chat templates write into the last turn alone.
-_EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +313,7 @@ def _turn(
         return _as_text(tokenizer, template, message.content, prompt, variables)
     pieces = drop_text(whole, len(_text(prompt)))
     if message.reasoning is None and pieces and pieces[0].trusted:
-        pieces[0] = Piece(_EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
+        pieces[0] = Piece(EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
     for number, piece in enumerate(pieces):
         if piece.trusted and end in piece.text:
             return [*pieces[:number], Piece(piece.text[: piece.text.index(end) + len(end)], trusted=True)]

@@ -31,6 +31,8 @@ _MARK = re.compile(f'({_OPEN}|\\\\ue0f1)(\\d+)(\\\\?"|)({_CLOSE}|\\\\ue0f2)')
 _PAD = " "
 _PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
 OPENED = re.compile(r"<think>\s*\Z")
+# An empty block of thinking that some chat templates write into the last turn alone.
+EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
 Found = TypeVar("Found")
 
 
@@ -199,16 +201,7 @@ class _Sheet:
                 messages = messages[1:]
             rows.append({"role": "system", "content": self._content("system", own)})
         rows += [self._message(index, message, called) for index, message in enumerate(messages)]
-        try:
-            rendered = render_dicts(self.tokenizer, rows, self.variables, prompt=prompt)
-        except UsageError:
-            functions = [call["function"] for row in rows for call in row.get("tool_calls", ())]
-            if not functions:
-                raise
-            for function in functions:  # some chat templates ask for the arguments as JSON text
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            rendered = render_dicts(self.tokenizer, rows, self.variables, prompt=prompt)
-        return self._fill(rendered)
+        return self._fill(render_dicts(self.tokenizer, rows, self.variables, prompt=prompt))
 
     def _message(self, index: int, message: Message, called: list[str]) -> dict[str, Any]:
         row: dict[str, Any] = {"role": message.role, "content": ""}
@@ -348,7 +341,7 @@ def render_history(
 def render_dicts(
     tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
 ) -> str:
-    """The chat template's text for messages as it takes them.
+    """The chat template's text for messages as it takes them: with the arguments of calls as JSON text if it asks so.
 
     Raises:
         UsageError: no chat template, or it cannot render these messages.
@@ -359,14 +352,18 @@ def render_dicts(
             "dialogue for several turns), or a model that has one"
         )
     try:
-        rendered = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables))
+        return str(tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables)))
     except Exception as error:  # whatever a template of others raises
+        functions = [call["function"] for row in rows for call in row.get("tool_calls", ())]
+        if any(not isinstance(function["arguments"], str) for function in functions):
+            for function in functions:
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            return render_dicts(tokenizer, rows, variables, prompt=prompt)
         roles, reason = ", ".join(row["role"] for row in rows), str(error)[:500]
         raise UsageError(
             f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
             "Leave out the message that it refuses, or choose another prompt.template"
         ) from error
-    return str(rendered)
 
 
 @dataclass(frozen=True)

@@ -269,13 +269,12 @@ def draw_scrap(rng: Random, options: StoryOptions) -> str:
     cast = draw_cast(rng)
     kind = rng.choices(("thought", "answered", "noted", "mused", "said", "turns"), weights=(35, 20, 10, 10, 10, 15))[0]
     tag = rng.choice(("think", "think", "reasoning"))
-    if kind == "thought":
+    if kind in ("thought", "answered"):
         story = draw_story(rng, options)
+        if kind == "answered":
+            return f"{story.text} <answer> {story.answer} </answer>"
         closing = rng.choice(TEXT["closings"]).format(n=story.answer)
         return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
-    if kind == "answered":
-        story = draw_story(rng, options)
-        return f"{story.text} <answer> {story.answer} </answer>"
     if kind == "noted":
         info = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
         return f"<{tag}> {info} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
