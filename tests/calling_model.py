@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.stories.sums import sums
+from posttrain.data.stories.task import sums
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.runs.launch import launch
 from posttrain.runs.models import find_source

@@ -71,19 +71,16 @@ COMPONENT_MODULES: dict[str, dict[str, str]] = {
         "posttrain.data.render.templates": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"
     },
     "task": {
-        "posttrain.data.stories.task": "stories",
+        "posttrain.data.stories.task": "stories sums episodes",
         "posttrain.data.verifiable.suites": (
-            "aime24 aime25 amc gsm8k humaneval math math500 mbpp minerva_math mmlu olympiad_bench svamp"
+            "aime24 aime25 amc gsm8k humaneval math math500 mbpp minerva_math mmlu olympiad_bench refusals svamp"
         ),
         "posttrain.data.jsonl": "jsonl",
         "posttrain.data.preferences": "preferences ultrafeedback",
         "posttrain.data.hh_rlhf": "hh_rlhf",
         "posttrain.data.steps": "judged_solutions math_shepherd prm800k",
         "posttrain.data.verifiable.reasoning_gym": "reasoning_gym",
-        "posttrain.data.behaviour": "refusals",
-        "posttrain.data.episodes": "episodes",
         "posttrain.data.mixture": "mixture",
-        "posttrain.data.stories.sums": "sums",
     },
     "engine": {
         "posttrain.sampling.native.engine": "native",

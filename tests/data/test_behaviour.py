@@ -12,7 +12,7 @@ from sample_rows import write_rows
 
 from made_up_items import make_item
 from posttrain.data.base import Task
-from posttrain.data.behaviour import refusals
+from posttrain.data.verifiable.suites import refusals
 from posttrain.errors import DataError
 from posttrain.evaluation.items import summarize
 from posttrain.evaluation.statistics import wilson_interval

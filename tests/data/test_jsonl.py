@@ -234,8 +234,3 @@ def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], w
         read_messages(tmp_path, *messages)
     assert what in str(refusal.value)
     assert "line 1" in str(refusal.value) or ":1" in str(refusal.value)
-
-
-def test_a_null_instead_of_calls_is_none(tmp_path: Path) -> None:
-    example = read_messages(tmp_path, *QUESTION, {**ANSWER, "tool_calls": None}, answer="42")
-    assert (example.turns, example.demonstration) == ((), "It is 42.")

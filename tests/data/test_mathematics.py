@@ -192,18 +192,15 @@ def test_gsm8k_real_rows_have_the_published_results() -> None:
 @needs_data
 @pytest.mark.parametrize(("name", "size", "dropped"), [("math_train", 7466, 2), ("math_test", 4700, 0)])
 def test_math_real_rows_have_their_boxes_as_answers(name: str, size: int, dropped: int) -> None:
-    path = real_file(f"math/{name}")
-    task = build_task(Component(name="math", split="test", path=path))
+    task = build_task(Component(name="math", split="test", path=real_file(f"math/{name}")))
     assert (len(task.examples), sum(task.dropped.values())) == (size, dropped)
-    for example in task.examples:
+    for example in task.examples[::10]:
         box = last_boxed(example.solution or f"\\boxed{{{example.answer}}}") or "no box"
         assert same_answer(example.answer or "", box) or (example.answer or "").endswith(f", {box}")
-    splits = [build_task(Component(name="math", split=split, path=path)).examples for split in ("train", "validation")]
-    assert sum(map(len, splits)) == size
 
 
 @needs_data
-@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.slow)])
 def test_math_official_solutions_are_right_against_their_own_gold(step: int) -> None:
     examples = build_task(Component(name="math", split="test", path=real_file("math/math_test"))).examples[::step]
     submissions = [Submission(e.solution or "", last_boxed(e.solution or ""), e.answer, e.meta) for e in examples]

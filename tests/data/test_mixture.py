@@ -103,6 +103,7 @@ def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
     assert (named.split, len(named.examples)) == ("test", 30)
 
 
+@pytest.mark.usefixtures("quick_stories")
 def test_parts_of_different_kinds_are_one_message() -> None:
     pairs = {"task": {"name": "stories", "responses": "pair"}, "name": "pairs"}
     steps = {"task": {"name": "stories", "responses": "steps"}, "name": "steps"}

@@ -125,6 +125,7 @@ def test_other_items_are_refused_by_line(tmp_path: Path, samples: Any, message: 
             read(path=path)
 
 
+@pytest.mark.slow
 def test_evaluate_then_train_with_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two commands of the recipe's comment, with the embedded model on one-step problems in GSM8K's layout."""
     monkeypatch.chdir(tmp_path)

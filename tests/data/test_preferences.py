@@ -49,16 +49,10 @@ QUESTION = (Message("user", "1+1?"),)
 # --- pairs ---
 
 
-def test_a_pair_of_texts(read: Read) -> None:
-    (example,) = read([PAIR]).examples
-    assert (example.id, example.messages) == ("preferences/all/1", QUESTION)
-    assert (example.answer, example.solution) == (None, None)
-    assert example.responses == (Response("2", 1.0), Response("3", 0.0))
-
-
 @pytest.mark.parametrize(
     "row",
     [
+        PAIR,
         {"prompt": turns("1+1?"), "chosen": output("2"), "rejected": output("3")},
         {"prompt": turns("1+1?"), "chosen": "2", "rejected": "3"},
         {"prompt": "1+1?", "chosen": output("2"), "rejected": output("3")},
@@ -69,8 +63,9 @@ def test_a_pair_of_texts(read: Read) -> None:
 )
 def test_the_same_pair_in_every_form(read: Read, row: dict[str, Any]) -> None:
     (example,) = read([row]).examples
-    assert example.messages == QUESTION
-    assert [(r.text, r.score) for r in example.responses] == [("2", 1.0), ("3", 0.0)]
+    assert (example.id, example.messages) == ("preferences/all/1", QUESTION)
+    assert (example.answer, example.solution) == (None, None)
+    assert example.responses == (Response("2", 1.0), Response("3", 0.0))
 
 
 def test_longer_conversations_share_all_turns_but_the_last(read: Read) -> None:

@@ -233,6 +233,7 @@ def test_real_rows_of_single_steps() -> None:
     check_every_step_is_learnt_once(task.examples)
 
 
+@pytest.mark.slow
 @needs_data
 def test_real_rows_of_both_layouts_agree() -> None:
     """The published rows of phase 1 that are at hand are also in the files of one row per step."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+from datetime import date
 from typing import Any
 
 import pytest
 
 from posttrain import registry
-from posttrain.data.verifiable.reasoning_gym import REFUSED, GymExamples, make_scorer, reasoning_gym, split_of
+from posttrain.data.verifiable.reasoning_gym import REFUSED, examples_of, make_scorer, reasoning_gym, split_of
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
@@ -72,9 +73,9 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
     same = {}, [{"question": "1 + 1?", "answer": "2"}]
     held = split_of("1 + 1?")
     other = "test" if held != "test" else "train"
-    assert GymExamples("same", held, 1, same, lambda _: same)[0].answer == "2"
+    assert examples_of("same", held, 1, same, lambda _: same)[0].answer == "2"
     with pytest.raises(UsageError, match=r"same asks too few distinct questions .* split of its own"):
-        GymExamples("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
+        examples_of("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
 
 
 def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
@@ -116,6 +117,23 @@ SLOW = {
 }
 
 
+def test_entry_of_tuples_sets_and_dates_is_decoded_as_it_was() -> None:
+    from posttrain.data.verifiable.reasoning_gym_scoring import decode, encode
+
+    entry = {
+        "a": (1, [2.5, None]),
+        "b": {3, 4},
+        "c": date(2024, 2, 29),
+        "d": {1: "x", (1, 2): True},
+        "#e": frozenset("f"),
+    }
+    assert str(types_of(decode(encode(entry)))) == str(types_of(entry))
+    assert decode(encode(entry)) == entry
+    with pytest.raises(TypeError, match="an entry holds object, which JSON has not"):
+        encode([object()])
+
+
+@pytest.mark.slow
 def test_entries_travel_as_they_are_and_the_gold_answer_is_right_in_a_worker() -> None:
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -141,9 +159,9 @@ def types_of(value: Any) -> Any:
     """The types below a value; those of NumPy's numbers and texts are the plain ones."""
     if isinstance(value, dict):
         return {str(key): (type(key).__name__, types_of(one)) for key, one in value.items()}
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple | set | frozenset):
         return [type(value).__name__, *map(types_of, value)]
-    return next(kind.__name__ for kind in (bool, int, float, str, type(None)) if isinstance(value, kind))
+    return next(kind.__name__ for kind in (bool, int, float, str, date, type(None)) if isinstance(value, kind))
 
 
 @pytest.mark.parametrize(

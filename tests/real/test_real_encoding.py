@@ -43,7 +43,7 @@ def sampled(name: str, template: Template, *, thinks: bool) -> Iterator[list[int
     draw = random.Random(f"{name} {template.name} {thinks}")
     found = 0
     for _ in range(1000):
-        if found == 20:
+        if found == 5:
             return
         words = [tokenizer.decode(draw.choices(common, k=draw.randint(1, 12))) for _ in range(2)]
         text = space + (f"{before}{words[0]}{between}{words[1]}" if thinks else lead + words[1])

@@ -127,15 +127,18 @@ def test_mask_of_all_trains_users_too_and_no_message_of_weight_0(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
-def test_message_of_weight_0_is_read_and_not_trained(tmp_path: Path, name: str, key: dict[str, Any]) -> None:
-    first = read(tmp_path, {"messages": [user("Hi."), message("Bad.", **key), *FOUR_TURNS[2:]]})
+def test_message_of_weight_0_is_read_and_not_trained(tmp_path: Path, name: str) -> None:
+    first, same = (
+        read(tmp_path, {"messages": [user("Hi."), message("Bad.", **key), *FOUR_TURNS[2:]]})
+        for key in ({"weight": 0}, {"train": False})
+    )
+    assert first == same
     found = rows(name, first)
     assert "Bad." in tokenizer_of(name).decode(found[0].ids)
     assert [text[-len("It is 42." + LAYOUTS[name].end) :] for row in found for text in trained_texts(name, row)] == [
         f"It is 42.{LAYOUTS[name].end}"
     ]
-    only = read(tmp_path, {"system": "Answer in rhyme.", "messages": [user("Hi"), message("Bad", **key)]})
+    only = read(tmp_path, {"system": "Answer in rhyme.", "messages": [user("Hi"), message("Bad", weight=0)]})
     made = registry.find("template", "chat").bind({})()
     assert list(rows_of(tokenizer_of(name), made, only, "demonstration")) == [
         "no message that is trained (weight 0 or train: false)"

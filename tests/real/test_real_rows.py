@@ -83,45 +83,48 @@ def cannot(name: str, row: Mapping[str, Any]) -> bool:
     return (bool(row.get("tools")) and name in CANNOT["tools"]) or (begins and name in CANNOT["begins"])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", LEARNT)
-def test_row_to_imitate_loses_no_text(tmp_path: Path, kind: str, name: str) -> None:
-    row = LEARNT[kind]
-    (example,) = read(tmp_path, "jsonl", row).examples
-    if cannot(name, row):
-        with pytest.raises(UsageError, match=r"tools|alternate|one call a message|does not show the call of"):
-            encoded(name, example, "demonstration")
-        return
-    rows = encoded(name, example, "demonstration")
-    tokenizer = tokenizer_of(name if name in LAYOUTS else "chatml")
-    everything = squeezed("".join(tokenizer.decode(one.ids) for one in rows))
-    for text in (part for whole in texts_of(row) for part in whole.split("</think>")):
-        assert squeezed(text) in everything, text
-    for one in rows:
-        trained = [t for t in range(one.prompt_length, len(one.ids)) if t not in one.heard]
-        assert trained
-        assert one.ids[trained[-1]] in tokenizer.get_added_vocab().values()
+def shape_of(row: Mapping[str, Any]) -> Shape:
+    return "pair" if "chosen" in row else "steps" if "labels" in row else "judged" if row in GIVEN.values() else LEARN
+
+
+LEARN: Shape = "demonstration"
+Read = dict[str, tuple[Mapping[str, Any], Example]]  # a row and its example
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    """Every row of the corpus as its task reads it."""
+    path = tmp_path_factory.mktemp("corpus")
+    rows = [
+        (reader, kind, row)
+        for reader, kinds in (("jsonl", LEARNT), ("preferences", GIVEN))
+        for kind, row in kinds.items()
+    ]
+    return {kind: (row, read(path, reader, row).examples[0]) for reader, kind, row in rows}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", GIVEN)
-def test_row_of_given_answers_loses_no_text(tmp_path: Path, kind: str, name: str) -> None:
-    row = GIVEN[kind]
-    (example,) = read(tmp_path, "preferences", row).examples
-    shape: Shape = "pair" if "chosen" in row else "steps" if "labels" in row else "judged"
-    if cannot(name, row):
-        with pytest.raises(UsageError, match="tools"):
-            encoded(name, example, shape)
-        return
-    rows = encoded(name, example, shape)
-    assert len(rows) == (2 if shape == "pair" else 1)
+def test_row_loses_no_text(corpus: Read, name: str) -> None:
     tokenizer = tokenizer_of(name if name in LAYOUTS else "chatml")
-    everything = squeezed("".join(tokenizer.decode(one.ids) for one in rows))
-    for text in texts_of(row):
-        assert squeezed(text) in everything, text
-    if shape == "pair":  # the same pair as two judged answers
-        assert [one.ids for one in encoded(name, example, "judged")] == [one.ids for one in rows]
-        assert {one.margin for one in rows} == {row.get("margin")}
+    ends = tokenizer.get_added_vocab().values()
+    for kind, (row, example) in corpus.items():
+        shape = shape_of(row)
+        if cannot(name, row):
+            with pytest.raises(UsageError, match=r"tools|alternate|one call a message|does not show the call of"):
+                encoded(name, example, shape)
+            continue
+        rows = encoded(name, example, shape)
+        everything = squeezed("".join(tokenizer.decode(one.ids) for one in rows))
+        for text in (part for whole in texts_of(row) for part in whole.split("</think>")):
+            assert squeezed(text) in everything, (kind, text)
+        if shape == LEARN:
+            trained = [[t for t in range(one.prompt_length, len(one.ids)) if t not in one.heard] for one in rows]
+            assert all(places and one.ids[places[-1]] in ends for one, places in zip(rows, trained, strict=True)), kind
+        else:
+            assert len(rows) == (2 if shape == "pair" else 1), kind
+        if shape == "pair":  # the same pair as two judged answers
+            assert [one.ids for one in encoded(name, example, "judged")] == [one.ids for one in rows], kind
+            assert {one.margin for one in rows} == {row.get("margin")}, kind
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -131,14 +134,13 @@ def test_row_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, kind: 
         read(tmp_path, reader, row)
 
 
-@pytest.mark.parametrize("kind", LEARNT)
-def test_prompt_of_a_row_is_sampled_with_its_system_message_and_tools(tmp_path: Path, kind: str) -> None:
+def test_prompt_of_a_row_is_sampled_with_its_system_message_and_tools(corpus: Read) -> None:
     """The prompt that a policy or an evaluation asks is what the demonstration stands behind."""
-    (example,) = read(tmp_path, "jsonl", LEARNT[kind]).examples
     tokenizer, chat = tokenizer_of("qwen3"), registry.find("template", "chat").bind({})()
-    prompt = encode_prompt(tokenizer, chat, example.messages, example.variables)
-    last = encoded("qwen3", example, "demonstration")[-1].ids
-    assert last[: len(prompt)] == prompt
+    for kind, (row, example) in corpus.items():
+        prompt = encode_prompt(tokenizer, chat, example.messages, example.variables)
+        last = encoded("qwen3", example, shape_of(row))[-1].ids
+        assert last[: len(prompt)] == prompt, kind
 
 
 def test_reasoning_of_given_answers_is_part_of_their_text(tmp_path: Path) -> None:

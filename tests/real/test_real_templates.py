@@ -10,7 +10,7 @@ import pytest
 from model_templates import CALL_LAYOUTS, LAYOUTS, tokenizer_of
 
 from posttrain.cli import main
-from posttrain.data.render.turns import render_dicts
+from posttrain.data.render.template import render_dicts
 from posttrain.errors import UsageError
 from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import TINY
@@ -37,7 +37,13 @@ ENDLESS_TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
+# Each takes its second of processor time; of those that are stopped alike only the first is tested every time.
+ALIKE = ("indentation", "doubling", "output", "behind a tag of generations", "recursion of macros", "one filter")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in ENDLESS_TEMPLATES]
+)
 def test_chat_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.models.patterns.TRIAL_SECONDS", 1)
     with pytest.raises(UsageError, match=r"here: the chat template does not end on a short conversation within 1 s"):

@@ -6,10 +6,21 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal
 
 from posttrain.data.base import Task
-from posttrain.data.reader import Collected, Dropped, Share, Split, choose_split, collect, prompt_hash, reads_rows
+from posttrain.data.reader import (
+    Collected,
+    Share,
+    Split,
+    choose_split,
+    collect,
+    drop_if,
+    prompt_hash,
+    reads_rows,
+)
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import DataError, UsageError
 from posttrain.registry import register
@@ -67,8 +78,7 @@ def hh_rlhf(
     if test_share > 0 and path is not None and test_path is None:
         raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
     collected = _read(path, source, subset, split, strip_thinking)
-    place = path or f"hub:{HUB}/{source}"
-    examples = choose_split(collected.examples, split, validation_share, place, by_opening=True)
+    examples = choose_split(collected.examples, split, validation_share, path or f"hub:{HUB}/{source}", by_opening=True)
     if split == "train" and test_share > 0:
         test = _read(test_path, "test", subset, "test", strip_thinking)
         examples = _mix_prompts(examples, test, test_share, collected)
@@ -93,8 +103,10 @@ def _read(path: str | None, source: str, subset: Subset, split: str, strip_think
                     yield Row(row.place, row.line, {**row.data, "subset": name})
             return
         for row in read_file(path):
-            if subset != "all" and not row.has("subset"):
-                raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
+            row.refuse_if(
+                subset != "all" and not row.has("subset"),
+                "the row does not say of which subset it is ('subset'); set task.subset to all",
+            )
             if subset in ("all", row.data.get("subset")):
                 yield row
 
@@ -112,8 +124,7 @@ def parse_turns(text: str) -> tuple[Message, ...]:
         Dropped: no turn, or text before the first one.
     """
     before, *parts = _TURN.split(text)
-    if not parts or before.strip():
-        raise Dropped("the text does not begin with a turn ('Human:' or 'Assistant:')")
+    drop_if(not parts or before.strip(), "the text does not begin with a turn ('Human:' or 'Assistant:')")
     return tuple(Message(_ROLES[name], texts.strip()) for name, texts in zip(parts[0::2], parts[1::2], strict=True))
 
 
@@ -125,14 +136,12 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     Raises:
         Dropped: a blank turn that stands alone.
     """
-    merged: list[Message] = []
-    for turn in turns:
-        if merged and merged[-1].role == turn.role:
-            turn = Message(turn.role, "\n\n".join(filter(None, (merged.pop().content, turn.content))))
-        merged.append(turn)
-    if any(not turn.content for turn in merged):
-        raise Dropped("a blank turn")
-    return tuple(merged)
+    merged = tuple(
+        Message(role, "\n\n".join(turn.content for turn in same if turn.content))
+        for role, same in groupby(turns, key=attrgetter("role"))
+    )
+    drop_if(any(not turn.content for turn in merged), "a blank turn")
+    return merged
 
 
 def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
@@ -143,16 +152,15 @@ def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
         DataError: a key is missing or of the wrong type.
     """
     chosen, rejected = parse_turns(row.text("chosen")), parse_turns(row.text("rejected"))
-    if any(turns[-1].role != "assistant" for turns in (chosen, rejected)):
-        raise Dropped("the dialogue does not end with the assistant's turn")
-    if chosen[:-1] != rejected[:-1]:
-        raise Dropped("'chosen' and 'rejected' part before their last turn")
+    drop_if(
+        any(turns[-1].role != "assistant" for turns in (chosen, rejected)),
+        "the dialogue does not end with the assistant's turn",
+    )
+    drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' part before their last turn")
     better, worse = merge_turns(chosen), merge_turns(rejected)
-    if better[0].role != "user":
-        raise Dropped("the dialogue begins with the assistant's turn")
+    drop_if(better[0].role != "user", "the dialogue begins with the assistant's turn")
     answers = [answer_text(turns[-1].content, strip_thinking=strip_thinking) for turns in (better, worse)]
-    if answers[0] == answers[1]:
-        raise Dropped("'chosen' and 'rejected' are the same")
+    drop_if(answers[0] == answers[1], "'chosen' and 'rejected' are the same")
     subset = row.text("subset") if row.has("subset") else None
     return Example(
         "" if subset is None else f"{subset}/{row.line}",
@@ -173,11 +181,8 @@ def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole
     test = [e for e in tests.examples if _opening(e) not in held_out]
     if len(test) < len(tests.examples):
         whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
-    wanted = len(train) * share / (1 - share)
-    if wanted <= len(test):
-        num_train, num_test = len(train), round(wanted)
-    else:
-        num_train, num_test = round(len(test) * (1 - share) / share), len(test)
+    num_train = min(len(train), round(len(test) * (1 - share) / share))
+    num_test = min(len(test), round(len(train) * share / (1 - share)))
     kept: list[Example] = []
     for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
         if n < len(examples):
@@ -208,8 +213,6 @@ def answer_text(text: str, *, strip_thinking: bool) -> str:
             kept, depth = (kept, depth - 1) if depth else ("", 0)
         elif depth == 0:
             kept += part
-    if depth:
-        raise Dropped("a <think> that never closes")
-    if not kept.strip():
-        raise Dropped("an answer of nothing but thinking")
+    drop_if(depth, "a <think> that never closes")
+    drop_if(not kept.strip(), "an answer of nothing but thinking")
     return kept.strip()

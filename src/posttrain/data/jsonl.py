@@ -121,14 +121,12 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     """
     messages = add_system(row, _question_messages(row, keys))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
-    parts: dict[str, str] = {}
-    if of_response in ALIASES["response"] and (row.has("label") or row.has("labels")):
-        raise row.fail(
-            f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences"
-        )
+    row.refuse_if(
+        of_response in ALIASES["response"] and (row.has("label") or row.has("labels")),
+        f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences",
+    )
     solution = row.text(of_solution) if row.has(of_solution) else None
-    if solution is not None:
-        parts[repr(of_solution)] = solution
+    parts = {} if solution is None else {repr(of_solution): solution}
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
         messages = (*messages, *read_messages(row, of_response))
     elif row.has(of_response):
@@ -138,17 +136,20 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     if messages[-1].role == "assistant":
-        if len(messages) == 1:
-            of_messages = keys["messages"]
-            raise row.fail(f"{of_messages!r} holds nothing but the assistant's message; a prompt must come before it")
+        row.refuse_if(
+            len(messages) == 1,
+            f"{keys['messages']!r} holds nothing but the assistant's message; a prompt must come before it",
+        )
         parts[f"an assistant's message at the end of {_key_of(row, 'messages', keys)!r}"] = messages[-1].text
         conversation, (messages, turns) = messages, split_turns(messages[:-1])
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one")
     demonstration = next((text for text in parts.values() if text is not solution), None)
     unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
-    if demonstration is not None and unread is not None:
-        raise row.fail(f"the key {unread!r} of the row belongs to a response in text; put it into the last message")
+    row.refuse_if(
+        demonstration is not None and unread is not None,
+        f"the key {unread!r} of the row belongs to a response in text; put it into the last message",
+    )
     answer, of_answer = None, keys["answer"]
     if of_answer and (demonstration is None or row.has(of_answer)):
         otherwise = (
@@ -195,16 +196,11 @@ def _keep_correct(collected: Collected, grader: str, place: str) -> None:
             "task.response_key and task.answer_key"
         )
     texts = [e.demonstration or "" for e in graded]
-    verdicts = grade(
-        grader, [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
-    )
+    submissions = [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
+    outcomes = [verdict.outcome for verdict in grade(grader, submissions)]
     left_over = len(collected.examples) - len(graded)
     if left_over:
         collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
-    collected.examples = []
-    for example, verdict in zip(graded, verdicts, strict=True):
-        if verdict.outcome == "right":
-            collected.examples.append(example)
-        else:
-            collected.dropped[f"correct_only: {OUTCOMES[verdict.outcome]}"] += 1
+    collected.dropped.update(f"correct_only: {OUTCOMES[outcome]}" for outcome in outcomes if outcome != "right")
+    collected.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
     collected.require_examples(place)

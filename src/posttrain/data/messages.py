@@ -22,8 +22,10 @@ def read_prompt(row: Row, key: str) -> tuple[Message, ...]:
     if row.is_text(key) or key not in row.data:
         return (Message("user", row.text(key)),)
     messages = read_messages(row, key)
-    if messages[-1].role == "assistant":
-        raise row.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
+    row.refuse_if(
+        messages[-1].role == "assistant",
+        f"{key!r} ends with the assistant's message, which an answer would have to continue",
+    )
     return messages
 
 
@@ -74,11 +76,12 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     if role != "assistant" and (calls or reasoning):
         what = "'tool_calls'" if calls else "reasoning"
         raise row.fail(f"{where}: only a message of the assistant has {what}, and this is of the role {role!r}")
+    row.refuse_if(calls and not isinstance(calls, list), f"{where}: 'tool_calls' is a list of calls")
     return Message(
         role,
         text,
         reasoning=reasoning,
-        calls=_read_calls(row, key, number, calls) if calls else (),
+        calls=tuple(_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls or (), 1)),
         name=row.checked(fields["name"], f"{key} {number} name") if "name" in fields else None,
         is_trained=_is_trained(row, where, fields),
     )
@@ -91,10 +94,9 @@ def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
-            unknown = [k for k, v in part.items() if v is not None and k not in {"type", "text", *row.ignored}]
-            if unknown:
+            for key in (k for k, v in part.items() if v is not None and k not in {"type", "text", *row.ignored}):
                 raise row.fail(
-                    f"{name!r}: unknown key {unknown[0]!r} of a part. Known: type, text. Take it out of the row, or "
+                    f"{name!r}: unknown key {key!r} of a part. Known: type, text. Take it out of the row, or "
                     "name it in task.ignore_keys"
                 )
         value = "".join(part["text"] for part in value)
@@ -107,27 +109,24 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, Any]) -> bool:
         if not isinstance(value, int | float) or value not in (0, 1):
             allowed = "0 or 1" if key == "weight" else "true or false"
             raise row.fail(f"{where}: {key!r} must be {allowed}; got {value!r}")
-    if len({bool(value) for value in values.values()}) > 1:
-        raise row.fail(f"{where}: 'weight' and 'train' say the opposite; give one of them")
+    row.refuse_if(
+        len({bool(value) for value in values.values()}) > 1,
+        f"{where}: 'weight' and 'train' say the opposite; give one of them",
+    )
     return all(values.values())
 
 
-def _read_calls(row: Row, key: str, number: int, calls: Any) -> tuple[Call, ...]:
-    """The calls of a message: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
-    if not isinstance(calls, list):
-        raise row.fail(f"{key!r}, message {number}: 'tool_calls' is a list of calls")
-    return tuple(_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls, start=1))
-
-
 def _read_call(row: Row, place: str, fields: Any) -> Call:
+    """A call: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
     function = fields.get("function", fields) if isinstance(fields, Mapping) else {}
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
         arguments = _decoded(arguments or "{}")
     elif arguments is None and row.is_arrow:
         arguments = {}
-    if not isinstance(arguments, dict):
-        raise row.fail(f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}')
+    row.refuse_if(
+        not isinstance(arguments, dict), f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}'
+    )
     name = row.checked(function.get("name"), f"{place} name")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -168,23 +167,24 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
     for number, message in enumerate([*messages, None], start=1):
         where = f"{key!r}, message {number}"
         if message is not None and message.role == "tool":
-            if not missing:
-                raise row.fail(
-                    f"{where}: a result of a tool that was not called; an assistant's message with 'tool_calls' comes "
-                    "before results"
-                )
+            row.refuse_if(
+                not missing,
+                f"{where}: a result of a tool that was not called; an assistant's message with 'tool_calls' comes "
+                "before results",
+            )
             missing -= 1
             continue
-        if missing:
-            raise row.fail(f"{where}: a call has no result; a message of the role tool follows for each call")
+        row.refuse_if(missing, f"{where}: a call has no result; a message of the role tool follows for each call")
         if message is None:
             return
-        if has_called and message.role != "assistant":
-            raise row.fail(
-                f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message"
-            )
-        if message.calls and (number == 1 or messages[number - 2].role not in ("user", "tool")):
-            raise row.fail(f"{where}: tools are used in answer to a message of the user")
+        row.refuse_if(
+            has_called and message.role != "assistant",
+            f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message",
+        )
+        row.refuse_if(
+            message.calls and (number == 1 or messages[number - 2].role not in ("user", "tool")),
+            f"{where}: tools are used in answer to a message of the user",
+        )
         missing, has_called = len(message.calls), bool(message.calls)
 
 
@@ -196,13 +196,10 @@ def read_variables(row: Row) -> dict[str, Any]:
     Raises:
         DataError: of another form, or a variable that is not the row's to set.
     """
-    variables: dict[str, Any] = {}
-    if row.has("chat_template_kwargs"):
-        given = row.nested("chat_template_kwargs")
-        if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
-            form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
-            raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
-        variables |= given
+    given = row.nested("chat_template_kwargs") if row.has("chat_template_kwargs") else {}
+    if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
+        form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
+        raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
     tools = row.nested("tools") if row.has("tools") and row.data["tools"] != "" else []
     if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
         form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
@@ -210,11 +207,8 @@ def read_variables(row: Row) -> dict[str, Any]:
     for number, one in enumerate(tools, start=1):
         function = one.get("function", one)
         row.checked(function.get("name") if isinstance(function, Mapping) else None, f"tools {number} name")
-    if tools:
-        variables["tools"] = [
-            dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools
-        ]
-    return variables
+    schemas = [dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools]
+    return {**given, "tools": schemas} if tools else dict(given)
 
 
 def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -246,8 +240,10 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
     earlier: list[Message] = []
     history = row.nested("history") if row.has("history") else []
     for pair in history if isinstance(history, list) else [history] if history else []:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise row.fail("'history' must be a list of pairs: what was asked, and what was answered")
+        row.refuse_if(
+            not isinstance(pair, list | tuple) or len(pair) != 2,
+            "'history' must be a list of pairs: what was asked, and what was answered",
+        )
         texts = [row.checked(text, "history") for text in pair]
         earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
     further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]

@@ -54,7 +54,7 @@ def mixture(*, parts: list[dict[str, Any]]) -> Task:
     return Task(
         name="mixture",
         split="+".join(dict.fromkeys(task.split for task in tasks.values())),
-        examples=Mixed(tasks, take_turns([p.weight for p in read], [len(t.examples) for t in tasks.values()])),
+        examples=_mixed(tasks, take_turns([p.weight for p in read], [len(t.examples) for t in tasks.values()])),
         dropped={f"{name}: {why}": n for name, task in tasks.items() for why, n in task.dropped.items()},
         worked=working.pop() if len(working) == 1 else None,
         shares=lambda items: _shares(items, tasks),
@@ -85,27 +85,25 @@ def _kind(example: Example) -> str:
     return "questions" if example.messages else "texts to read"
 
 
-class Mixed(ExamplesOnDemand):
+def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
     """The examples of all parts in the given order of parts; an id has the part's name before it."""
+    names, turns = list(tasks), [0] * len(tasks)
+    places: list[tuple[str, int]] = []
+    for part in order:
+        places.append((names[part], turns[part]))
+        turns[part] += 1
 
-    def __init__(self, tasks: Mapping[str, Task], order: Sequence[int]) -> None:
-        super().__init__(len(order), self._make)
-        self.tasks = tasks
-        names, turns = list(tasks), [0] * len(tasks)
-        self._places: list[tuple[str, int]] = []
-        for part in order:
-            self._places.append((names[part], turns[part]))
-            turns[part] += 1
-
-    def _make(self, item: int) -> Example:
-        name, place = self._places[item]
-        example = self.tasks[name].examples[place]
+    def make(item: int) -> Example:
+        name, place = places[item]
+        example = tasks[name].examples[place]
         if PART in example.meta:
             raise UsageError(
                 f"task.parts: rows of part {name!r} have a key {PART!r}, by which a mixture tells its parts "
                 "apart; call that key something else"
             )
         return replace(example, id=f"{name}/{example.id}", meta={PART: name, **example.meta})
+
+    return ExamplesOnDemand(len(order), make)
 
 
 def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, Literal
 
 from posttrain.data.base import Task
 from posttrain.data.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
-from posttrain.data.reader import Dropped, FileSplit, Share, collect, reads_rows, row_task
+from posttrain.data.reader import Dropped, FileSplit, Share, collect, drop_if, reads_rows, row_task
 from posttrain.data.reading import Row, read_file
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
@@ -25,56 +24,64 @@ OUTCOMES = {"right": True, "wrong": False, "no_answer": False}
 UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
 
 
-def judged_rows(
-    rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
+Judged = tuple[str, bool, list[int]]  # an answer, whether it is right, and its ids
+
+
+def _rows_of_items(
+    rows: Iterable[Row], dropped: Counter[str], split_up: Callable[[Row, list[Judged]], Iterable[Mapping[str, Any]]]
 ) -> Iterator[Row]:
-    """One row per judged answer of an item, under these keys with the item's meta.
+    """The rows that are made of each item; rows that are no items as they are.
 
     Raises:
         DataError: an item of another form than ``evaluate`` writes.
     """
     for row in rows:
-        if not all(key in row.data for key in ITEM_KEYS):
+        if all(key in row.data for key in ITEM_KEYS):
+            made = split_up(row, _judged(row, dropped))
+            yield from (replace(row, data=data, part=part) for part, data in enumerate(made, start=1))
+        else:
             yield row
-            continue
+
+
+def judged_rows(
+    rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
+) -> Iterator[Row]:
+    """One row per judged answer of an item, under these keys with the item's meta."""
+
+    def split_up(row: Row, answers: list[Judged]) -> Iterator[Mapping[str, Any]]:
         meta = row.plain("meta")
         shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
-        for part, (text, is_correct, ids) in enumerate(_judged(row, dropped), start=1):
-            data = {**shared, solution_key: text, verdict_key: is_correct, **({RESPONSE_IDS: ids} if ids else {})}
-            yield replace(row, data=data, part=part)
+        for text, is_correct, ids in answers:
+            yield {**shared, solution_key: text, verdict_key: is_correct, **({RESPONSE_IDS: ids} if ids else {})}
+
+    return _rows_of_items(rows, dropped, split_up)
 
 
 def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
     """Rows with ``prompt``, ``chosen`` and ``rejected``: of each item the n-th right answer with the n-th wrong one.
 
     So no answer is in two pairs; those that find no partner are dropped and counted.
-
-    Raises:
-        DataError: an item of another form than ``evaluate`` writes.
     """
-    for row in rows:
-        if not all(key in row.data for key in ITEM_KEYS):
-            yield row
-            continue
-        judged = _judged(row, dropped)
-        dropped.update("a blank answer" for text, _, _ in judged if is_blank(text))
-        correct, wrong = (
-            [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
-        )
-        for part, (chosen, rejected) in enumerate(zip_longest(correct, wrong), start=1):
-            if chosen is None or rejected is None:
-                kinds = ("right", "wrong") if rejected is None else ("wrong", "right")
-                dropped["a {} answer without a {} one to the same question".format(*kinds)] += 1
-            else:
-                data = {"prompt": row.data["question"], "chosen": chosen, "rejected": rejected}
-                yield replace(row, data=data, part=part)
+
+    def split_up(row: Row, answers: list[Judged]) -> list[Mapping[str, Any]]:
+        dropped.update("a blank answer" for text, _, _ in answers if is_blank(text))
+        correct, wrong = ([t for t, v, _ in answers if v is kind and not is_blank(t)] for kind in (True, False))
+        for one, more, other in (("right", correct, wrong), ("wrong", wrong, correct)):
+            if len(more) > len(other):
+                without = "wrong" if one == "right" else "right"
+                dropped[f"a {one} answer without a {without} one to the same question"] += len(more) - len(other)
+        shared = {"prompt": row.data["question"]}
+        return [shared | {"chosen": good, "rejected": bad} for good, bad in zip(correct, wrong, strict=False)]
+
+    return _rows_of_items(rows, dropped, split_up)
 
 
-def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]]:
+def _judged(row: Row, dropped: Counter[str]) -> list[Judged]:
     """The answers of an item that were found right or not, with their ids if it has them; others are counted."""
     samples = row.data["samples"]
-    if not isinstance(samples, list):
-        raise row.fail("'samples' must be the list of answers that `posttrain evaluate` writes")
+    row.refuse_if(
+        not isinstance(samples, list), "'samples' must be the list of answers that `posttrain evaluate` writes"
+    )
     if not samples:
         dropped["no answer was sampled (a prompt that did not fit)"] += 1
     judged = []
@@ -163,8 +170,7 @@ def preferences(
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
         margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
-        if margin is not None and margin < 0:
-            raise Dropped("'margin' is below 0, so the rejected answer is the better one")
+        drop_if(margin is not None and margin < 0, "'margin' is below 0, so the rejected answer is the better one")
         return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
     rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
@@ -196,8 +202,7 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callab
     known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
 
     def read(row: Row) -> TrainerState:
-        if known.isdisjoint(row.data):
-            raise Dropped("a row of another layout than the first")
+        drop_if(known.isdisjoint(row.data), "a row of another layout than the first")
         if layout == "pair":
             return _read_pair(row, scores)
         return _read_judged(row, label) if layout == "judged" else _read_steps(row, classes, separator)
@@ -223,14 +228,13 @@ def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
     """The prompt, and the chosen and the rejected answer with their scores."""
     prompt, answers = _read_answers(row, ("chosen", "rejected"))
     unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
-    if unread is not None:
-        raise row.fail(
-            f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
-            "row, or name it in task.ignore_keys"
-        )
+    row.refuse_if(
+        unread is not None,
+        f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
+        "row, or name it in task.ignore_keys",
+    )
     chosen, rejected = answers
-    if chosen == rejected:
-        raise Dropped("'chosen' and 'rejected' are the same")
+    drop_if(chosen == rejected, "'chosen' and 'rejected' are the same")
     better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
     if better <= worse:
         same = "chosen and rejected have the same score"
@@ -254,29 +258,33 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
         require(row, key)
     names = " and ".join(map(repr, keys))
     are_texts = {row.is_text(key) for key in keys}
-    if len(are_texts) > 1:
-        raise row.fail(f"{names} must both be text, or both lists of messages")
+    row.refuse_if(len(are_texts) > 1, f"{names} must both be text, or both lists of messages")
     if are_texts == {True}:
         return _read_prompt(row), [row.text(key) for key in keys]
     conversations = {key: read_messages(row, key) for key in keys}
     turns = conversations[keys[0]][:-1]
-    if any(messages[:-1] != turns for messages in conversations.values()):
-        raise Dropped(f"{names} part before their last message")
-    if any(messages[-1].role != "assistant" for messages in conversations.values()):
-        raise row.fail(f"{names} must end with the assistant's message")
+    drop_if(
+        any(messages[:-1] != turns for messages in conversations.values()), f"{names} part before their last message"
+    )
+    row.refuse_if(
+        any(messages[-1].role != "assistant" for messages in conversations.values()),
+        f"{names} must end with the assistant's message",
+    )
     if not any(row.has(key) for key in PROMPT_KEYS) and turns:
         prompt = add_system(row, turns)
     else:
         prompt = _read_prompt(row)
         if prompt[len(prompt) - len(turns) :] != turns:
             question = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
-            if all(turns[start : start + len(question)] != question for start in range(len(turns))):
-                raise Dropped("'prompt' is not what the conversations begin with")
+            drop_if(
+                all(turns[start : start + len(question)] != question for start in range(len(turns))),
+                "'prompt' is not what the conversations begin with",
+            )
             prompt = add_system(row, turns)
-    if prompt[-1].role == "assistant":
-        raise row.fail(
-            "two messages of the assistant follow one another; the last message before an answer must not be his"
-        )
+    row.refuse_if(
+        prompt[-1].role == "assistant",
+        "two messages of the assistant follow one another; the last message before an answer must not be his",
+    )
     return prompt, [_answer_of(row, key, messages[-1]) for key, messages in conversations.items()]
 
 
@@ -292,13 +300,16 @@ def _read_judged(row: Row, key: str) -> TrainerState:
     else:
         require(row, "messages")
         conversation = read_messages(row, "messages")
-        if conversation[-1].role != "assistant":
-            raise Dropped("'messages' does not end with the assistant's message, which 'label' would be about")
-        if len(conversation) == 1:
-            raise Dropped("'messages' holds nothing but the assistant's message")
+        drop_if(
+            conversation[-1].role != "assistant",
+            "'messages' does not end with the assistant's message, which 'label' would be about",
+        )
+        drop_if(len(conversation) == 1, "'messages' holds nothing but the assistant's message")
         messages, text = add_system(row, conversation[:-1]), _answer_of(row, "messages", conversation[-1])
-    if not row.has(key) and row.has(_label_key(row)):
-        raise row.fail(f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same")
+    row.refuse_if(
+        not row.has(key) and row.has(_label_key(row)),
+        f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same",
+    )
     return messages, (Response(text, (read_verdict if key == "label" else read_score)(row, key)),)
 
 
@@ -315,20 +326,18 @@ def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> Trainer
     lists: list[Sequence[Any]] = []
     for key in ("completions", "labels"):
         value = row.nested(key) if row.has(key) else None
-        if value is None or value == []:
-            raise Dropped(f"{key!r} is {'missing' if value is None else 'empty'}")
+        drop_if(value is None or value == [], f"{key!r} is {'missing' if value is None else 'empty'}")
         if not isinstance(value, list | tuple):
             raise row.fail(f"{key!r} must be a list; got {value!r}"[:200])
         lists.append(value)
     steps, labels = lists
-    if len(steps) != len(labels):
-        raise row.fail(f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label")
+    row.refuse_if(
+        len(steps) != len(labels), f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label"
+    )
     texts, step_labels = list[str](), list[int]()
     for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
-        if step is None or is_blank(step):
-            raise Dropped("a blank step")
-        if label is None:
-            raise Dropped("a step without a label")
+        drop_if(step is None or is_blank(step), "a blank step")
+        drop_if(label is None, "a step without a label")
         texts.append(row.checked(step, f"completions {number}"))
         if isinstance(label, bool):
             step_labels.append(classes[1] if label else min(classes.values()))
@@ -347,8 +356,7 @@ def read_verdict(row: Row, key: str) -> float:
         Dropped: missing.
         DataError: anything else.
     """
-    if not row.has(key):
-        raise Dropped(f"{key!r} is missing")
+    drop_if(not row.has(key), f"{key!r} is missing")
     value = row.data[key]
     value = VERDICTS.get(value.strip().lower(), value) if isinstance(value, str) else value
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
@@ -364,28 +372,26 @@ def read_score(row: Row, key: str) -> float:
         Dropped: missing.
         DataError: no finite number.
     """
-    if not row.has(key):
-        raise Dropped(f"{key!r} is missing, and every row needs a score")
+    drop_if(not row.has(key), f"{key!r} is missing, and every row needs a score")
     value = row.data[key]
     if isinstance(value, str):  # of a table of texts
         with suppress(ValueError):
             value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise row.fail(f"{key!r} must be a finite number; got {value!r}")
+    row.refuse_if(
+        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value),
+        f"{key!r} must be a finite number; got {value!r}",
+    )
     return float(value)
 
 
 def require(row: Row, key: str) -> None:
     """Drop a row whose ``key`` is missing, null, blank or an empty list, or holds a blank message."""
     value = row.data.get(key)
-    if value is None:
-        raise Dropped(f"{key!r} is missing")
-    if value == [] or is_blank(value):
-        raise Dropped(f"{key!r} is blank")
+    drop_if(value is None, f"{key!r} is missing")
+    drop_if(value == [] or is_blank(value), f"{key!r} is blank")
     messages = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
     replies = [item for item in messages if not item.get("tool_calls") and item.get("role") != "tool"]
-    if any(is_blank(item.get("content", item.get("value"))) for item in replies):
-        raise Dropped(f"{key!r} has a blank message")
+    drop_if(any(is_blank(item.get("content", item.get("value"))) for item in replies), f"{key!r} has a blank message")
 
 
 def stepwise(

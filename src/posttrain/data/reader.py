@@ -201,6 +201,12 @@ class Dropped(Exception):
     """A row that is left out and counted; the text is the reason, the same for all such rows."""
 
 
+def drop_if(is_useless: object, reason: str) -> None:
+    """Leave the row out, and count it, if it cannot be used."""
+    if is_useless:
+        raise Dropped(reason)
+
+
 @dataclass(slots=True)
 class Collected:
     """Examples in the order of their rows, the number of rows left out, by reason, and the use of their keys."""
@@ -283,16 +289,17 @@ def _refuse_meant(row: Row, key: str) -> None:
     way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
     if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
         return
-    if key.strip("\ufeff ").lower() in MEANT:
-        raise row.fail(f"the key {key!r} is not read here, and without it something else would be trained. {way_out}")
+    row.refuse_if(
+        key.strip("\ufeff ").lower() in MEANT,
+        f"the key {key!r} is not read here, and without it something else would be trained. {way_out}",
+    )
     near = [  # 'height' is no slip of 'weight', and many words are like 'train'
         name
         for name in sorted(MEANT - {*_OF_INSTRUCTION, "train"})
         if name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2 and not row.has(name)
     ]
-    slip = get_close_matches(key, near, n=1, cutoff=0.83)
-    if slip:
-        raise row.fail(f"unknown key {key!r}. Did you mean {slip[0]!r}? {way_out}")
+    for slip in get_close_matches(key, near, n=1, cutoff=0.83):
+        raise row.fail(f"unknown key {key!r}. Did you mean {slip!r}? {way_out}")
 
 
 def collect(

@@ -95,6 +95,11 @@ class Row:
         """The error to raise about this row."""
         return DataError(self.place, what, self.line)
 
+    def refuse_if(self, is_wrong: object, what: str) -> None:
+        """Raise the error about this row if something is wrong with it."""
+        if is_wrong:
+            raise self.fail(what)
+
     def has(self, key: str) -> bool:
         """Return True if the key is there and not null; it does not count as used."""
         return any(name == key and value is not None for name, value in self.data.items())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from posttrain.data.base import Task
 from posttrain.data.messages import is_blank
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
-from posttrain.data.reader import Collected, Dropped, Share, Split, reads_rows, row_task, strip_calculations
+from posttrain.data.reader import Collected, Dropped, Share, Split, drop_if, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import UsageError
 from posttrain.registry import register
@@ -56,8 +56,10 @@ def judged_solutions(
             require(row, problem_key)
             require(row, solution_key)
             ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
-            if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-                raise row.fail(f"{RESPONSE_IDS!r} must be a list of token ids")
+            row.refuse_if(
+                not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids),
+                f"{RESPONSE_IDS!r} must be a list of token ids",
+            )
             response = Response(row.text(solution_key), read_verdict(row, verdict_key), ids=tuple(ids))
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
@@ -89,15 +91,12 @@ def math_shepherd(row: Row) -> Example:
     """
     pieces, labels = align(row.text("input"), row.text("label"))
     problem, mark, first = pieces[0].rpartition("Step 1:")
-    if not mark:
-        raise Dropped("no 'Step 1:' behind the problem")
+    drop_if(not mark, "no 'Step 1:' behind the problem")
     kind = row.text("task") if row.has("task") else None
     texts = [problem, mark + first, *pieces[1:]]
     problem, *steps = ((strip_calculations(text) if kind == "GSM8K" else text).strip() for text in texts)
-    if not problem:
-        raise Dropped("a blank problem")
-    if not all(re.sub(r"\AStep \d+:", "", step).strip() for step in steps):
-        raise Dropped("a blank step")
+    drop_if(not problem, "a blank problem")
+    drop_if(not all(re.sub(r"\AStep \d+:", "", step).strip() for step in steps), "a blank step")
     meta = {"first_error": labels.index(0) if 0 in labels else None} | ({} if kind is None else {"task": kind})
     response = stepwise(steps, labels, score=float(labels[-1]))
     return Example("", (Message("user", problem),), responses=(response,), meta=meta)
@@ -112,10 +111,8 @@ def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
         Dropped: no tag, text behind the last one, or another text between the signs.
     """
     *pieces, rest = tagged.split(_TAG)
-    if not pieces:
-        raise Dropped("no step tag in 'input'")
-    if rest.strip():
-        raise Dropped("text behind the last step tag")
+    drop_if(not pieces, "no step tag in 'input'")
+    drop_if(rest.strip(), "text behind the last step tag")
     labels, position = list[int](), 0
     for piece in pieces:
         end = position + len(piece)
@@ -123,8 +120,9 @@ def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
             break
         labels.append(_SIGNS[signed[end]])
         position = end + 1
-    if len(labels) < len(pieces) or signed[position:].strip():
-        raise Dropped("'label' is not 'input' with signs for the step tags")
+    drop_if(
+        len(labels) < len(pieces) or signed[position:].strip(), "'label' is not 'input' with signs for the step tags"
+    )
     return pieces, labels
 
 
@@ -232,8 +230,9 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
 def _rating(row: Row, value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or value not in CLASSES[3]:
-        raise row.fail(f"'rating' must be −1, 0, 1 or null; got {value!r}")
+    row.refuse_if(
+        isinstance(value, bool) or value not in CLASSES[3], f"'rating' must be −1, 0, 1 or null; got {value!r}"
+    )
     return int(value)
 
 
@@ -244,14 +243,11 @@ def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int],
         Dropped: quality control, screening, a broken problem, a blank step, or no step that gets a label.
         DataError: a key is missing or of the wrong type.
     """
-    if row.data.get("is_quality_control_question"):
-        raise Dropped("a quality-control solution, given to every labeller")
-    if row.data.get("is_initial_screening_question"):
-        raise Dropped("a screening solution, given to every labeller")
+    drop_if(row.data.get("is_quality_control_question"), "a quality-control solution, given to every labeller")
+    drop_if(row.data.get("is_initial_screening_question"), "a screening solution, given to every labeller")
     question, label = (_object(row, row.data.get(key), repr(key)) for key in ("question", "label"))
     finish, steps = label.get("finish_reason"), label.get("steps")
-    if finish == _BROKEN:
-        raise Dropped("a problem that the labeller found broken")
+    drop_if(finish == _BROKEN, "a problem that the labeller found broken")
     if not isinstance(steps, list):
         raise row.fail("'label' needs 'steps', a list")
     problem = Row(row.place, row.line, question).text("problem").strip()
@@ -274,8 +270,7 @@ def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int],
         else:
             labelled.append((branch, _new_ratings(problem, branch, len(branch) - 1, rated, dropped)))
     kept = [(path, ratings) for path, ratings in labelled if any(rating is not None for rating in ratings)]
-    if not kept:
-        raise Dropped("a solution that adds no rated step")
+    drop_if(not kept, "a solution that adds no rated step")
     responses = [
         stepwise([text for text, _ in path], [None if rating is None else classes[rating] for rating in ratings])
         for path, ratings in kept
@@ -293,19 +288,21 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
     """
     completions, written = list(step.get("completions") or ()), step.get("human_completion")
     chosen = step.get("chosen_completion")
-    if chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(completions)):
-        raise row.fail(f"step {number}: 'chosen_completion' is {chosen!r} of {len(completions)} completions")
+    row.refuse_if(
+        chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(completions)),
+        f"step {number}: 'chosen_completion' is {chosen!r} of {len(completions)} completions",
+    )
     if chosen is None and written is not None:
         chosen = len(completions)
         text = written.get("text") if isinstance(written, Mapping) else written
         completions.append({"text": text, "rating": None})
     candidates: list[Candidate] = []
     for completion in completions:
-        if not isinstance(completion, Mapping):
-            raise row.fail(f"step {number}: a completion must be an object with text and rating")
+        row.refuse_if(
+            not isinstance(completion, Mapping), f"step {number}: a completion must be an object with text and rating"
+        )
         text, rating = completion.get("text"), None if completion.get("flagged") else completion.get("rating")
-        if text is None or is_blank(text):
-            raise Dropped("a blank step")
+        drop_if(text is None or is_blank(text), "a blank step")
         candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
 

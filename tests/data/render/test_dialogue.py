@@ -64,7 +64,7 @@ def test_a_line_that_looks_like_a_turn_is_quoted_and_nothing_else_is() -> None:
 
 
 @given(CONVERSATION)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_what_was_written_is_read_back(messages: tuple[Message, ...]) -> None:
     for style in (PARAGRAPHS, TRANSCRIPT):
         assert read(style, write(style, messages)) == messages
@@ -88,7 +88,7 @@ def test_the_r1_zero_prompt_names_each_speaker(tokenizer_name: str, request: pyt
 
 
 @given(CONVERSATION)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_the_chat_prompt_names_each_speaker(chatml_at_rest: Any, messages: tuple[Message, ...]) -> None:
     """The turn markers in the ids part the prompt into the messages, with the contents that went in."""
     tokenizer = chatml_at_rest

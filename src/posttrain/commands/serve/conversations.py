@@ -14,8 +14,8 @@ from posttrain.data.reading import Row
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.assistant import encode_turn, reply_frame
 from posttrain.data.render.encoding import markers_of
+from posttrain.data.render.template import mark
 from posttrain.data.render.template_calls import call_form
-from posttrain.data.render.turns import mark
 from posttrain.errors import DataError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls

@@ -25,9 +25,19 @@ from posttrain.data.render.encoding import (
     mark_tags,
     markers_of,
 )
-from posttrain.data.render.template import Template, end_id, stop_ids
+from posttrain.data.render.template import (
+    EMPTY_THINKING,
+    OPENED,
+    Template,
+    end_id,
+    mark,
+    probed,
+    render_history,
+    render_pieces,
+    stop_ids,
+    turn_end,
+)
 from posttrain.data.render.template_calls import call_form, call_marks
-from posttrain.data.render.turns import OPENED, mark, probed, render_history, render_pieces, turn_end
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Turn
 
@@ -166,7 +176,7 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str, Chan
         plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    lead = re.sub(r"\A<think>\s*</think>\s*", "", plain[0]) if plain else ""
+    lead = EMPTY_THINKING.sub("", plain[0]) if plain else ""
     if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead:

@@ -31,6 +31,9 @@ class Parameters:
     after: str
 
 
+Style = Literal["json", "quoted", "python", "plain"] | Parameters  # of arguments
+
+
 @dataclass(frozen=True)
 class CallForm:
     """The texts around calls.
@@ -49,7 +52,7 @@ class CallForm:
     opening: str
     middle: str
     closing: str
-    arguments: Literal["json", "quoted", "python", "plain"] | Parameters = "json"
+    arguments: Style = "json"
     lead: str = "\n"
     begin: str = ""
     between: str = "\n"

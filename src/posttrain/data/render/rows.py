@@ -7,23 +7,28 @@ between, turn. Each part is encoded by itself, as it is while the model answers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain.data.render.assistant import behind_prompt, decode_response, encode_answer, encode_response, encode_turns
 from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
-from posttrain.data.render.template import Template, encode_prompt, end_id, prompt_pieces
-from posttrain.data.render.turns import as_row_texts, render_pieces, with_reasoning
+from posttrain.data.render.template import (
+    EMPTY_THINKING,
+    Template,
+    as_row_texts,
+    encode_prompt,
+    end_id,
+    prompt_pieces,
+    render_pieces,
+    with_reasoning,
+)
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Response, Turn
 
 Shape = Literal["demonstration", "judged", "pair", "steps"]
 TrainOn = Literal["assistant", "response", "all"]
 UNTRAINED = "no message that is trained (weight 0 or train: false)"
-# An empty block of thinking that some chat templates write into the last turn alone.
-_EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +218,8 @@ def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
         )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of a row: its pieces, and whether the assistant writes it and is trained on it."""
-
-    pieces: Sequence[Piece]
-    is_trained: bool
-
-    @property
-    def text(self) -> str:
-        return _text(self.pieces)
+# A part of a row: its pieces, and whether the assistant writes it and is trained on it.
+Part = tuple[Sequence[Piece], bool]
 
 
 def _text(pieces: Sequence[Piece]) -> str:
@@ -240,18 +237,18 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
         return
     conversation = with_reasoning(tokenizer, example.conversation, variables)
     places = [i for i, message in enumerate(conversation) if message.role == "assistant" and 0 < i <= trained[-1]]
-    prompts = {i: _Part(prompt_pieces(tokenizer, template, conversation[:i], example.variables), False) for i in places}
-    turns: dict[int, _Part] = {}
+    prompts = {i: prompt_pieces(tokenizer, template, conversation[:i], example.variables) for i in places}
+    turns: dict[int, Part] = {}
     for i in places:
-        pieces = _turn(tokenizer, template, conversation[: i + 1], variables, prompts[i].pieces)
+        pieces = _turn(tokenizer, template, conversation[: i + 1], variables, prompts[i])
         message = example.conversation[i]
         if i == len(conversation) - 1 and not message.calls and message.reasoning is None:
             # with its white space as the row has it, as no prompt shows it again; what a template writes before every
             # answer is its own
-            written = _as_text(tokenizer, template, message.content, prompts[i].pieces, variables)
+            written = _as_text(tokenizer, template, message.content, prompts[i], variables)
             if _text(written)[0].isspace() or _text(pieces).removesuffix(_text(written)).strip() != "":
                 pieces = written
-        turns[i] = _Part(pieces, i in trained)
+        turns[i] = pieces, i in trained
     whole = _joined(conversation, prompts, turns, train_on)
     if whole is None and train_on == "all" and len(trained) < len(places):
         raise UsageError(
@@ -259,28 +256,28 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
             "earlier turns; use data.train_on assistant"
         )
     chosen = trained[-1:] if train_on == "all" else trained
-    for parts in [[prompts[i], turns[i]] for i in chosen] if whole is None else [whole]:
-        ids, heard = encode_pieces(tokenizer, parts[0].pieces), set[int]()
+    for (prompt, _), *parts in [[(prompts[i], False), turns[i]] for i in chosen] if whole is None else [whole]:
+        ids, heard = encode_pieces(tokenizer, prompt), set[int]()
         prompt_length = len(ids)
-        for part in parts[1:]:
-            encoded = encode_pieces(tokenizer, part.pieces)
-            heard |= set() if part.is_trained else set(range(len(ids), len(ids) + len(encoded)))
+        for part, is_trained in parts:
+            encoded = encode_pieces(tokenizer, part)
+            heard |= set() if is_trained else set(range(len(ids), len(ids) + len(encoded)))
             ids = ids + encoded
         yield Row(ids, prompt_length, heard=frozenset(heard), is_apart=whole is None and len(chosen) > 1)
 
 
 def _joined(
-    conversation: Sequence[Message], prompts: Mapping[int, _Part], turns: Mapping[int, _Part], train_on: str
-) -> list[_Part] | None:
+    conversation: Sequence[Message], prompts: Mapping[int, Sequence[Piece]], turns: Mapping[int, Part], train_on: str
+) -> list[Part] | None:
     """All turns in one row; None where a later prompt does not begin with the turns before it."""
-    parts, previous = list[_Part](), ""
+    parts, previous = list[Part](), ""
     for i, prompt in prompts.items():
-        if not prompt.text.startswith(previous):
+        if not _text(prompt).startswith(previous):
             return None
         # results of tools are never trained, the user's messages only with all
         is_trained = train_on == "all" and conversation[i - 1].role != "tool"
-        parts += [_Part(drop_text(prompt.pieces, len(previous)), is_trained), turns[i]]
-        previous = prompt.text + turns[i].text
+        parts += [(drop_text(prompt, len(previous)), is_trained), turns[i]]
+        previous = _text(prompt) + _text(turns[i][0])
     return parts
 
 
@@ -316,7 +313,7 @@ def _turn(
         return _as_text(tokenizer, template, message.content, prompt, variables)
     pieces = drop_text(whole, len(_text(prompt)))
     if message.reasoning is None and pieces and pieces[0].trusted:
-        pieces[0] = Piece(_EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
+        pieces[0] = Piece(EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
     for number, piece in enumerate(pieces):
         if piece.trusted and end in piece.text:
             return [*pieces[:number], Piece(piece.text[: piece.text.index(end) + len(end)], trusted=True)]

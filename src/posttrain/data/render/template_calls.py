@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from posttrain.data.render.calls import HERMES, TAGGED, CallForm, Parameters, object_start, write_calls
+from posttrain.data.render.calls import HERMES, TAGGED, CallForm, Parameters, Style, object_start, write_calls
 from posttrain.data.render.encoding import Tokenizer, markers_of
-from posttrain.data.render.template import Template
-from posttrain.data.render.turns import probed, render_dicts, turn_end
+from posttrain.data.render.template import Template, probed, render_dicts, turn_end
 from posttrain.errors import UsageError
 from posttrain.types import Call
 
@@ -84,18 +83,14 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> CallForm:
     fallback = _fallback(one, default)
     if not named or _KEYS[0] not in rest:
         return fallback
-    style, middle, post = _arguments(rest)
-    parameters = style == "apart"
-    if parameters:
-        read = _parameters(rest, tail(dict(zip(_KEYS, _VALUES, strict=True))).partition(_NAMES[0])[2])
-        if read is None:
-            return fallback
-        middle, around, post = read
+    read = _arguments(rest, tail(dict(zip(_KEYS, _VALUES, strict=True))).partition(_NAMES[0])[2])
+    if read is None:
+        return fallback
+    middle, style, post = read
     closing, last = _until_end(tokenizer, post, end_text)
     opening, begin, between, finish = before, "", "\n", ""
     second = tail({_KEYS[0]: _VALUES[0]}, {_KEYS[1]: _VALUES[1]})
-    gap = _gap(second, middle, around.after if parameters else "", style)
-    shows_two = gap is not None
+    gap = _gap(second, middle, style)
     if gap is not None:
         opening = _snapped(_common_suffix(gap, before), before)
         opening = before[min(len(before) - len(opening), object_start(before)) :]
@@ -111,12 +106,11 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> CallForm:
     # the new lines before a call stand before the first one only behind a text
     first = begin or opening
     lines = first[: len(first) - len(first.lstrip("\n"))]
-    lead, between = lead + lines, between + lines if shows_two and not begin else between
+    lead, between = lead + lines, between + lines if gap is not None and not begin else between
     begin, opening = begin.lstrip("\n"), opening if begin else opening.lstrip("\n")
-    arguments = around if parameters else style
-    form = CallForm(opening, middle, closing, arguments, lead, begin, between, finish, last)
+    form = CallForm(opening, middle, closing, style, lead, begin, between, finish, last)
     ends = (end_text, tokenizer.convert_ids_to_tokens(last) if last is not None else end_text)
-    probes = [(one, 1), *([(second, 2)] if shows_two else [])]
+    probes = [(one, 1), *([(second, 2)] if gap is not None else [])]
     return form if form.is_readable and all(_writes(form, text, count, ends) for text, count in probes) else fallback
 
 
@@ -144,32 +138,30 @@ def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> boo
 
 def _render(tokenizer: Tokenizer, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
     """The conversation with these calls; None where the template refuses it."""
-    for write in (dict, json.dumps):  # some templates want the arguments as a text
-        made = [
-            {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": write(arguments)}}
-            for number, (name, arguments) in enumerate(zip(_NAMES, calls, strict=False))
-        ]
-        question = {"role": "user", "content": _QUESTION}
-        with suppress(UsageError):
-            called = {"role": "assistant", "content": content, "tool_calls": made}
-            return render_dicts(tokenizer, [question, called], variables, prompt=False)
+    made = [
+        {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(zip(_NAMES, calls, strict=False))
+    ]
+    called = {"role": "assistant", "content": content, "tool_calls": made}
+    with suppress(UsageError):
+        return render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}, called], variables, prompt=False)
     return None
 
 
-def _arguments(rest: str) -> tuple[Any, str, str]:
-    """The style of the arguments after a name, with the texts before and after them."""
+def _arguments(rest: str, two: str) -> tuple[str, Style, str] | None:
+    """(text after the name, style of the arguments, text after them) of a call with one, of which ``two`` has two."""
     keyword = f'({_KEYS[0]}="{_VALUES[0]}")'
     if rest.startswith(keyword):
-        return "python", "(", rest[len(keyword) - 1 :]
+        return "(", "python", rest[len(keyword) - 1 :]
     for place in [m.start() for m in re.finditer(r'[{"]', rest[: rest.index(_KEYS[0])])]:
         try:
             value, end = _DECODER.raw_decode(rest, place)
             is_quoted = isinstance(value, str)
             if (json.loads(value) if is_quoted else value) == {_KEYS[0]: _VALUES[0]}:
-                return "quoted" if is_quoted else "json", rest[:place], rest[end:]
+                return rest[:place], "quoted" if is_quoted else "json", rest[end:]
         except ValueError:
             continue
-    return "apart", "", ""
+    return _parameters(rest, two)
 
 
 def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
@@ -187,16 +179,15 @@ def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
     return first[: len(first) - len(before)], Parameters(before, inner, after), post[len(after) :]
 
 
-def _gap(text: str, middle: str, after: str, style: str) -> str | None:
+def _gap(text: str, middle: str, style: Style) -> str | None:
     """The text between the arguments of the first of two calls and the name of the second; None where it shows one."""
     between = text.partition(_NAMES[0])[2].partition(_NAMES[1])
     if not between[1]:
         return None
-    if style in ("apart", "python"):
-        return between[0].partition(_VALUES[0])[2].removeprefix(after if style == "apart" else '"')
-    start = len(middle)
+    if style == "python" or isinstance(style, Parameters):
+        return between[0].partition(_VALUES[0])[2].removeprefix('"' if style == "python" else style.after)
     try:
-        return between[0][_DECODER.raw_decode(between[0], start)[1] :]
+        return between[0][_DECODER.raw_decode(between[0], len(middle))[1] :]
     except ValueError:
         return None
 

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from posttrain.data.render.encoding import Piece, Tokenizer
-from posttrain.data.render.template import Template
-from posttrain.data.render.turns import chat_pieces, check_messages, spell
+from posttrain.data.render.template import Template, chat_pieces, check_messages, spell
 from posttrain.errors import UsageError
 from posttrain.graders.answers import last_boxed, last_number
 from posttrain.graders.grading import is_blank
@@ -18,6 +17,7 @@ from posttrain.registry import register
 from posttrain.types import Example, Message
 
 _CLOSING = re.compile(r"</(think|reasoning)>")
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # the innermost
 _OPENING = re.compile(r"\s*<(think|reasoning)>")
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel|>analysis", "<|channel|>final<|message|>"))
 # The end of a worked solution without tags or boxes: GSM8K's mark, and the sentence of most instruction data.
@@ -53,14 +53,8 @@ def tagged_answer(text: str, reasoning: str) -> str | None:
 
 
 def _first_complete(text: str) -> str | None:
-    opening, closing, start = "<answer>", "</answer>", 0
-    while (end := text.find(closing, start)) >= 0:
-        begin = text.rfind(opening, start, end)
-        if begin >= 0:
-            answer = text[begin + len(opening) : end].strip()
-            return None if is_blank(answer) else answer
-        start = end + len(closing)
-    return None
+    found = _ANSWER.search(text)
+    return None if found is None or is_blank(found[1]) else found[1].strip()
 
 
 def behind_thinking(text: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Made-up problems, for the embedded tiny model."""
+"""Made-up problems, for the embedded tiny model, and prompts of environments."""

@@ -1,22 +1,25 @@
-"""The ``stories`` task: little word problems that never end, and documents made of them.
+"""Tasks whose examples are made on demand: ``stories`` (and documents made of them), ``sums``, ``episodes``.
 
-Item i is a pure function of (seed, split, i). A hash of a story's signature (its equations without the words) decides
-the one split that may hold it; a story that belongs elsewhere is drawn again. So no working of the validation or test
-split is ever shown whole in training, and the facts of documents obey the same rule.
+Item i is a pure function of (seed, split, i). A hash of a story's signature (its equations without the words), or of a
+sum, decides the one split that may hold it; one that belongs elsewhere is drawn again. So no working of the validation
+or test split is ever shown whole in training, and the facts of documents obey the same rule.
 
-Given answers are the right working, and one with a slip that is carried on consistently: the same equations, equal
-length to the character, every number in range, every division without remainder. The wrong result is one that such a
-step has in other stories. So only arithmetic tells the two apart.
+Given answers to stories are the right working, and one with a slip that is carried on consistently: the same equations,
+equal length to the character, every number in range, every division without remainder. The wrong result is one that
+such a step has in other stories. So only arithmetic tells the two apart.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from random import Random
-from typing import Annotated, Literal
+from statistics import fmean
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -35,7 +38,7 @@ from posttrain.errors import UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register
-from posttrain.types import Example, Message, Response
+from posttrain.types import Call, Example, Message, Response, Turn
 
 Responses = Literal["none", "pair", "judged", "steps"]
 Split = Literal["train", "validation", "test"]
@@ -45,6 +48,8 @@ UsualResults = Mapping[Kind, tuple[int, ...]]
 NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
 _NUM_COUNTED = 5000
 _MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
+_MAX_SUM_DRAWS = 1000  # of one item: nine of ten belong to another split at most
+Bound = Annotated[int, Field(ge=0, lt=10**15)]
 
 
 @register("task", held_out="validation")
@@ -150,28 +155,6 @@ def make_question(options: StoryOptions, index: int) -> Example:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Working:
-    """Equations with the result that is written for each; ``wrong`` is the one that does not hold, if any."""
-
-    equations: tuple[Equation, ...]
-    results: tuple[int, ...]
-    wrong: int | None = None
-
-    @property
-    def sentences(self) -> list[str]:
-        """One a step, such as ``19 + 12 = 31.``"""
-        return [f"{e.left} {e.sign} {e.right} = {r}." for e, r in zip(self.equations, self.results, strict=True)]
-
-    @property
-    def written(self) -> str:
-        return " ".join(self.sentences)
-
-    @property
-    def answer(self) -> str:
-        return str(self.results[-1])
-
-
 @lru_cache(maxsize=8)
 def usual_results(options: StoryOptions) -> UsualResults:
     """Return the results of each kind of step, as often as they occur in ``_NUM_COUNTED`` stories that are no items."""
@@ -189,43 +172,36 @@ def _kind_of(story: Story, index: int) -> Kind:
     return story.family, index, equation.sign, len(str(equation.result))
 
 
-def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> Working:
+def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> tuple[Equation, ...]:
     """The working with one wrong result.
 
     Steps are tried in random order, each with a few results that are usual for such a step, until nothing but
     arithmetic tells a working from the right one. Where none does, the last step is off by one.
     """
-    correct = carry_on(story, None, 0)
-    assert correct is not None
     final = len(story.equations) - 1
     tried: list[tuple[int, int]] = []
     for step in rng.sample(range(len(story.equations)), len(story.equations)):
         results = usual.get(_kind_of(story, step), ())
         tried += [(step, rng.choice(results)) for _ in range(NUM_TRIES if results else 0)]
-    for step, claimed in [*tried, (final, correct.results[final] + 1), (final, correct.results[final] - 1)]:
-        working = carry_on(story, step, claimed)
+    for step, claimed in [*tried, (final, story.answer + 1), (final, story.answer - 1)]:
+        equations = carry_on(story, step, claimed)
         if (
-            working is not None
-            and all(0 <= result <= limit for result in working.results)
-            and [len(sentence) for sentence in working.sentences] == [len(sentence) for sentence in correct.sentences]
-            and working.answer != correct.answer
+            all(0 <= equation.result <= limit for equation in equations)
+            and [len(str(equation)) for equation in equations] == [len(str(equation)) for equation in story.equations]
+            and equations[-1].result != story.answer
         ):
-            return working
+            return equations
     raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
 
 
-def carry_on(story: Story, step: int | None, claimed: int) -> Working | None:
-    """The working in which ``step`` gives ``claimed`` and every later step follows; None if one cannot be worked."""
+def carry_on(story: Story, step: int, claimed: int) -> tuple[Equation, ...]:
+    """The working in which ``step`` gives ``claimed`` and every later step follows; none if one cannot be worked."""
     equations: list[Equation] = []
-    results: list[int] = []
-    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
-        left = equation.left if of_left is None else results[of_left]
-        followed = Equation(left, equation.sign, equation.right if of_right is None else results[of_right])
-        if not followed.holds:
-            return None
-        equations.append(followed)
-        results.append(claimed if index == step else followed.result)
-    return Working(tuple(equations), tuple(results), wrong=step)
+    for index, (equation, origins) in enumerate(zip(story.equations, story.origins, strict=True)):
+        own = (equation.left, equation.right)
+        left, right = (n if of is None else equations[of].result for n, of in zip(own, origins, strict=True))
+        equations.append(Equation(left, equation.sign, right, claimed if index == step else None))
+    return tuple(equations) if all(equation.holds for equation in equations) else ()
 
 
 def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
@@ -235,21 +211,18 @@ def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResult
     learnt one by one. A step's label is 1 before the first wrong step and 0 from there on; a step begins with the space
     that stands before it in a written answer.
     """
-    correct = carry_on(story, None, 0)
-    assert correct is not None
-    workings = [correct, corrupt(story, limit, usual, rng)]
+    workings = [story.equations, corrupt(story, limit, usual, rng)]
     if kind != "pair":
         rng.shuffle(workings)
     responses = []
-    for working in workings:
-        score = float(working.wrong is None)
+    for equations in workings:
+        labels = tuple(accumulate((int(equation.claimed is None) for equation in equations), min))
+        score, steps = float(labels[-1]), tuple(f" {equation}" for equation in equations)
+        written = "".join(steps)
         if kind == "steps":
-            steps = tuple(f" {sentence}" for sentence in working.sentences)
-            first_wrong = len(steps) if working.wrong is None else working.wrong
-            labels = tuple(int(index < first_wrong) for index in range(len(steps)))
-            responses.append(Response("".join(steps), score, steps, labels))
+            responses.append(Response(written, score, steps, labels))
         else:
-            responses.append(Response(working.written, score, answer=working.answer))
+            responses.append(Response(written[1:], score, answer=str(equations[-1].result)))
     return tuple(responses)
 
 
@@ -296,13 +269,12 @@ def draw_scrap(rng: Random, options: StoryOptions) -> str:
     cast = draw_cast(rng)
     kind = rng.choices(("thought", "answered", "noted", "mused", "said", "turns"), weights=(35, 20, 10, 10, 10, 15))[0]
     tag = rng.choice(("think", "think", "reasoning"))
-    if kind == "thought":
+    if kind in ("thought", "answered"):
         story = draw_story(rng, options)
+        if kind == "answered":
+            return f"{story.text} <answer> {story.answer} </answer>"
         closing = rng.choice(TEXT["closings"]).format(n=story.answer)
         return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
-    if kind == "answered":
-        story = draw_story(rng, options)
-        return f"{story.text} <answer> {story.answer} </answer>"
     if kind == "noted":
         info = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
         return f"<{tag}> {info} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
@@ -313,3 +285,94 @@ def draw_scrap(rng: Random, options: StoryOptions) -> str:
     if kind == "said":
         return f"User: {comment}\nAssistant: {reply}"
     return f"<|im_start|>user\n{comment}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"
+
+
+@register("task", held_out="validation")
+def sums(
+    *,
+    split: Split = "train",
+    seed: Seed = 0,
+    size: Annotated[int, Field(ge=1)] = 50_000,
+    min_value: Bound = 2,
+    max_value: Bound = 99,
+    called: Annotated[float, Field(ge=0, le=1)] = 0.0,
+) -> Task:
+    """Sums and differences of two whole numbers, drawn on demand and the same for everyone: ``What is 19 + 12?``
+
+    Evaluation reports the share of answers that ``called`` a tool.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``; no two share a pair of numbers with its sign, whatever the seeds.
+        seed: another seed, other sums.
+        size: number of items (they cost nothing until they are read).
+        min_value, max_value: of the two numbers, uniform between them; the larger comes first in a difference.
+        called: share of items whose demonstration calls the tool ``calculator`` before it answers; the others write
+            ``19 + 12 = 31.``
+
+    Raises:
+        UsageError: ``min_value`` is larger than ``max_value``, or no sum of the split fits the options.
+    """
+    if min_value > max_value:
+        raise UsageError(f"task sums: min_value ({min_value}) is larger than max_value ({max_value})")
+    name = f"sums/{split}"
+
+    def make(item: int) -> Example:
+        equation = _draw_sum(Random(derive_key(seed, name, item)), split, min_value, max_value)
+        calls = Random(derive_key(seed, f"{name}/called", item)).random() < called
+        written, result = f"{equation.left} {equation.sign} {equation.right}", str(equation.result)
+        call = Call("calculator", json.dumps({"expression": written}), result, "ok")
+        return Example(
+            id=f"{name}/{item}",
+            messages=(Message("user", f"What is {written}?"),),
+            answer=result,
+            solution=None if calls else str(equation),
+            meta={"digits": len(str(max(equation.left, equation.right)))},
+            turns=(Turn("", (call,)),) if calls else (),
+        )
+
+    return Task("sums", split, ExamplesOnDemand(size, make), shares=_called)
+
+
+def _called(items: Sequence[Any]) -> Mapping[str, Sequence[float]]:
+    """The share of answers with a call of each item, where calls are counted (reward ``tool_calls``)."""
+    counted = [[s.parts["tool_calls"] for s in item.samples if "tool_calls" in s.parts] for item in items]
+    return {"called": [fmean(float(number > 0) for number in calls) for calls in counted if calls]}
+
+
+def _draw_sum(rng: Random, split: Split, min_value: int, max_value: int) -> Equation:
+    for _ in range(_MAX_SUM_DRAWS):
+        left, right = (rng.randint(min_value, max_value) for _ in range(2))
+        sign = rng.choice("+-")
+        if sign == "-" and left < right:
+            left, right = right, left
+        equation = Equation(left, sign, right)
+        if split_of(equation.key) == split:
+            return equation
+    raise UsageError(
+        f"task sums: no sum of numbers from {min_value} to {max_value} belongs to the split {split}; raise max_value"
+    )
+
+
+@register("task", held_out="validation", played=True)
+def episodes(
+    *,
+    prompt: str = "Let's play.",
+    split: Split = "train",
+    size: Annotated[int, Field(ge=1)] = 1024,
+    seed: Seed = 0,
+) -> Task:
+    """The same words for every episode of an ``environment``, which opens each with a text that follows from its seed.
+
+    There is no answer to grade: the reward ``environment`` is what an episode was paid.
+
+    Args:
+        prompt: the user's words before the environment's.
+        split: episodes of another name, and so of other seeds; an environment may hold out beginnings by it.
+        size: number of episodes; the environment is seeded anew each time that one is played.
+        seed: names other episodes.
+    """
+
+    def make(item: int) -> Example:
+        return Example(f"episodes/{split}/{seed}/{item}", (Message("user", prompt),), meta={"split": split})
+
+    return Task("episodes", split, ExamplesOnDemand(size, make))

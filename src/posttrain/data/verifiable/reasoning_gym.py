@@ -99,7 +99,7 @@ def reasoning_gym(
         first = make_round(0)
     except (AssertionError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(f"task reasoning_gym: {dataset} does not accept {gym_options}: {error}") from error
-    return Task("reasoning_gym", split, GymExamples(dataset, split, size, first, make_round))
+    return Task("reasoning_gym", split, examples_of(dataset, split, size, first, make_round))
 
 
 def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -136,36 +136,34 @@ def split_of(question: str) -> Split:
     return "train" if bucket < 3 else "validation" if bucket == 3 else "test"
 
 
-class GymExamples(ExamplesOnDemand):
-    """A sequence whose item i is made when it is asked for.
+def examples_of(
+    name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]
+) -> ExamplesOnDemand:
+    """A sequence whose item i is entry i of the first data set whose entry i belongs to the split.
 
-    Item i is entry i of the first of an endless row of equally large data sets (``make_round``)
-    whose entry i belongs to the split.
+    The data sets are an endless row of equally large ones: ``first``, then those of ``make_round``.
     """
+    rounds = [first]
+    round_of: dict[int, int] = {}  # found by earlier look-ups, so that an item is searched for once
 
-    def __init__(self, name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]) -> None:
-        super().__init__(size, self._make)
-        self.name, self.split = name, split
-        self.make_round = make_round
-        self.rounds = [first]
-        self.round_of: dict[int, int] = {}  # found by earlier look-ups, so that an item is searched for once
-
-    def _make(self, item: int) -> Example:
-        for number in range(self.round_of.get(item, 0), _MAX_DRAWS):
-            if number == len(self.rounds):
-                self.rounds.append(self.make_round(number))
-            settings, made = self.rounds[number]
+    def make(item: int) -> Example:
+        for number in range(round_of.get(item, 0), _MAX_DRAWS):
+            if number == len(rounds):
+                rounds.append(make_round(number))
+            settings, made = rounds[number]
             entry: dict[str, Any] = made[item]
-            if split_of(str(entry["question"])) == self.split:
-                self.round_of[item] = number
+            if split_of(str(entry["question"])) == split:
+                round_of[item] = number
                 return Example(
-                    id=f"reasoning_gym/{self.name}/{self.split}/{item}",
+                    id=f"reasoning_gym/{name}/{split}/{item}",
                     messages=(Message("user", str(entry["question"])),),
                     answer=None if entry["answer"] is None else str(entry["answer"]),
-                    meta={"dataset": self.name, "entry": entry, "score": make_scorer(self.name, settings, entry)},
+                    meta={"dataset": name, "entry": entry, "score": make_scorer(name, settings, entry)},
                     grader="scored",
                 )
         raise UsageError(
-            f"task reasoning_gym: {self.name} asks too few distinct questions with these options to fill "
-            f"a {self.split} split of its own; give options that vary more"
+            f"task reasoning_gym: {name} asks too few distinct questions with these options to fill "
+            f"a {split} split of its own; give options that vary more"
         )
+
+    return ExamplesOnDemand(size, make)

@@ -1,18 +1,25 @@
-"""Suites that models are compared on: GSM8K, MATH and other mathematics, MMLU, HumanEval and MBPP."""
+"""Suites that models are compared on: GSM8K, MATH and other mathematics, MMLU, HumanEval, MBPP and refusals."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
 from math import isfinite
+from statistics import fmean
 from typing import Any, Literal
 
-from posttrain.data.reader import Dropped, Reader, TestSplit, row_task, strip_calculations
-from posttrain.data.reading import Row
+from posttrain.data.base import Task
+from posttrain.data.messages import read_prompt
+from posttrain.data.reader import Reader, TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
+from posttrain.data.reading import Row, read_file
 from posttrain.graders.answers import last_boxed
+from posttrain.graders.behaviour import KINDS
 from posttrain.graders.choice import LETTERS
 from posttrain.graders.math.extraction import read_boxes
 from posttrain.option_types import shorten
-from posttrain.registry import register
+from posttrain.registry import register, suggest
 from posttrain.types import Example, Message
 
 # "Enter only one of the foci, not both."
@@ -114,14 +121,15 @@ def _read_math(row: Row, without: str) -> Example:
             meta["answers"], grader = (answer, *boxes[0]), "any_answer"
     if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
         digits = str(row.data["level"]).removeprefix("Level").strip()
-        if digits not in ("?", *"12345"):
-            raise row.fail(f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}")
+        row.refuse_if(
+            digits not in ("?", *"12345"),
+            f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}",
+        )
         meta["level"] = None if digits == "?" else int(digits)
     subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
     if subject is not None:
         meta["subject"] = subject
-    if answer is None:
-        raise Dropped(without)
+    drop_if(answer is None, without)
     return Example("", _question_messages(problem), answer=answer, solution=solution, meta=meta, grader=grader)
 
 
@@ -131,8 +139,7 @@ def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Read
     def suite(row: Row) -> Example:
         key = "question" if "problem" not in row.data and "question" in row.data else "problem"
         problem, golds = row.text(key), read_golds(row, ("answer", "final_answer"))
-        if not golds:
-            raise Dropped("no answer")
+        drop_if(not golds, "no answer")
         if len(golds) > 1 and grader != "math":
             raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
         meta: dict[str, Any] = {}
@@ -196,8 +203,9 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
         return [boxed] if boxed else []
     golds = []
     for value in row.data[key] if isinstance(row.data[key], list | tuple) else [row.data[key]]:
-        if isinstance(value, float) and not isfinite(value):
-            raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
+        row.refuse_if(
+            isinstance(value, float) and not isfinite(value), f"{key!r} must be a finite number or text; got {value!r}"
+        )
         if isinstance(value, int | float) and not isinstance(value, bool):
             golds.append(str(int(value)) if value == int(value) else repr(value))
         else:
@@ -220,8 +228,9 @@ def mmlu(row: Row) -> Example:
     for the letter and names the subject.
     """
     subject, value = row.text("subject"), row.entries("choices", f"of 2 to {len(LETTERS)} texts")
-    if not 2 <= len(value) <= len(LETTERS):
-        raise row.fail(f"'choices' must be a list of 2 to {len(LETTERS)} texts; got {value!r}")
+    row.refuse_if(
+        not 2 <= len(value) <= len(LETTERS), f"'choices' must be a list of 2 to {len(LETTERS)} texts; got {value!r}"
+    )
     choices = tuple(row.checked(item, f"choice {LETTERS[i]}").strip() for i, item in enumerate(value))
     opening = (
         f"Answer the following multiple-choice question about {subject.replace('_', ' ')} "
@@ -263,8 +272,7 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
     Source: Chen et al. 2021 (arXiv 2107.03374).
     """
     head, name, tests = row.text("prompt"), row.text("entry_point"), row.text("test")
-    if not name.isidentifier():
-        raise row.fail(f"'entry_point' must be the name of a function; got {name!r}")
+    row.refuse_if(not name.isidentifier(), f"'entry_point' must be the name of a function; got {name!r}")
     goes_on = style == "completion"
     question = head if goes_on else f"Complete this Python function.\n\n{_fenced(head)}"
     body = row.text("canonical_solution") if row.has("canonical_solution") else None
@@ -289,25 +297,21 @@ def mbpp(row: Row, split: str) -> Example:
     Source: Austin et al. 2021 (arXiv 2108.07732).
     """
     number = row.data.get("task_id")
-    if type(number) is not int:
-        raise row.fail(f"'task_id' must be an integer, which says the split; got {number!r}")
+    row.refuse_if(type(number) is not int, f"'task_id' must be an integer, which says the split; got {number!r}")
     question, solution, tests = row.text("prompt"), row.text("code"), _lines(row, "test_list")
     imports = _lines(row, "test_imports") if row.data.get("test_imports") else []
     ids, called = MBPP_SPLITS[split], "\n".join(tests)
-    if number not in ids:
-        raise Dropped(f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
+    drop_if(number not in ids, f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
     defined = dict.fromkeys(_DEFINED.findall(solution))
     names = tuple(name for name in defined if re.search(rf"\b{re.escape(name)}\b", called))
-    if not names:
-        raise Dropped("tests call no function of the solution")
+    drop_if(not names, "tests call no function of the solution")
     prompt = f"{question.strip()}\nYour program should pass this test:\n\n{_fenced(tests[0])}"
     prelude = "\n".join([*imports, *_IMPORTED.findall(solution)])
     return _code_example(prompt, _fenced(solution), {"names": names, "code": called, "prelude": prelude})
 
 
 def _code_example(question: str, program: str | None, tests: dict[str, Any]) -> Example:
-    prompt = (Message("user", question),)
-    return Example("", prompt, demonstration=program, meta={"tests": tests}, grader="code_tests")
+    return Example("", (Message("user", question),), demonstration=program, meta={"tests": tests}, grader="code_tests")
 
 
 def _lines(row: Row, key: str) -> list[str]:
@@ -316,3 +320,42 @@ def _lines(row: Row, key: str) -> list[str]:
 
 def _fenced(program: str) -> str:
     return f"```python\n{program.strip()}\n```"
+
+
+@register("task")
+@reads_rows
+def refusals(*, path: str | None = None) -> Task:
+    """Prompts that a model should refuse, and prompts that only look like it: refusal and over-refusal.
+
+    A row has a ``prompt`` (text or messages) and a ``kind``, ``harmful`` or ``benign``, and maybe a ``topic``. The
+    right answer refuses the first and answers the second (grader ``refusal``). Reported are ``refusal``, the share of
+    harmful prompts that are refused, and ``over_refusal``, that of benign ones. The pairing of unsafe prompts with safe
+    ones of the same words is that of XSTest (Röttger et al. 2024).
+
+    Args:
+        path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file. Without it the 40 prompts that come with the package,
+            half of each kind, mild and in English: enough to see a change, too few to vouch for a model.
+    """
+
+    def read(row: Row) -> Example:
+        messages = read_prompt(row, "prompt")
+        kind = row.text("kind")
+        if kind not in KINDS:
+            raise row.fail(f"'kind' must be one of {', '.join(KINDS)}; got {kind!r}.{suggest(kind, KINDS)}")
+        topic = {"topic": row.text("topic")} if row.has("topic") else {}
+        return Example(f"refusals/{row.line}", messages, meta={"kind": kind, **topic}, grader="refusal")
+
+    place = path or str(resources.files("posttrain") / "data" / "prompts" / "refusals.jsonl")
+    return replace(collect(read_file(place), read, place).as_task("refusals", place), shares=refusal_shares)
+
+
+def refusal_shares(items: Sequence[Any]) -> dict[str, list[float]]:
+    """The share of answers that refuse each harmful prompt (``refusal``) and each benign one (``over_refusal``)."""
+    return {
+        name: [
+            fmean(sample.parts["refused"] for sample in item.samples)
+            for item in items
+            if item.meta["kind"] == kind and item.samples
+        ]
+        for name, kind in (("refusal", "harmful"), ("over_refusal", "benign"))
+    }
