@@ -74,7 +74,6 @@ class NativeEngine(Engine):
     def __init__(self, model: PreTrainedModel, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
         self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
-        self._known_warnings: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
         # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
         self.is_abandoned: Callable[[int], bool] | None = None
@@ -146,16 +145,10 @@ class NativeEngine(Engine):
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
                 decoder = self._bind(path, shapes, reach)
-                work = (decoder, prompts, rows, sampling, self.slots)
                 with torch.inference_mode(decoder.name == "lean"):
-                    if respondent is None:
-                        schedule = Schedule(*work)
-                        schedule.is_abandoned = self.is_abandoned
-                    else:
-                        from posttrain.sampling.native.turns import Turns
-
-                        schedule = Turns(*work, respondent=respondent, vocab_size=self.vocab_size)
-                    schedule.run()
+                    work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
+                    work.is_abandoned = self.is_abandoned
+                    work.run()
         for row in rows:
             check_finite(row)
 
@@ -195,17 +188,16 @@ class NativeEngine(Engine):
         for path, what in PATHS.items():
             if path == "lean" and self.wanted == "modules":
                 continue
-            shapes: list[LayerShape] = []
             try:
                 with _probing():
-                    self._probe(path, reach, batches, shapes)
+                    shapes = self._probe(path, reach, batches)
             except EngineMismatch as reason:
                 reasons[path] = str(reason)
-            else:
-                if reasons:
-                    faster = list(reasons.values())[-1]
-                    self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
-                return path, shapes
+                continue
+            if reasons:
+                faster = list(reasons.values())[-1]
+                self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
+            return path, shapes
         shorter = ""
         if len(batches) > 1:
             longest = min(max(lengths) for lengths in batches[1:])
@@ -219,12 +211,13 @@ class NativeEngine(Engine):
             f"{'; '.join(f'{PATHS[path]}: {reason}' for path, reason in reasons.items())}{shorter}"
         )
 
-    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]) -> None:
-        """Compare a path with the model, and fill ``shapes``.
+    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]]) -> list[LayerShape]:
+        """Compare a path with the model; return the shapes of its keys and values.
 
         Raises:
             EngineMismatch: its log-probabilities are not the model's.
         """
+        shapes: list[LayerShape] = []
         if path in _OWN_FORWARD:
             from posttrain.sampling.native.reference_path import probe_plainly
 
@@ -232,8 +225,7 @@ class NativeEngine(Engine):
             found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
         else:
             decoder = self._bind(path, None, reach)
-            shapes += decoder.shapes
-            found = [probe(self.model, decoder, reach, batches[0])]
+            shapes, found = decoder.shapes, [probe(self.model, decoder, reach, batches[0])]
             for batch in batches[1:]:
                 try:
                     found.append(probe(self.model, decoder, reach, batch))
@@ -246,11 +238,7 @@ class NativeEngine(Engine):
                 f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
                 f"{tolerance:.1e} is allowed)"
             )
-
-    def _say(self, line: str) -> None:
-        if line not in self._known_warnings:
-            self._known_warnings.add(line)
-            self._warnings = (*self._warnings, line)
+        return shapes
 
 
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:

@@ -65,8 +65,7 @@ def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool)
     bodies = [row[: -steps - 1] for row in rows]
     longest = max(map(len, bodies))
     shared = SharedPrefixes(decoder.shapes, len(rows), device) if share else None
-    size, transposed = longest + steps + 1, decoder.transposed
-    cache = SlotCache(decoder.shapes, len(rows), size, device=device, transposed=transposed, shared=shared)
+    cache = SlotCache(decoder, len(rows), longest + steps + 1, shared)
     cache.reserve(longest)
     prefix = decoder.prefill([body or [0] for body in bodies])
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
