@@ -21,8 +21,7 @@ from posttrain.sampling.base import Sampling
 from posttrain.sampling.http import HttpServer, Unreadable
 from posttrain.sampling.llm_judge import Judge, Opinion, rate
 from posttrain.sampling.vllm.client import VllmEngine
-from posttrain.sampling.vllm.training import read_scores
-from posttrain.sampling.vllm.weights import WORKERS, control, read_num_workers
+from posttrain.sampling.vllm.training import WORKERS, control, read_num_workers, read_scores
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 IDS = [1, 2, 3, 4]

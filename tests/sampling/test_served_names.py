@@ -37,7 +37,7 @@ def test_the_fingerprint_is_that_of_the_weights(tiny_random, tmp_path):
     assert fingerprint(copied) != before
 
 
-@pytest.mark.parametrize("size", [0, 5000, 3_000_000])
+@pytest.mark.parametrize("size", [0, 3_000_000])
 def test_files_of_any_size_have_a_fingerprint(tmp_path, size):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(size))
