@@ -63,10 +63,9 @@ class ModelSource:
         """Return the options of loading: those of its run, changed by those given here."""
         own: dict[str, Any] = {}
         if self.recipe is not None:
-            trained = self.recipe.model
-            own = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-        changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
-        return ModelSection(name=self.path, **(own | changes))
+            own = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
+        changes = {"dtype": dtype, "device": device}
+        return ModelSection(name=self.path, **own | {key: one for key, one in changes.items() if one is not None})
 
     def refuse_scorer(self) -> None:
         """Raise ``UsageError`` if the run trained a reward model."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.sampling.environments.search import search
+from posttrain.sampling.environments.built_in import search
 
 
 def test_search_ranks_by_bm25(tmp_path: Path) -> None:
