@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import statistics
 import threading
@@ -29,8 +28,8 @@ from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.registry import find, register
 from posttrain.sampling.http import HttpServer, Interrupted, Refused, ServerError, Unanswered, all_of, first_fault
 from posttrain.sampling.vllm.client import read_models
-from posttrain.store.durable import storage_errors
-from posttrain.store.reading import open_record
+from posttrain.store.durable import cut_torn_line, storage_errors
+from posttrain.store.reading import read_record
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Example
 
@@ -289,8 +288,7 @@ class Judge:
             lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
             self.folder.mkdir(exist_ok=True)
             with storage_errors("what the judge said", path), open(path, "ab+") as file:
-                if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":
-                    lines = f"\n{lines}"  # a kill has torn the last line
+                cut_torn_line(file.fileno())
                 file.write(lines.encode())
 
     async def _ask(self, model: str, question: Question) -> Opinion:
@@ -334,8 +332,7 @@ class Judge:
 def _read_cache(path: Path) -> Iterator[tuple[str, float]]:
     """Yield the lines of the file; one that a kill has torn is skipped, and asked again."""
     try:
-        with open_record(path, _MAX_CACHE_BYTES) as file:
-            lines = file.read().split(b"\n")
+        lines = read_record(path, _MAX_CACHE_BYTES).split(b"\n")
     except FileNotFoundError:
         return
     for number, line in enumerate(lines, start=1):

@@ -100,18 +100,15 @@ class OpenedModel(Sampler):
     def label(self) -> str:
         return self.source.label
 
-    def with_template(self, template: Component | None) -> OpenedModel:
-        """Return the model under another template (None: its own, with its run's rewards)."""
-        return replace(self, grader=grader_for(self.source, template), stage=None)
-
     def on_stage(self, template: Component | None) -> OpenedModel:
-        """Return the model with its run's environment and tools where it has any and keeps its template.
+        """Return the model under a template (None: its own, with its run's rewards), and with its run's environment and
+        tools where it has any and keeps its template.
 
         Raises:
             UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
             UsageError: they cannot be used here.
         """
-        plain, recipe = self.with_template(template), self.source.recipe
+        plain, recipe = replace(self, grader=grader_for(self.source, template), stage=None), self.source.recipe
         if recipe is None or not plays(self.source, template):
             return plain
         from posttrain.sampling.episodes import build_stage

@@ -190,7 +190,6 @@ def _aligned(columns: int) -> int:
 class Decoder(Protocol):
     """A decoding path over the weights of the moment: two forward passes."""
 
-    name: str
     shapes: list[LayerShape]
     device: torch.device
     transposed: bool

@@ -145,7 +145,7 @@ class NativeEngine(Engine):
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
                 decoder = self._bind(path, shapes, reach)
-                with torch.inference_mode(decoder.name == "lean"):
+                with torch.inference_mode(path == "lean"):
                     work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
                     work.is_abandoned = self.is_abandoned
                     work.run()

@@ -74,8 +74,6 @@ class Workspace:
 class FastDecoder:
     """A ``Decoder`` over the parameters of ``model``. Made by ``bind``, anew for every generation."""
 
-    name = "lean"
-
     def __init__(self, base: PreTrainedModel, head: nn.Linear, max_positions: int) -> None:
         attention = base.layers[0].self_attn
         self.embedding: Tensor = base.embed_tokens.weight.detach()

@@ -49,7 +49,6 @@ class ColumnCache(Cache):
 class ModulesDecoder:
     """A ``Decoder`` that calls ``model`` itself (a transformers model, or a peft one around it)."""
 
-    name = "modules"
     transposed = False
     can_share = False
 

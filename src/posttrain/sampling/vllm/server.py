@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -27,6 +26,7 @@ from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
 from posttrain.sampling.http import HttpServer, ServerError
 from posttrain.store.checkpoint_files import manifest_digests
+from posttrain.store.posix import kill_group
 from posttrain.untrusted import harmless
 
 Transfer = Literal["nccl", "files"]
@@ -258,8 +258,7 @@ class OwnServer:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
     def tail(self) -> str:

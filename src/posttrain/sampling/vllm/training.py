@@ -304,19 +304,17 @@ def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) 
     """Return the scores of an answer to one of ``probe_bodies``.
 
     Raises:
-        Unreadable: ids or log-probabilities are missing, or of tokens that the model has not.
+        Unreadable: too many ids, or log-probabilities that are missing or of tokens that the model has not.
+        LookupError, TypeError, ValueError, AttributeError, OverflowError: an answer of another form.
     """
-    try:
-        choice = answer["choices"][0]
-        ids = (*prompt, *map(int, choice["token_ids"]))
-        if len(ids) > len(prompt) + NEW_TOKENS:
-            raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
-        of_prompt = choice.get("prompt_logprobs") or []
-        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
-        for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
-            places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
+    choice = answer["choices"][0]
+    ids = (*prompt, *map(int, choice["token_ids"]))
+    if len(ids) > len(prompt) + NEW_TOKENS:
+        raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
+    of_prompt = choice.get("prompt_logprobs") or []
+    places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
+    for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
+        places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
     if not any(places.values()) or not all(0 < place < len(ids) for place in places):
         raise Unreadable("no log-probabilities of a probe")
     check_vocabulary([*ids, *(token for tokens in places.values() for token in tokens)], vocab_size)
