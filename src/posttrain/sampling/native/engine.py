@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from posttrain.sampling.base import (
 )
 from posttrain.sampling.native.cache import Decoder, LayerShape
 from posttrain.sampling.native.fast_path import FastDecoder
-from posttrain.sampling.native.probe import probe, probe_lengths
+from posttrain.sampling.native.probe import Decode, decode_in_slots, probe, probe_lengths
 from posttrain.sampling.native.schedule import Schedule, check_finite
 
 if TYPE_CHECKING:
@@ -219,19 +220,20 @@ class NativeEngine(Engine):
         """
         shapes: list[LayerShape] = []
         if path in _OWN_FORWARD:
-            from posttrain.sampling.native.reference_path import probe_plainly
+            from posttrain.sampling.native.reference_path import decode_plainly
 
-            lengths = [length for batch in batches for length in batch]
-            found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
+            dtype = self.model.get_input_embeddings().weight.dtype
+            decode: Decode = partial(decode_plainly, self.model, is_cached=path == "plain")
         else:
             decoder = self._bind(path, None, reach)
-            shapes, found = decoder.shapes, [probe(self.model, decoder, reach, batches[0])]
-            for batch in batches[1:]:
-                try:
-                    found.append(probe(self.model, decoder, reach, batch))
-                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
-                    tokens = max(batch)
-                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
+            shapes, dtype, decode = decoder.shapes, decoder.shapes[0].dtype, partial(decode_in_slots, decoder)
+        found = [probe(self.model, decode, dtype, reach, batches[0])]
+        for batch in batches[1:]:
+            try:
+                found.append(probe(self.model, decode, dtype, reach, batch))
+            except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                tokens = max(batch)
+                self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
         difference, tolerance = max(found, key=lambda one: one[0] - one[1])
         if difference > tolerance:
             raise EngineMismatch(
