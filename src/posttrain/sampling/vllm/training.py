@@ -107,8 +107,9 @@ class Trained(VllmEngine):
             self._prepare()
         self.process_group.tell(None, "a server that waits for weights")
         self._send_weights(label)
-        is_main = self.process_group.is_main
-        result = (label, self.server.session(self._scores), self.server.base) if is_main else None
+        result: tuple[str, list[Scores], str | None] = (label, [], None)
+        if self.process_group.is_main:
+            result = (label, self.server.session(self._scores), self.server.base)
         self.label, scores, base = self.process_group.tell(result, "the server's scores")
         if self._server is None:
             self._reach(base)
