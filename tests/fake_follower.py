@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
-from posttrain.sampling.vllm.weights import NcclGroup
+from posttrain.sampling.vllm.training import NcclGroup
 
 # The routes of one transfer of weights.
 FILES = ["/pause", "/collective_rpc", "/update_weight_version", "/resume", "/reset_prefix_cache"]
@@ -28,12 +28,12 @@ class FakeFollower(FakeVllm):
     by ``channel`` (see ``QueueGroup``).
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+    def __init__(self, model: Any, **options: Any) -> None:
         self.model = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        super().__init__(model_answer(self.model, "processed"), context=512, tokenizer=tokenizer, **options)
+        super().__init__(model_answer(self.model, "processed"), context=512, **options)
         self.label, self.said, self.refuses, self.drops = "default", [], "", ()
         self.keeps_cache = False
         self.cache: dict[str, Any] = {}

@@ -51,7 +51,6 @@ class FakeVllm:
         trouble: called with (how often this body has come, body) before an answer; may raise ``Reset``
             or ``Reply``, or take its time.
         change: edits the JSON of a good answer.
-        tokenizer: what ``/tokenize`` uses; without one that endpoint is not there.
         key: the bearer token that is asked for.
 
     ``bodies`` keeps every body of ``/v1/completions``.
@@ -65,17 +64,16 @@ class FakeVllm:
         cards: Sequence[dict[str, Any]] | None = None,
         trouble: Callable[[int, dict[str, Any]], None] = lambda count, body: None,
         change: Callable[[dict[str, Any]], Any] = lambda content: content,
-        tokenizer: Any = None,
         key: str | None = None,
         port: int = 0,
         host: str = "127.0.0.1",
     ) -> None:
-        self.answer, self.trouble, self.change, self.tokenizer, self.key = answer, trouble, change, tokenizer, key
+        self.answer, self.trouble, self.change, self.key = answer, trouble, change, key
         self.cards = list(cards or [{"id": "small", "root": "/models/small", "max_model_len": context}])
         self.bodies: list[dict[str, Any]] = []
         self.in_flight, self.most_in_flight = 0, 0
         self.gets: Routes = {"/v1/models": lambda body: self.models()}
-        self.posts: Routes = {"/v1/completions": self.complete, "/tokenize": self.tokenize}
+        self.posts: Routes = {"/v1/completions": self.complete}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._server = QuietServer((host, port), _handler_for(self))
@@ -91,12 +89,6 @@ class FakeVllm:
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": self.cards}
-
-    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.tokenizer is None:
-            raise Reply(404, {"detail": "Not Found"})
-        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
-        return {"count": len(ids), "tokens": ids}
 
     def complete(self, body: dict[str, Any]) -> Any:
         with self._lock:

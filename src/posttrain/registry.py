@@ -46,9 +46,8 @@ COMPONENT_MODULES: dict[str, dict[str, str]] = {
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
     "environment": {
-        "posttrain.sampling.environments.built_in": "calculator number_guess python",
-        "posttrain.sampling.environments.search": "search",
-    },
+        "posttrain.sampling.environments.built_in": "calculator number_guess python search",
+        },
     "reward": {
         "posttrain.graders.rewards": (
             "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"

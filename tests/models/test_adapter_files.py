@@ -15,7 +15,7 @@ from posttrain.errors import UsageError
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import AdapterSection, ModelSection
-from posttrain.sampling.vllm.weights import checkpoint_weights
+from posttrain.sampling.vllm.training import checkpoint_weights
 
 KINDS: dict[str, dict[str, Any]] = {
     "tied embedding": {"target_modules": ["embed_tokens", "q_proj"]},

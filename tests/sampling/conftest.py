@@ -27,7 +27,7 @@ def tiny() -> LoadedModel:
 
 @pytest.fixture
 def server(tiny: LoadedModel) -> Iterator[FakeFollower]:
-    with FakeFollower(tiny.model, tiny.tokenizer) as fake:
+    with FakeFollower(tiny.model) as fake:
         yield fake
 
 

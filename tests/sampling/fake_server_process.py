@@ -21,7 +21,7 @@ assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] i
 loaded = load_model(ModelSection(), seed=0)
 card = {"id": arguments["--served-model-name"], "root": arguments["--model"], "max_model_len": 512}
 place = {"host": arguments["--host"], "port": int(arguments["--port"])}
-with FakeFollower(loaded.model, loaded.tokenizer, cards=[card], **place) as fake:
+with FakeFollower(loaded.model, cards=[card], **place) as fake:
     fake.paused.set()
     fake.reload({"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
     fake.paused.clear()

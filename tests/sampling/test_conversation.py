@@ -61,8 +61,9 @@ def by_reading_again(
     return [[row.completion(version) for row in group] for group in groups]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
+@pytest.mark.parametrize(
+    ("architecture", "path", "group", "temperature"), [("gpt2", "modules", 2, 1.0), ("qwen3", "lean", 3, 0.0)]
+)
 def test_it_states_what_an_engine_states_that_reads_everything_again(
     architecture: str, path: Any, group: int, temperature: float
 ) -> None:
@@ -80,29 +81,22 @@ def test_it_states_what_an_engine_states_that_reads_everything_again(
     assert {sum(c.own) < len(c.ids) for g in expected for c in g} == {True, False}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize(("architecture", "path", "group"), [*PATHS, ("qwen3", "modules", 2)])
-def test_logprobs_equal_those_of_one_forward_pass_over_the_rollout(
-    architecture: str, path: Any, group: int, temperature: float
-) -> None:
+def test_logprobs_equal_those_of_one_forward_pass_over_the_rollout(architecture: str, path: Any, group: int) -> None:
     model, prompts, keys = build_tiny_random(architecture), make_prompts(), make_keys(len(LENGTHS), group)
-    sampling = replace(SAMPLING, temperature=temperature)
+    sampling = replace(SAMPLING, temperature=0.7)
     for slots in (64, 5):
         engine = NativeEngine(model, slots=slots, path=path)
         completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
-        assert worst_difference(model, prompts, completions, temperature or 1.0) <= 1e-5
+        assert worst_difference(model, prompts, completions, 0.7) <= 1e-5
 
 
-@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
-def test_a_cache_that_grows_and_shifts_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int
-) -> None:
-    model = exact(architecture)
-    prompts, keys = make_prompts((5, 30, 3)), make_keys(3, group)
+def test_a_cache_that_grows_and_shifts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts, keys = exact("qwen3"), make_prompts((5, 30, 3)), make_keys(3, 3)
     sampling, script = Sampling(max_tokens=50, stop_ids=frozenset(range(12))), wordy(range(40, VOCAB), 9, 6)
-    roomy = NativeEngine(model, path=path).converse(prompts, keys, sampling, Scripted(script))
+    roomy = NativeEngine(model).converse(prompts, keys, sampling, Scripted(script))
     monkeypatch.setattr(schedule, "FIRST_COLUMNS", 1)
-    tight = NativeEngine(model, slots=2, path=path).converse(prompts, keys, sampling, Scripted(script))
+    tight = NativeEngine(model, slots=2).converse(prompts, keys, sampling, Scripted(script))
     assert message(tight) == message(roomy)
     assert worst_difference(model, prompts, tight) <= 1e-5
 
@@ -122,7 +116,7 @@ CASES = st.fixed_dictionaries(
 MODEL = exact("qwen3")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(case=CASES)
 def test_the_mask_states_who_wrote_each_token(case: dict[str, Any]) -> None:
     prompts = make_prompts(case["lengths"], case["seed"])

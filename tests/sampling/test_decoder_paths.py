@@ -74,7 +74,9 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize(
+    "architecture", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow), "llama4_text", "rwkv"]
+)
 def test_native_engine_of_a_model_with_other_states_than_keys_and_values_samples_from_the_model(architecture):
     config = SMALL | PLAIN[architecture]
     torch.manual_seed(0)

@@ -36,8 +36,7 @@ def with_adapter(model, seed=0):
     return wrapped.eval()
 
 
-@pytest.mark.parametrize("group", [1, 3])  # copied and shared prompts
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(("adapter", "group"), [(True, 1), (False, 3)])  # copied and shared prompts
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter, group):
     model = tiny_random(architecture)
@@ -55,7 +54,7 @@ def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter, g
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, None, 1.0), (0.7, None, 1.0), (1.3, 5, 1.0), (1.0, None, 0.6), (0.8, 9, 0.7)],
+    [(0.7, None, 1.0), (1.0, None, 0.6), (0.8, 9, 0.7)],
 )
 def test_tokens_are_the_inverse_cdf_of_the_keys_uniforms(tiny_random, architecture, temperature, top_k, top_p):
     model = tiny_random(architecture)
@@ -140,7 +139,7 @@ CHANGES = (step_with_optimizer, load_another_state, replace_data, replace_parame
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gpt2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_the_weights_are_never_stale(tiny_random, architecture, change):
     model, prompts, keys = tiny_random(architecture), make_prompts(), make_keys(4, 2)
     sampling = Sampling(max_tokens=8)

@@ -14,14 +14,13 @@ PROMPT = [9, 31, 87, 40]
 STOPS = frozenset(range(8))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.3, "top_p": 0.8}]
 )
-def test_the_tokens_are_those_of_the_native_engine(architecture, options, tiny_random) -> None:
-    model = tiny_random(architecture)
+def test_the_tokens_are_those_of_the_native_engine(options, tiny_random) -> None:
+    model = tiny_random("qwen3")
     sampling = Sampling(24, stop_ids=STOPS, **options)
-    keys = [derive_key(0, "stream", i) for i in range(6)]
+    keys = [derive_key(0, "stream", i) for i in range(3)]
     [whole] = NativeEngine(model).generate([PROMPT], [keys], sampling)
     for key, completion in zip(keys, whole, strict=True):
         tokens = list(stream(model, PROMPT, key, sampling))

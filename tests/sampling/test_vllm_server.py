@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection
-from posttrain.sampling.vllm.server import OwnServer, ServerCommand, server_command
+from posttrain.sampling.vllm.server import OwnServer, ServerCommand, fingerprint, served_names, server_command
+from posttrain.store.checkpoint_files import seal
 
 MOST_SECONDS = 90.0
 
@@ -93,13 +96,12 @@ def test_server_command_with_every_option(folder: Path) -> None:
     assert options_of(server_command(str(folder)).words)["--max-model-len"] == "96"
 
 
-@pytest.mark.parametrize("gpus", [(), (1,)])
-def test_server_command_is_read_by_a_shell_as_the_very_words(folder: Path, gpus: tuple[int, ...]) -> None:
-    command = server_command(str(folder), gpus=gpus, interpreter="printf")
+def test_server_command_is_read_by_a_shell_as_the_very_words(folder: Path) -> None:
+    command = server_command(str(folder), gpus=(1,), interpreter="printf")
     text = command.shell()
     assert text.count("\n") == sum(word.startswith("--") for word in command.words)
     words = shlex.split(text.replace("\\\n", ""))
-    assert words == [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus] + list(command.words)
+    assert words == ["CUDA_VISIBLE_DEVICES=1", *command.words]
     as_lines = text.replace("printf -m", "printf '%s\\n' -m", 1)
     read = subprocess.run(["sh", "-c", as_lines], capture_output=True, text=True, check=True).stdout.splitlines()
     assert read == list(command.words[1:])
@@ -139,6 +141,65 @@ def test_server_command_of_a_hub_name_keeps_it_and_a_missing_folder_is_refused()
     assert "--max-model-len" not in command.words
     with pytest.raises(UsageError, match="there is no folder"):
         server_command("./nowhere")
+
+
+# The name has a fingerprint of the weights.
+
+
+def test_a_run_is_its_checkpoint(tiny_random, tmp_path):
+    run = tmp_path / "runs" / "first"
+    for step in (10, 20):
+        tiny_random("qwen3").save_pretrained(run / "checkpoints" / f"step-{step:06d}")
+        seal(run / "checkpoints" / f"step-{step:06d}", step)
+    (run / "recipe.yaml").write_text("{}")
+    (run / "checkpoints" / "best").symlink_to("step-000010")
+    name, place = served_names(str(run))
+    assert name.startswith("first-step-000010-")
+    assert place == str(run / "checkpoints" / "step-000010")
+
+
+def test_the_fingerprint_is_that_of_the_weights(tiny_random, tmp_path):
+    folder, copied = tmp_path / "model", tmp_path / "copy"
+    tiny_random("qwen3").save_pretrained(folder)
+    before = fingerprint(folder)
+    shutil.copytree(folder, copied)
+    (copied / "README.md").write_text("not a weight")
+    assert fingerprint(copied) == before
+    weights = load_file(copied / "model.safetensors")
+    save_file({name: tensor * 1.0001 for name, tensor in weights.items()}, copied / "model.safetensors")
+    assert fingerprint(copied) != before
+
+
+@pytest.mark.parametrize("size", [0, 3_000_000])
+def test_files_of_any_size_have_a_fingerprint(tmp_path, size):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(size))
+    zeros = fingerprint(tmp_path)
+    file.write_bytes(bytes(size) + b"\1")
+    assert fingerprint(tmp_path) != zeros
+    if size:
+        for place in (0, size - 1):  # the first block and the last are read whole
+            content = bytearray(size)
+            content[place] = 1
+            file.write_bytes(content)
+            assert fingerprint(tmp_path) != zeros
+
+
+def test_a_checkpoint_has_the_digests_of_its_manifest(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    read = fingerprint(tmp_path)
+
+    def manifest(digest: str) -> None:
+        files = {"model.safetensors": {"bytes": 100, "sha256": digest}}
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "step": 3, "files": files}))
+
+    manifest("aa")
+    first = fingerprint(tmp_path)
+    manifest("bb")
+    assert len({read, first, fingerprint(tmp_path)}) == 3
+    for damaged in ("", "[]", '{"files": {"model.safetensors": 1}}'):
+        Path(tmp_path / "manifest.json").write_text(damaged)
+        assert fingerprint(tmp_path) == read
 
 
 # The process.

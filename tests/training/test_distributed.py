@@ -369,7 +369,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Pro
     folders = {}
     for name, process_group, scale in (("alone", SINGLE_PROCESS, {}), ("parted", several, SHARDED)):
         folders[name] = tmp_path / name
-        with FakeFollower(tiny.model, tiny.tokenizer) as server:
+        with FakeFollower(tiny.model) as server:
             engine = {"name": "vllm", "url": server.url}
             shown = {
                 **CASES[case].get("eval", {}),

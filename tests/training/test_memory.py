@@ -18,7 +18,6 @@ from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sampling.base import Reply, Sampling
 from posttrain.sampling.native import engine as native_engine
-from posttrain.sampling.native import turns
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.schedule import Schedule
 from posttrain.training.build import TrainerState, prepare
@@ -292,14 +291,14 @@ def test_the_cache_of_sampling(
 def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[int] = []
 
-    class Watched(turns.Turns):
+    class Watched(Schedule):
         def _drop_finished(self) -> None:
             cache = self.cache
             shared = [] if cache.shared is None else [*cache.shared.keys, *cache.shared.values]
             shown.append(sum(t.untyped_storage().nbytes() for t in (*cache.keys, *cache.values, *shared)))
             super()._drop_finished()
 
-    monkeypatch.setattr(turns, "Turns", Watched)
+    monkeypatch.setattr(native_engine, "Schedule", Watched)
     recipe = recipe_of(
         "grpo",
         folders["qwen3"],

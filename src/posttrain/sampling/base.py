@@ -163,7 +163,8 @@ class Engine(ABC):
     folder: Path | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
     in_background: bool = False
-    _warnings: tuple[str, ...] = ()
+    _warnings: tuple[str, ...] = ()  # all that were ever given, of which the user has seen the first
+    _num_shown: int = 0
 
     def settle(self, folder: Path | None, process_group: ProcessGroup) -> Engine:
         """Return the engine with its folder and processes.
@@ -201,8 +202,14 @@ class Engine(ABC):
 
     def take_warnings(self) -> list[str]:
         """Return messages for the user since the last call."""
-        warnings, self._warnings = list(self._warnings), ()
-        return warnings
+        warnings = self._warnings[self._num_shown :]
+        self._num_shown = len(self._warnings)
+        return list(warnings)
+
+    def _say(self, message: str) -> None:
+        """Give the user a message, once."""
+        if message not in self._warnings:
+            self._warnings += (message,)
 
     def close(self) -> None:  # noqa: B027
         """Give back what the engine holds (a server that it started); it may be used again."""

@@ -216,36 +216,25 @@ class Episodes:
             session.begin(examples[i], seeds[i])
         prompts = {(i, g): self._open(session, examples[i], i, openings) for (i, g), session in sessions.items()}
         going = [place for place in places if not sessions[place].failure]
-        rows = {i: [g for n, g in going if n == i] for i in dict.fromkeys(i for i, _ in going)}
-        actors, of_place = {}, {}
-        for n, (i, samples) in enumerate(rows.items()):
-            for k, g in enumerate(samples):
-                actors[n, k] = of_place[i, g] = _Actor(sessions[i, g], prompts[i, g])
-        replies = self.engine.converse(
-            [prompts[i, samples[0]] for i, samples in rows.items()],
-            [[keys[i][g] for g in samples] for i, samples in rows.items()],
+        rows = [(i, [g for n, g in going if n == i]) for i in dict.fromkeys(i for i, _ in going)]
+        numbered = {(n, k): (i, g) for n, (i, samples) in enumerate(rows) for k, g in enumerate(samples)}
+        actors = {number: _Actor(sessions[place], prompts[place]) for number, place in numbered.items()}
+        groups = self.engine.converse(
+            [prompts[i, samples[0]] for i, samples in rows],
+            [[keys[i][g] for g in samples] for i, samples in rows],
             self.sampling,
             Cast(self.stage, self.tokenizer, actors),
         )
-        completions = {
-            (i, g): one
-            for (i, samples), row in zip(rows.items(), replies, strict=True)
-            for g, one in zip(samples, row, strict=True)
-        }
+        played = {place: (groups[n][k], tuple(actors[n, k].turns)) for (n, k), place in numbered.items()}
         nothing = Completion((), (), "environment_failed", self.engine.version, ())
         episodes = {}
-        for place, session in sessions.items():
-            completion, reward = completions.get(place, nothing), session.reward()
+        for (i, g), session in sessions.items():
+            completion, turns = played.get((i, g), (nothing, ()))
+            reward, messages = session.reward(), tuple(opened(examples[i], openings.get(i, "")))
             if session.failure:
                 completion = replace(completion, finish="environment_failed")
-            episodes[place] = Episode(
-                tuple(prompts[place]),
-                completion,
-                tuple(of_place[place].turns) if place in of_place else (),
-                reward,
-                (session.failure,) if session.failure else (),
-                tuple(opened(examples[place[0]], openings.get(place[0], ""))),
-            )
+            failures = (session.failure,) if session.failure else ()
+            episodes[i, g] = Episode(tuple(prompts[i, g]), completion, turns, reward, failures, messages)
         for closing in [session.close() for session in sessions.values()]:
             if closing is not None:  # the next to be played may need the place, or what it holds
                 pool.wait(closing)

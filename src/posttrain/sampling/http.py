@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx2
+from pydantic import ValidationError
 
 from posttrain.option_types import server_address
 from posttrain.untrusted import harmless
@@ -23,19 +24,23 @@ MAX_ANSWER_BYTES = 64 << 20
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 
 
-class Unanswered(Exception):
+class ServerError(Exception):
+    """A request has failed for good; the text gives the reason."""
+
+
+class Unanswered(ServerError):
     """No usable answer after all attempts; the text gives the last failure."""
 
 
-class Refused(Exception):
+class Refused(ServerError):
     """The server refuses the request for good. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+        super().__init__(f"HTTP {status}: {message}")
         self.status = status
 
 
-class Unreadable(Exception):
+class Unreadable(ServerError):
     """An answer does not have the form of the endpoint's answers."""
 
 
@@ -44,7 +49,7 @@ class Interrupted(Exception):
 
 
 class HttpServer:
-    """A server at ``url``: an asynchronous context manager in which ``ask`` may be called.
+    """A server at ``url``; ``ask`` may be called within ``session``.
 
     Args:
         timeout_seconds: for the whole answer to one attempt; it has at most ``MAX_ANSWER_BYTES``.
@@ -59,18 +64,8 @@ class HttpServer:
         self.host = server_address(url)[1]
         self.base = url.strip().rstrip("/").removesuffix("/v1")
         self.timeout_seconds, self.retries, self.concurrency = timeout_seconds, retries, concurrency
-        self.headers = HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._headers = HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
         self._secrets = [token.encode(), quote(token, safe="").encode()] if token else []  # as it may come back
-
-    async def __aenter__(self) -> Self:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
-        timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
-        self._client = httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout, trust_env=False)
-        self._places = asyncio.Semaphore(max(1, self.concurrency))
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._client.aclose()
 
     def call(
         self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
@@ -79,13 +74,26 @@ class HttpServer:
         return self.session(lambda: self.ask(method, path, body, read=read, retries=retries))
 
     def session(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Return the result of ``work``, which may ``ask``, to code that is not asynchronous."""
+        """Return the result of ``work``, which may ``ask``, to code that is not asynchronous.
 
-        async def alone() -> Result:
-            async with self:
+        It runs in a thread of its own where this one has an event loop already (notebooks).
+        """
+
+        async def connected() -> Result:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
+            timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
+            self._places = asyncio.Semaphore(self.concurrency)
+            async with httpx2.AsyncClient(
+                headers=self._headers, limits=limits, timeout=timeout, trust_env=False
+            ) as self._client:
                 return await work()
 
-        return run(alone())
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(connected())
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, connected()).result()
 
     async def ask(
         self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
@@ -109,15 +117,11 @@ class HttpServer:
                 async with self._places, asyncio.timeout(self.timeout_seconds):
                     status, content = await self._exchange(method, path, data)
                 if status == 200:
-                    answer = read_json(content)
-                    try:
-                        return read(answer)
-                    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None
-                message = read_error(content)
-                failure = f"HTTP {status}: {message}"
+                    return _read_with(read, read_json(content))
+                refusal = Refused(status, read_error(content))
                 if status not in RETRIED_STATUSES:
-                    raise Refused(status, message)
+                    raise refusal
+                failure = str(refusal)
             except (TimeoutError, OSError, ValueError, httpx2.HTTPError, httpx2.StreamError) as error:
                 failure = self._explain(error)
             except Interrupted as error:
@@ -146,14 +150,19 @@ class HttpServer:
         return f"{type(error).__name__}: {error}"
 
 
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of ``work``, in a thread of its own where this one runs an event loop already (notebooks)."""
+def _read_with(read: Callable[[Any], Result], answer: object) -> Result:
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+        return read(answer)
+    except ValidationError as error:
+        raise Unreadable(first_fault(error)) from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the place, reason and input of the first fault."""
+    fault = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}; got {fault['input']!r:.80}"
 
 
 async def all_of(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:

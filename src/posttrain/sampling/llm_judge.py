@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import statistics
 import threading
@@ -27,10 +26,10 @@ from posttrain.graders.grading import Measured
 from posttrain.option_types import LARGEST_COUNT, LOOPBACK, key_for
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.registry import find, register
-from posttrain.sampling.http import HttpServer, Interrupted, Refused, Unanswered, Unreadable, all_of
-from posttrain.sampling.vllm.protocol import first_fault, read_models
-from posttrain.store.durable import storage_errors
-from posttrain.store.reading import open_record
+from posttrain.sampling.http import HttpServer, Interrupted, Refused, ServerError, Unanswered, all_of, first_fault
+from posttrain.sampling.vllm.client import read_models
+from posttrain.store.durable import cut_torn_line, storage_errors
+from posttrain.store.reading import read_record
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Example
 
@@ -88,14 +87,14 @@ class Question:
             judged = json.loads(fenced[1] if fenced else text, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError):
             raise Interrupted(f"the reply is no JSON: {shown}") from None
-        keys = set(self.schema["properties"])
-        if not isinstance(judged, dict) or set(judged) != keys or not isinstance(judged["reasoning"], str):
-            raise Interrupted(f"the reply is not an object of {' and '.join(self.schema['properties'])}: {shown}")
+        keys = self.schema["properties"]
+        if not isinstance(judged, dict) or set(judged) != set(keys) or not isinstance(judged["reasoning"], str):
+            raise Interrupted(f"the reply is not an object of {' and '.join(keys)}: {shown}")
         score = judged[self.answer]
-        if type(score) in (int, str) and score in self.values:
-            return self.values[score]
         if isinstance(score, str) and _NUMBER.fullmatch(score.strip()):
             score = float(score)
+        if isinstance(score, str) and score in self.values:
+            return self.values[score]
         if self.answer == "score" and type(score) in (int, float):
             low, high = min(self.values), max(self.values)
             if low <= score <= high:
@@ -119,24 +118,22 @@ def rate(prompt: str, answer: str, *, rubric: str, scale: tuple[int, int], gold:
     low, high = scale
     texts = {"question": prompt, "answer": answer} | ({} if gold is None else {"known-answer": gold})
     form = f'{{"reasoning": why, "score": a whole number from {low} (worst) to {high} (best)}}'
-    values: dict[Any, float] = {score: (score - low) / (high - low) for score in range(low, high + 1)}
-    return _question(texts, rubric, form, "score", "integer", values)
+    values = {score: (score - low) / (high - low) for score in range(low, high + 1)}
+    return _question(texts, rubric, form, "score", values)
 
 
 def compare(prompt: str, first: str, second: str, *, rubric: str) -> Question:
     """Ask which of two answers is better: value 1 for the first, 0 for the second, 0.5 for a tie."""
     texts = {"question": prompt, "first-answer": first, "second-answer": second}
     form = '{"reasoning": why, "winner": "first", "second" or "tie"}'
-    values: dict[Any, float] = {"first": 1.0, "second": 0.0, "tie": 0.5}
     order = "The order in which the answers stand says nothing. "
-    return _question(texts, order + rubric, form, "winner", "string", values)
+    return _question(texts, order + rubric, form, "winner", {"first": 1.0, "second": 0.0, "tie": 0.5})
 
 
-def _question(
-    texts: Mapping[str, str], rubric: str, form: str, answer: str, kind: str, values: Mapping[Any, float]
-) -> Question:
+def _question(texts: Mapping[str, str], rubric: str, form: str, answer: str, values: Mapping[Any, float]) -> Question:
     mark, reply = mark_of(list(texts.values())), _REPLY.format(form=form)
     quoted = "\n\n".join(f"<{mark} {name}>\n{text}\n</{mark}>" for name, text in texts.items())
+    kind = "integer" if answer == "score" else "string"
     schema = {
         "type": "object",
         "properties": {"reasoning": {"type": "string"}, answer: {"type": kind, "enum": list(values)}},
@@ -210,11 +207,18 @@ class Judge:
     tokens_out: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        place, self._key = urlsplit(self.url), key_for(self.url, f"{self.where}.url", KEY_VARIABLE)
-        if self._key and place.scheme != "https" and place.hostname not in LOOPBACK:
+        place, key = urlsplit(self.url), key_for(self.url, f"{self.where}.url", KEY_VARIABLE)
+        if key and place.scheme != "https" and place.hostname not in LOOPBACK:
             raise UsageError(
                 f"{self.where}.url: {self.url}: the key of {KEY_VARIABLE} would travel in clear text; use https"
             )
+        self._server = HttpServer(
+            self.url,
+            timeout_seconds=self.timeout_seconds,
+            retries=self.retries,
+            concurrency=self.concurrency,
+            token=key,
+        )
         self._lock = threading.Lock()
         self._known = {} if self.folder is None else dict(_read_cache(self.folder / CACHE))
 
@@ -223,15 +227,6 @@ class Judge:
         """Address and model, as opinions are kept under them."""
         return f"{self.url} {self.model or ''}".strip()
 
-    def _open(self) -> HttpServer:
-        return HttpServer(
-            self.url,
-            timeout_seconds=self.timeout_seconds,
-            retries=self.retries,
-            concurrency=self.concurrency,
-            token=self._key,
-        )
-
     def find_model(self, retries: int | None = None) -> str:
         """Return the name of the model at the server.
 
@@ -239,25 +234,26 @@ class Judge:
             UsageError: no answer, a refused key, or several models and none named.
         """
         try:
-            known = [one.name for one in self._open().call("GET", "/v1/models", read=read_models, retries=retries)]
-        except Unanswered as error:
-            raise UsageError(
-                f"{self.url}: no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
-                f"give the place of one with {self.where}.url"
-            ) from None
-        except Refused as error:
-            if error.status in (404, 405) and self.model:
+            known = [one.name for one in self._server.call("GET", "/v1/models", read=read_models, retries=retries)]
+        except ServerError as error:
+            if isinstance(error, Refused) and error.status in (404, 405) and self.model:
                 return self.model  # the server lists no models
-            raise self._refusal(error) from None
-        except Unreadable as error:
-            raise UsageError(f"{self.url}: this is no server of models: {error}") from None
+            raise self._explain(error) from None
         if self.model is None and len(known) != 1:
             raise UsageError(f"{self.url}: {self.where}.model is needed; the server has: {', '.join(known) or 'none'}")
         return self.model or known[0]
 
-    def _refusal(self, error: Refused) -> UsageError:
-        hint = f"; put its key into the environment variable {KEY_VARIABLE}" if error.status in (401, 403) else ""
-        return UsageError(f"{self.url}: the judge refuses to answer (HTTP {error.status}: {error}){hint}")
+    def _explain(self, error: ServerError) -> UsageError:
+        text = f"this is no server of models: {error}"
+        if isinstance(error, Unanswered):
+            text = (
+                f"no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
+                f"give the place of one with {self.where}.url"
+            )
+        elif isinstance(error, Refused):
+            hint = f"; put its key into the environment variable {KEY_VARIABLE}" if error.status in (401, 403) else ""
+            text = f"the judge refuses to answer ({error}){hint}"
+        return UsageError(f"{self.url}: {text}")
 
     def ask(self, questions: Sequence[Question]) -> list[Opinion]:
         """Return an opinion on each question, in order; the same question is asked once.
@@ -270,19 +266,17 @@ class Judge:
         fresh = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
         judged: dict[str, Opinion] = {}
         if fresh:
-            model, server = self.model or self.find_model(), self._open()
-            opinions = server.session(lambda: all_of(partial(self._ask, server, model), fresh.values()))
+            model = self.model or self.find_model()
+            opinions = self._server.session(lambda: all_of(partial(self._ask, model), fresh.values()))
             judged = dict(zip(fresh, opinions, strict=True))
-        self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
+            self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
+            self.tokens_in += sum(opinion.tokens_in for opinion in opinions)
+            self.tokens_out += sum(opinion.tokens_out for opinion in opinions)
         results = []
         for name in names:
-            if (first := judged.get(name)) is None:
-                results.append(Opinion(self._known[name]))
-            else:  # the first that asks has the costs
-                results.append(first)
-                judged[name] = replace(first, tokens_in=0, tokens_out=0)
-        self.tokens_in += sum(opinion.tokens_in for opinion in results)
-        self.tokens_out += sum(opinion.tokens_out for opinion in results)
+            results.append(judged.get(name) or Opinion(self._known[name]))
+            if name in judged:  # the first that asks has the costs
+                judged[name] = replace(judged[name], tokens_in=0, tokens_out=0)
         return results
 
     def _keep(self, known: dict[str, float]) -> None:
@@ -294,11 +288,10 @@ class Judge:
             lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
             self.folder.mkdir(exist_ok=True)
             with storage_errors("what the judge said", path), open(path, "ab+") as file:
-                if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":
-                    lines = f"\n{lines}"  # a kill has torn the last line
+                cut_torn_line(file.fileno())
                 file.write(lines.encode())
 
-    async def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
+    async def _ask(self, model: str, question: Question) -> Opinion:
         spent = [0, 0]
 
         def read(content: object) -> float:
@@ -313,15 +306,14 @@ class Judge:
             return question.read(text.encode("utf-8", "replace").decode())  # half of a surrogate pair cannot be stored
 
         try:
-            value = await server.ask("POST", "/v1/chat/completions", self.body(model, question), read=read)
+            value = await self._server.ask("POST", "/v1/chat/completions", self.body(model, question), read=read)
         except Unanswered as error:
-            failure: Literal["timeout", "crash"] = "timeout" if "no answer within" in str(error) else "crash"
-            return Opinion(None, failure, str(error), *spent)
+            return Opinion(None, "timeout" if "no answer within" in str(error) else "crash", str(error), *spent)
         except Refused as error:
             if error.status in (401, 403, 404, 405):  # refusals of the client, not of the question
-                raise self._refusal(error) from None
+                raise self._explain(error) from None
             hint = f" (set {self.where}.structured to false)" if "response_format" in str(error) else ""
-            return Opinion(None, "crash", f"HTTP {error.status}: {error}{hint}", *spent)
+            return Opinion(None, "crash", f"{error}{hint}", *spent)
         return Opinion(value, None, "", *spent)
 
     def body(self, model: str, question: Question) -> dict[str, Any]:
@@ -340,8 +332,7 @@ class Judge:
 def _read_cache(path: Path) -> Iterator[tuple[str, float]]:
     """Yield the lines of the file; one that a kill has torn is skipped, and asked again."""
     try:
-        with open_record(path, _MAX_CACHE_BYTES) as file:
-            lines = file.read().split(b"\n")
+        lines = read_record(path, _MAX_CACHE_BYTES).split(b"\n")
     except FileNotFoundError:
         return
     for number, line in enumerate(lines, start=1):
@@ -373,21 +364,23 @@ def check_failures(opinions: Sequence[Opinion], bound: float, judge: Judge) -> N
 _judge_for = cache(Judge)
 
 
-def prepare(*, where: str = "judge", url: str | None = None, scale: tuple[int, int] = (1, 10), **options: Any) -> None:
-    """Check before anything is sampled that the judge can be asked.
+def prepare(*, where: str = "judge", folder: Path | None = None, **options: Any) -> Judge:
+    """Return the judge of a reward's options, checked before anything is sampled.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it cannot be asked.
     """
-    if not scale[0] < scale[1] <= scale[0] + 100:
-        raise RecipeError(f"{where}.scale: {list(scale)}: the lowest score, then the highest, at most 100 above it")
-    if url is None:
+    low, high = options.get("scale", (1, 10))
+    if not low < high <= low + 100:
+        raise RecipeError(f"{where}.scale: {[low, high]}: the lowest score, then the highest, at most 100 above it")
+    if options.get("url") is None:
         raise RecipeError(
             f"{where}.url: say where a judge answers; a model of this machine is one behind `posttrain serve MODEL`"
         )
-    Judge(url, where=where, **{name: value for name, value in options.items() if name not in _HOW}).find_model(
-        retries=0
-    )
+    chosen = {name: value for name, value in options.items() if name not in _HOW}
+    judge = Judge(**chosen, where=where, folder=folder)
+    judge.find_model(retries=0)
+    return judge
 
 
 @register("reward", batched=True, asks_a_model=True, prepare=prepare)
@@ -434,9 +427,8 @@ def judge(
     Raises:
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
-    options = {"temperature": temperature, "max_tokens": max_tokens, "concurrency": concurrency, "retries": retries}
-    options |= {"timeout_seconds": timeout_seconds, "structured": structured}
-    judge = _judge_for(url=url, model=model, where=where, folder=folder[0], **options)
+    limits = (temperature, max_tokens, concurrency, retries, timeout_seconds)
+    judge = _judge_for(url, model, structured, *limits, where, folder[0])
     judged = judge.ask(
         [
             rate(prompt_text(one), answer, rubric=rubric, scale=scale, gold=one.answer if known_answer else None)
@@ -522,6 +514,5 @@ def read_pair_judge(path: str, folder: Path | None = None) -> PairJudge:
     place, text = recipe_text(path)
     where = f"{place}: judge"
     options = find("reward", "judge").options(parse_yaml(text, place)[0], where)
-    prepare(**options, where=where)
-    chosen = {name: value for name, value in options.items() if name not in _HOW}
-    return PairJudge(Judge(**chosen, where=where, folder=folder), options["rubric"], options["max_failures"])
+    judge = prepare(**options, where=where, folder=folder)
+    return PairJudge(judge, options["rubric"], options["max_failures"])

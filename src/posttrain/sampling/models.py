@@ -63,10 +63,9 @@ class ModelSource:
         """Return the options of loading: those of its run, changed by those given here."""
         own: dict[str, Any] = {}
         if self.recipe is not None:
-            trained = self.recipe.model
-            own = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-        changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
-        return ModelSection(name=self.path, **(own | changes))
+            own = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
+        changes = {"dtype": dtype, "device": device}
+        return ModelSection(name=self.path, **own | {key: one for key, one in changes.items() if one is not None})
 
     def refuse_scorer(self) -> None:
         """Raise ``UsageError`` if the run trained a reward model."""
@@ -101,18 +100,15 @@ class OpenedModel(Sampler):
     def label(self) -> str:
         return self.source.label
 
-    def with_template(self, template: Component | None) -> OpenedModel:
-        """Return the model under another template (None: its own, with its run's rewards)."""
-        return replace(self, grader=grader_for(self.source, template), stage=None)
-
     def on_stage(self, template: Component | None) -> OpenedModel:
-        """Return the model with its run's environment and tools where it has any and keeps its template.
+        """Return the model under a template (None: its own, with its run's rewards), and with its run's environment and
+        tools where it has any and keeps its template.
 
         Raises:
             UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
             UsageError: they cannot be used here.
         """
-        plain, recipe = self.with_template(template), self.source.recipe
+        plain, recipe = replace(self, grader=grader_for(self.source, template), stage=None), self.source.recipe
         if recipe is None or not plays(self.source, template):
             return plain
         from posttrain.sampling.episodes import build_stage

@@ -102,13 +102,14 @@ def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -
     info: dict[str, float] = {}
     outcome, total, failure = "ungraded", 0.0, ""
     for name, weight, reward in parts:
-        value = reward if isinstance(reward, float) else reward.value
-        values[name] = value
-        total += weight * value
-        if not isinstance(reward, float):
+        if isinstance(reward, float):
+            values[name] = reward
+        else:
+            values[name] = reward.value
             info |= reward.info
-        if isinstance(reward, Measured) and reward.failure is not None:
-            failure = reward.failure
+        total += weight * values[name]
+        if isinstance(reward, Measured):
+            failure = reward.failure or failure
         if isinstance(reward, Verdict) and name == "correct":
             outcome, extracted = reward.outcome, reward.extracted if reward.extracted is not None else extracted
     total = check_size(total, f"the weighted sum of the rewards is {total:g}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UsageError
-from posttrain.sampling.environments.built_in import NumberGuess
+from posttrain.errors import DataError, RecipeError, UsageError
+from posttrain.sampling.environments.built_in import NumberGuess, search
 
 
 def make(name: str, **options):
@@ -100,3 +103,16 @@ def test_a_seed_is_a_game() -> None:
     assert one.get_reward() == 0.0
     with pytest.raises(UsageError, match=r"low \(5\) must be below high \(5\)"):
         make("number_guess", low=5, high=5)
+
+
+def test_search_ranks_by_bm25(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The cat sat.\n\nA dog barked at the cat and the cat ran.")
+    (tmp_path / "b.md").write_text("Dogs and cats.")
+    (tmp_path / "c.bin").write_bytes(b"cat cat cat")
+    found = search(path=str(tmp_path), passage_chars=100, results=2)
+    assert found.search("dog") == "[a.txt] The cat sat.\nA dog barked at the cat and the cat ran."
+    assert found.search("zebra") == "nothing fits"
+    assert [sum(words.values()) for words in found._words] == [13, 3]
+    assert (found._mean, found._idf["cat"]) == (8, math.log(1 + 1.5 / 1.5)), "in one passage of two"
+    with pytest.raises(DataError, match="no such folder"):
+        search(path=str(tmp_path / "none"))

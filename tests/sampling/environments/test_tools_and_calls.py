@@ -8,7 +8,6 @@ import pytest
 
 import example_environments as mine
 from posttrain.data.render.calls import HERMES, TAGGED
-from posttrain.errors import UsageError
 from posttrain.sampling.environments.calls import MAX_CALLS, Request, read_calls
 from posttrain.sampling.environments.tools import MAX_RESULT_CHARS, describe_tools, make_tool, result_text
 
@@ -33,22 +32,6 @@ def test_the_signature_is_the_schema() -> None:
     assert describe_tools([tool.schema]).endswith(
         "- echo: Echo the message. It takes: message (string), times (integer)."
     )
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (
-            mine.Untyped.guess,
-            r"environment 'x', tool 'guess': parameter 'number' has no type; annotate it, as in number: int",
-        ),
-        (mine.Undescribed.guess, r"tool 'guess': it has no docstring"),
-        (lambda *many: 1, r"tool '<lambda>': it has no docstring"),
-    ],
-)
-def test_a_tool_without_types_or_docstring_is_refused(function, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        make_tool(function, "environment 'x'", method=True)
 
 
 @pytest.mark.parametrize(

@@ -108,24 +108,29 @@ def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
     """Objects of JSON one after another, after ``begin``; without one the turn has to begin with such a call."""
     begin = form.begin.strip()
     at = _find_begin(text, first, form)
-    if at < 0:
-        return
-    start = at + len(begin)
-    if not begin:
-        start += len(text[start:]) - len(text[start:].lstrip().removeprefix("<|python_tag|>"))
-    start += len(text[start:]) - len(text[start:].lstrip(_BETWEEN_OBJECTS + "["))
-    while text[start : start + 1] == "{":
-        try:
-            value, end = _DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            value, end = None, len(text)
-        if begin in ("", "[") and form.name_key[1] not in (_inner(value, form) or {}):
+    while at >= 0:
+        start = at + len(begin)
+        if not begin:
+            start = _skip(text, start, None)
+            start += len("<|python_tag|>") if text.startswith("<|python_tag|>", start) else 0
+        start = _skip(text, start, _BETWEEN_OBJECTS + "[")
+        if not text.startswith("{", start):
             return
-        yield _Region(text[start:end], (at, end))
-        at, start = end, end + len(text[end:]) - len(text[end:].lstrip(_BETWEEN_OBJECTS))
-        if begin and text[start : start + 1] != "{" and (again := _find_begin(text, end, form)) >= 0:
-            at, start = again, again + len(begin)
-            start += len(text[start:]) - len(text[start:].lstrip(_BETWEEN_OBJECTS + "["))
+        while text.startswith("{", start):
+            try:
+                value, end = _DECODER.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                value, end = None, len(text)
+            if begin in ("", "[") and form.name_key[1] not in (_inner(value, form) or {}):
+                return
+            yield _Region(text[start:end], (at, end))
+            at, start = end, _skip(text, end, _BETWEEN_OBJECTS)
+        at = _find_begin(text, at, form) if begin else -1
+
+
+def _skip(text: str, start: int, characters: str | None) -> int:
+    """Return the first place from ``start`` on that has none of the characters (None: white space)."""
+    return len(text) - len(text[start:].lstrip(characters))
 
 
 def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:

@@ -24,6 +24,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from numbers import Real
 from typing import Any
 
@@ -73,11 +74,12 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         if not callable(getattr(kind, "reset", None)):
             raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
         gives_reward, pays_turns = (callable(getattr(kind, m, None)) for m in ("get_reward", "get_turn_reward"))
-        for base in reversed(kind.__mro__[:-1]):  # a base's methods first, in the order in which they are written
-            for method in (name for name, member in vars(base).items() if inspect.isfunction(member)):
-                function = getattr(kind, method)
-                if not method.startswith("_") and method not in NO_TOOLS and inspect.isfunction(function):
-                    tools[method] = make_tool(function, place, method=True)
+        # A base's methods first, in the order in which they are written.
+        members = [name for base in reversed(kind.__mro__[:-1]) for name, one in vars(base).items() if isfunction(one)]
+        for method in members:
+            function = getattr(kind, method)
+            if not method.startswith("_") and method not in NO_TOOLS and isfunction(function):
+                tools[method] = make_tool(function, place, method=True)
         if callable(getattr(kind, "close", None)) and not inspect.iscoroutinefunction(kind.close):
             registry.call("environment", probe.close)
     for index, path in enumerate(functions):
@@ -99,11 +101,10 @@ def refuse_unpaid(toolset: Toolset, rewards: Sequence[str]) -> None:
     Raises:
         UsageError: with the method that is missing.
     """
-    needed = {
-        "environment": ("get_reward", toolset.gives_reward),
-        "turn_rewards": ("get_turn_reward", toolset.pays_turns),
-    }
-    for reward, (method, is_there) in needed.items():
+    for reward, method, is_there in (
+        ("environment", "get_reward", toolset.gives_reward),
+        ("turn_rewards", "get_turn_reward", toolset.pays_turns),
+    ):
         if reward in rewards and not is_there:
             raise UsageError(f"rewards: {toolset.name!r} has no {method}, which the reward {reward} asks; write one")
 
@@ -139,10 +140,12 @@ class Session:
         if self._job is None:
             return ""
         text = self._outcome(self._job, "reset")
-        if text is not None and not isinstance(text, str) and not self.failure:
+        if isinstance(text, str):
+            return text
+        if text is not None and not self.failure:
             what = type(text).__name__
             self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
-        return text if isinstance(text, str) else ""
+        return ""
 
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Job | None:
         """Begin a call; return None and set ``failure`` where the environment is broken."""

@@ -57,8 +57,7 @@ class Tool:
             ValueError: they do not fit.
         """
         if isinstance(values, str):
-            texts = {name: self._is_text(name) for name in self.parameters}
-            values = by_name(self.name, texts, values)
+            values = by_name(self.name, {name: self._is_text(name) for name in self.parameters}, values)
         values = {key: read_text(value, self._is_text(key)) for key, value in values.items()}
         try:
             checked = self.arguments.model_validate(dict(values))
@@ -98,11 +97,9 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
     """
     if text.startswith("{"):
         try:
-            named = json.loads(text)
+            return json.loads(text)  # what begins so is an object
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{tool}: its arguments are no JSON ({error})") from None
-        if isinstance(named, dict):
-            return named
     if not text and not parameters:
         return {}
     if len(parameters) != 1:
@@ -164,20 +161,20 @@ def result_text(result: object) -> str:
             text = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             text = str(result)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= MAX_RESULT_CHARS else f"{text[:MAX_RESULT_CHARS]} ... (cut off)"
+    return shortened(text.encode("utf-8", "backslashreplace").decode(), MAX_RESULT_CHARS)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text, cut off after ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[:limit]} ... (cut off)"
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Return (description, descriptions of the arguments) of a docstring in Google's form."""
     start = _ARGUMENTS.search(doc)
-    before = doc[: start.start()] if start else doc
-    heading = _SECTION.search(before)
-    described = {}
-    if start:
-        rest = doc[start.end() :]
-        end = _SECTION.search(rest)
-        described = dict(_ARGUMENT.findall(rest[: end.start()] if end else rest))
+    before, rest = (doc[: start.start()], doc[start.end() :]) if start else (doc, "")
+    heading, end = _SECTION.search(before), _SECTION.search(rest)
+    described = dict(_ARGUMENT.findall(rest[: end.start() if end else None]))
     return before[: heading.start() if heading else None].strip(), described
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 GROWTH = 1.5  # a full cache is rebuilt this much larger, or shifted when its left part is unused
 ALIGNMENT = 16  # columns; rows of a matrix product then begin on a cache line
@@ -21,38 +22,25 @@ VALUE_AXIS = 2  # of the columns of values ``[slots, heads, columns, dim]``
 
 
 class SlotCache:
-    """Keys and values of up to ``num_slots`` rows; the rows in use are always the first ``count``.
+    """Keys and values of up to ``num_slots`` rows of a decoder; the rows in use are always the first ``count``.
 
     Args:
-        shapes: one entry per layer.
         capacity: columns to begin with; grows when needed.
-        transposed: keys are ``[slots, heads, dim, columns]`` and not ``[slots, heads, columns, dim]`` as values are.
         shared: keeps prompts once for all their rows; without it every row has a copy in columns of its own.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        num_slots: int,
-        capacity: int,
-        *,
-        device: torch.device,
-        transposed: bool = False,
-        shared: SharedPrefixes | None = None,
-    ) -> None:
-        self.shapes = list(shapes)
+    def __init__(self, decoder: Decoder, num_slots: int, capacity: int, shared: SharedPrefixes | None = None) -> None:
         self.capacity = _aligned(capacity)
-        self.device = device
-        self.dtype = self.shapes[0].dtype
-        self.shared = shared
-        self.key_axis = 3 if transposed else 2  # of the columns
+        self.device, self.dtype, self.shared = decoder.device, decoder.shapes[0].dtype, shared
+        # Of the columns: keys are ``[slots, heads, dim, columns]`` if transposed, else as values are.
+        self.key_axis = 3 if decoder.transposed else VALUE_AXIS
         self.count = 0
         self.cursor = 0  # the column that the next step writes
         self.first = 0  # the leftmost column that any row uses
         self.starts = np.zeros(num_slots, dtype=np.int64)
         # Zeros, because a masked column is still multiplied: its content must be finite.
-        self.keys = [self._empty(num_slots, s.heads, s.key_dim, self.key_axis) for s in self.shapes]
-        self.values = [self._empty(num_slots, s.heads, s.value_dim, VALUE_AXIS) for s in self.shapes]
+        self.keys = [self._empty(num_slots, s.heads, s.key_dim, self.key_axis) for s in decoder.shapes]
+        self.values = [self._empty(num_slots, s.heads, s.value_dim, VALUE_AXIS) for s in decoder.shapes]
         self.key_rows: list[Tensor] = []
         self.value_rows: list[Tensor] = []
         self._bias: Tensor | None = None
@@ -90,14 +78,13 @@ class SlotCache:
         ``names`` identify prompts. ``reserve`` comes before, ``refresh`` after a round of placements.
         """
         rows = slice(self.count, self.count + len(prompt_of_row))
+        self.count = rows.stop
         if self.shared is not None:
             self.shared.admit(prefix, names, rows, prompt_of_row)
             self.starts[rows] = self.cursor
-            self.count = rows.stop
             return
         lengths = np.array([prefix.lengths[p] for p in prompt_of_row], dtype=np.int64)
         self.starts[rows] = self.cursor - lengths
-        self.count = rows.stop
         longest = int(lengths.max())
         if longest == 0:
             return
@@ -129,21 +116,18 @@ class SlotCache:
         self.count = count
         if self.shared is not None:
             self.shared.refresh(count)
-        self._view_rows()
-
-    def _view_rows(self) -> None:
-        count = self.count
         if count == 0:
             return
         starts = self.starts[:count]
         self.first = int(starts.min())
         self.key_rows = [k[:count] for k in self.keys]
         self.value_rows = [v[:count] for v in self.values]
-        if int(starts.max()) == self.first:
-            self._bias = None
-            return
-        hidden = torch.arange(self.capacity, device=self.device) < torch.as_tensor(starts, device=self.device)[:, None]
-        self._bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        self._bias = None
+        if int(starts.max()) > self.first:
+            columns = torch.arange(self.capacity, device=self.device)
+            hidden = columns < torch.as_tensor(starts, device=self.device)[:, None]
+            zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+            self._bias = zeros.masked_fill_(hidden, -torch.inf)
 
     def advance(self) -> None:
         """The column at the cursor is written; go to the next, making room where there is none."""
@@ -187,7 +171,7 @@ class SlotCache:
         self.starts[: self.count] += shift
         self.first += shift
         self.cursor += shift
-        self._view_rows()
+        self.refresh(self.count)
 
 
 def aligned(mask: Tensor) -> Tensor:
@@ -206,7 +190,6 @@ def _aligned(columns: int) -> int:
 class Decoder(Protocol):
     """A decoding path over the weights of the moment: two forward passes."""
 
-    name: str
     shapes: list[LayerShape]
     device: torch.device
     transposed: bool
@@ -317,21 +300,14 @@ class SharedPrefixes:
             self.bias = zeros.masked_fill_(past, -torch.inf)[:, None]
 
     def _append(self, prefix: Prefix, fresh: Sequence[int]) -> None:
-        old, count = len(self.names), len(fresh)
         self.lengths += [prefix.lengths[p] for p in fresh]
-        width = self.width
-        index = torch.tensor(list(fresh), device=self.device)
+        width, index = self.width, torch.tensor(list(fresh), device=self.device)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            before, heads = values.shape[2], values.shape[1]
-            new_keys = keys.new_zeros((old + count, heads, keys.shape[2], width))
-            new_values = values.new_zeros((old + count, heads, width, values.shape[3]))
-            new_keys[:old, :, :, :before] = keys
-            new_values[:old, :, :before] = values
             # What the prefill computed for its padding is finite and stays under the mask.
-            filled = min(width, prefix.keys[layer].shape[1])
-            new_keys[old:, :, :, :filled] = prefix.keys[layer][index, :filled].permute(0, 2, 3, 1)
-            new_values[old:, :, :filled] = prefix.values[layer][index, :filled].permute(0, 2, 1, 3)
-            self.keys[layer], self.values[layer] = new_keys, new_values
+            new_keys = prefix.keys[layer][index, :width].permute(0, 2, 3, 1)
+            new_values = prefix.values[layer][index, :width].permute(0, 2, 1, 3)
+            self.keys[layer] = torch.cat([pad(one, (0, width - one.shape[3])) for one in (keys, new_keys)])
+            self.values[layer] = torch.cat([pad(one, (0, 0, 0, width - one.shape[2])) for one in (values, new_values)])
 
     def _keep(self, entries: Sequence[int]) -> None:
         self.names = [self.names[e] for e in entries]

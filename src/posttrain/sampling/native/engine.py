@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from posttrain.sampling.base import (
 )
 from posttrain.sampling.native.cache import Decoder, LayerShape
 from posttrain.sampling.native.fast_path import FastDecoder
-from posttrain.sampling.native.probe import probe, probe_lengths
+from posttrain.sampling.native.probe import Decode, decode_in_slots, probe, probe_lengths
 from posttrain.sampling.native.schedule import Schedule, check_finite
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ class NativeEngine(Engine):
     def __init__(self, model: PreTrainedModel, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
         self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
-        self._known_warnings: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
         # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
         self.is_abandoned: Callable[[int], bool] | None = None
@@ -146,16 +146,10 @@ class NativeEngine(Engine):
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
                 decoder = self._bind(path, shapes, reach)
-                work = (decoder, prompts, rows, sampling, self.slots)
-                with torch.inference_mode(decoder.name == "lean"):
-                    if respondent is None:
-                        schedule = Schedule(*work)
-                        schedule.is_abandoned = self.is_abandoned
-                    else:
-                        from posttrain.sampling.native.turns import Turns
-
-                        schedule = Turns(*work, respondent=respondent, vocab_size=self.vocab_size)
-                    schedule.run()
+                with torch.inference_mode(path == "lean"):
+                    work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
+                    work.is_abandoned = self.is_abandoned
+                    work.run()
         for row in rows:
             check_finite(row)
 
@@ -195,17 +189,16 @@ class NativeEngine(Engine):
         for path, what in PATHS.items():
             if path == "lean" and self.wanted == "modules":
                 continue
-            shapes: list[LayerShape] = []
             try:
                 with _probing():
-                    self._probe(path, reach, batches, shapes)
+                    shapes = self._probe(path, reach, batches)
             except EngineMismatch as reason:
                 reasons[path] = str(reason)
-            else:
-                if reasons:
-                    faster = list(reasons.values())[-1]
-                    self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
-                return path, shapes
+                continue
+            if reasons:
+                faster = list(reasons.values())[-1]
+                self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
+            return path, shapes
         shorter = ""
         if len(batches) > 1:
             longest = min(max(lengths) for lengths in batches[1:])
@@ -219,38 +212,35 @@ class NativeEngine(Engine):
             f"{'; '.join(f'{PATHS[path]}: {reason}' for path, reason in reasons.items())}{shorter}"
         )
 
-    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]) -> None:
-        """Compare a path with the model, and fill ``shapes``.
+    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]]) -> list[LayerShape]:
+        """Compare a path with the model; return the shapes of its keys and values.
 
         Raises:
             EngineMismatch: its log-probabilities are not the model's.
         """
+        shapes: list[LayerShape] = []
         if path in _OWN_FORWARD:
-            from posttrain.sampling.native.reference_path import probe_plainly
+            from posttrain.sampling.native.reference_path import decode_plainly
 
-            lengths = [length for batch in batches for length in batch]
-            found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
+            dtype = self.model.get_input_embeddings().weight.dtype
+            decode: Decode = partial(decode_plainly, self.model, is_cached=path == "plain")
         else:
             decoder = self._bind(path, None, reach)
-            shapes += decoder.shapes
-            found = [probe(self.model, decoder, reach, batches[0])]
-            for batch in batches[1:]:
-                try:
-                    found.append(probe(self.model, decoder, reach, batch))
-                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
-                    tokens = max(batch)
-                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
+            shapes, dtype, decode = decoder.shapes, decoder.shapes[0].dtype, partial(decode_in_slots, decoder)
+        found = [probe(self.model, decode, dtype, reach, batches[0])]
+        for batch in batches[1:]:
+            try:
+                found.append(probe(self.model, decode, dtype, reach, batch))
+            except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                tokens = max(batch)
+                self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
         difference, tolerance = max(found, key=lambda one: one[0] - one[1])
         if difference > tolerance:
             raise EngineMismatch(
                 f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
                 f"{tolerance:.1e} is allowed)"
             )
-
-    def _say(self, line: str) -> None:
-        if line not in self._known_warnings:
-            self._known_warnings.add(line)
-            self._warnings = (*self._warnings, line)
+        return shapes
 
 
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:

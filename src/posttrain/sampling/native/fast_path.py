@@ -31,9 +31,10 @@ from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+BASE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 # Rotary frequencies that do not depend on the length of the sequence.
 STATIC_ROPES = {"default", "linear", "llama3", "yarn"}
 
@@ -41,22 +42,22 @@ STATIC_ROPES = {"default", "linear", "llama3", "yarn"}
 Attend = Callable[[int, "Layer", "Workspace"], Tensor]
 
 
-@dataclass(slots=True)
 class Layer:
     """One block: its parameters by reference, and its head norms side by side."""
 
-    norm1: Tensor
-    norm2: Tensor
-    eps: float
-    q: Projection
-    k: Projection
-    v: Projection
-    o: Projection
-    gate: Projection
-    up: Projection
-    down: Projection
-    head_norm: Tensor | None  # [query heads + key heads, head_dim]
-    head_eps: float
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norm1: Tensor = layer.input_layernorm.weight.detach()
+        self.norm2: Tensor = layer.post_attention_layernorm.weight.detach()
+        self.eps: float = layer.input_layernorm.variance_epsilon
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        self.q, self.k, self.v, self.o = map(Projection.bind, parts)
+        self.gate, self.up, self.down = map(Projection.bind, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.head_norm: Tensor | None = None  # [query heads + key heads, head_dim]
+        if hasattr(attention, "q_norm"):
+            norms = ((attention.q_norm, self.q), (attention.k_norm, self.k))
+            expanded = [norm.weight.detach().expand(p.size // attention.head_dim, -1) for norm, p in norms]
+            self.head_norm, self.head_eps = torch.cat(expanded), float(attention.q_norm.variance_epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,6 @@ class Workspace:
 class FastDecoder:
     """A ``Decoder`` over the parameters of ``model``. Made by ``bind``, anew for every generation."""
 
-    name = "lean"
-
     def __init__(self, base: PreTrainedModel, head: nn.Linear, max_positions: int) -> None:
         attention = base.layers[0].self_attn
         self.embedding: Tensor = base.embed_tokens.weight.detach()
@@ -84,7 +83,7 @@ class FastDecoder:
         self.eps: float = base.norm.variance_epsilon
         self.head_dim: int = attention.head_dim
         self.scale: float = attention.scaling
-        self.layers = [_bind_layer(layer) for layer in base.layers]
+        self.layers = [Layer(layer) for layer in base.layers]
         self.num_queries = self.layers[0].q.size // self.head_dim
         self.num_keys = self.layers[0].k.size // self.head_dim
         self.device = self.embedding.device
@@ -220,63 +219,34 @@ class FastDecoder:
         return self._work
 
 
-def _bind_layer(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    head_norm, head_eps = None, 0.0
-    q, k = Projection.bind(attention.q_proj), Projection.bind(attention.k_proj)
-    if hasattr(attention, "q_norm"):
-        counts = (q.size // attention.head_dim, k.size // attention.head_dim)
-        weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
-        head_norm = torch.cat([w.expand(n, -1) for w, n in zip(weights, counts, strict=True)])
-        head_eps = attention.q_norm.variance_epsilon
-    return Layer(
-        norm1=layer.input_layernorm.weight.detach(),
-        norm2=layer.post_attention_layernorm.weight.detach(),
-        eps=layer.input_layernorm.variance_epsilon,
-        q=q,
-        k=k,
-        v=Projection.bind(attention.v_proj),
-        o=Projection.bind(attention.o_proj),
-        gate=Projection.bind(mlp.gate_proj),
-        up=Projection.bind(mlp.up_proj),
-        down=Projection.bind(mlp.down_proj),
-        head_norm=head_norm,
-        head_eps=head_eps,
-    )
-
-
 def _fits(base: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return True if the parts are those of the block above, each of a known type."""
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    if not all(hasattr(base, name) for name in parts) or set(dict(base.named_children())) != set(parts):
-        return False
-    if type(base.embed_tokens) is not nn.Embedding or not hasattr(base.norm, "variance_epsilon"):
+    if _parts(base) != BASE_PARTS or type(base.embed_tokens) is not nn.Embedding or not len(base.layers):
         return False
     rope = getattr(base.rotary_emb, "rope_type", None)  # one for each kind of layer, in some families
     if not isinstance(rope, str) or rope not in STATIC_ROPES or config.hidden_act != "silu":
         return False
-    return len(base.layers) > 0 and all(_layer_fits(layer) for layer in base.layers)
+    return hasattr(base.norm, "variance_epsilon") and all(map(_layer_fits, base.layers))
 
 
 def _layer_fits(layer: Any) -> bool:
-    if set(dict(layer.named_children())) != LAYER_PARTS:
+    if _parts(layer) != LAYER_PARTS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
-    extra = set(dict(attention.named_children())) - ATTENTION_PARTS
-    if extra not in (set(), {"q_norm", "k_norm"}) or not set(dict(mlp.named_children())) <= MLP_PARTS:
+    extra = _parts(attention) - ATTENTION_PARTS
+    if extra not in (set(), {"q_norm", "k_norm"}) or _parts(mlp) - MLP_PARTS - {"act_fn"}:
         return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if extra:
-        norms += [attention.q_norm, attention.k_norm]
-        if attention.q_norm.weight.shape[0] != attention.head_dim:
-            return False
-    if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+    if extra and attention.q_norm.weight.shape[0] != attention.head_dim:
         return False
-    if getattr(attention, "sliding_window", None) is not None:
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, name) for name in extra)]
+    if getattr(attention, "sliding_window", None) is not None or not all(hasattr(n, "variance_epsilon") for n in norms):
         return False
-    names = [(attention, name) for name in sorted(ATTENTION_PARTS)]
-    names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    names = [(attention, name) for name in ATTENTION_PARTS] + [(mlp, name) for name in MLP_PARTS]
     return all(low_rank_terms(getattr(parent, name, None)) is not None for parent, name in names)
+
+
+def _parts(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,42 +31,52 @@ def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]
     return batches
 
 
-def probe(
-    model: PreTrainedModel, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
-) -> tuple[float, float]:
-    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward, and its limit.
+Decode = Callable[[list[list[int]], int], list[Tensor]]
 
-    Both in nats. Prompts of different lengths are prefilled and decoded together for a few steps with given tokens; the
-    full distribution of every step is compared. The limit follows the spread of the logits, which is small in a fresh
-    model. The caller sets full precision: TF32 rounds by more than a wrong function may differ.
+
+def probe(
+    model: PreTrainedModel, decode: Decode, dtype: torch.dtype, context: int, prompt_tokens: Sequence[int]
+) -> tuple[float, float]:
+    """Return the largest difference in log-probability between a path and ``model``'s own forward, and its limit.
+
+    Both in nats. Prompts of different lengths are prefilled and decoded for a few steps with given tokens; the full
+    distribution of every step is compared. ``decode(rows, steps)``: the log-probabilities ``[rows, steps, V]`` after
+    each of the last ``steps`` tokens of a row but its last, by every way of the path. The limit follows the spread of
+    the logits, which is small in a fresh model. The caller sets full precision: TF32 rounds by more than a wrong
+    function may differ.
     """
     steps = min(STEPS, max(1, context // 2))
     lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
+    weight = model.get_input_embeddings().weight
+    numbers = generator(0, "engine probe").integers(0, int(weight.shape[0]), (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
-    ways = [_decode(decoder, rows, steps, share=share) for share in ([False, True] if decoder.can_share else [False])]
+    ways = decode(rows, steps)
     difference = spread = 0.0
     for i, row in enumerate(rows):
-        ids = torch.tensor([row[:-1]], device=decoder.device)
+        ids = torch.tensor([row[:-1]], device=weight.device)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         expected = logits[-steps:].log_softmax(-1)
-        difference = max(difference, *(largest(expected - logprobs[i]) for logprobs in ways))
+        difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in ways))
         spread = max(spread, float(expected.std(-1).max()))
-    return difference, tolerance_of(decoder.shapes[0].dtype, spread)
+    return difference, 1e-2 + 0.1 * spread if dtype.itemsize < 4 else 1e-5 + 1e-3 * spread
+
+
+def _largest(difference: Tensor) -> float:
+    """Return the largest absolute entry; NaN, which compares as nothing, counts as infinite."""
+    return float(torch.nan_to_num(difference.abs(), nan=float("inf")).max())
+
+
+def decode_in_slots(decoder: Decoder, rows: list[list[int]], steps: int) -> list[Tensor]:
+    """Return what ``decoder`` computes (see ``probe``), for prompts that are copied and, if it can, shared."""
+    return [_decode(decoder, rows, steps, share=share) for share in ([False, True] if decoder.can_share else [False])]
 
 
 def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool) -> Tensor:
-    """Return log-probabilities ``[rows, steps, V]`` after each of the last ``steps`` tokens of a row but its last.
-
-    The tokens before these are prefilled. ``share``: a prompt is kept once for all its rows.
-    """
     device, names = decoder.device, list(range(len(rows)))
     bodies = [row[: -steps - 1] for row in rows]
     longest = max(map(len, bodies))
     shared = SharedPrefixes(decoder.shapes, len(rows), device) if share else None
-    size, transposed = longest + steps + 1, decoder.transposed
-    cache = SlotCache(decoder.shapes, len(rows), size, device=device, transposed=transposed, shared=shared)
+    cache = SlotCache(decoder, len(rows), longest + steps + 1, shared)
     cache.reserve(longest)
     prefix = decoder.prefill([body or [0] for body in bodies])
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
@@ -78,13 +88,3 @@ def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool)
         logprobs.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
         cache.advance()
     return torch.stack(logprobs, 1)
-
-
-def largest(difference: Tensor) -> float:
-    """Return the largest absolute entry; NaN, which compares as nothing, counts as infinite."""
-    return float(torch.nan_to_num(difference.abs(), nan=float("inf")).max())
-
-
-def tolerance_of(dtype: torch.dtype, spread: float) -> float:
-    """Return the allowed difference in nats for logits of this standard deviation."""
-    return 1e-2 + 0.1 * spread if dtype.itemsize < 4 else 1e-5 + 1e-3 * spread

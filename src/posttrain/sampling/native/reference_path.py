@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from transformers.cache_utils import Cache
 
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import causal_lm
-from posttrain.randomness import generator, uniforms
+from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.cache import LayerShape, Prefix, SlotCache, pad_right
-from posttrain.sampling.native.probe import PROMPT_TOKENS, STEPS, largest, tolerance_of
 from posttrain.sampling.native.sampler import draw
 
 _CACHES = ("past_key_values", "cache_params")  # names of the cache in models' outputs
@@ -49,7 +49,6 @@ class ColumnCache(Cache):
 class ModulesDecoder:
     """A ``Decoder`` that calls ``model`` itself (a transformers model, or a peft one around it)."""
 
-    name = "modules"
     transposed = False
     can_share = False
 
@@ -132,7 +131,9 @@ class PlainRows:
         """Add tokens ``int64 [R, T]`` to every row."""
         if not self.is_cached:
             self.tokens = tokens = torch.cat([self.tokens, tokens], 1)
-        options = {**self.cache, **_last_logits(self.model, 1)}
+        options = dict[str, Any](self.cache)
+        if "logits_to_keep" in signature(causal_lm(self.model).forward).parameters:
+            options["logits_to_keep"] = 1
         output = self.model(input_ids=tokens, use_cache=self.is_cached, **options)
         if self.is_cached:
             self.cache = {name: output[name] for name in _CACHES if getattr(output, name, None) is not None}
@@ -147,11 +148,6 @@ class PlainRows:
         if not self.is_cached:
             self.tokens = self.tokens[rows]
         self.logits = self.logits[rows]
-
-
-def _last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
-    """Return the option for the logits of the last positions alone, if the model has it."""
-    return {"logits_to_keep": count} if "logits_to_keep" in signature(causal_lm(model).forward).parameters else {}
 
 
 def sample_plainly(
@@ -207,27 +203,18 @@ def _sample_batch(
         state.feed(ids[:, None])
 
 
-def probe_plainly(
-    model: PreTrainedModel, reach: int, lengths: Sequence[int], *, is_cached: bool
-) -> tuple[float, float]:
-    """Return the largest difference in log-probability from the model's own forward, and its tolerance.
-
-    Two rows of each length are decoded for a few steps with given tokens; then one is taken out.
-    """
-    weight = model.get_input_embeddings().weight
-    difference = spread = 0.0
-    for length in {max(1, min(n, reach - STEPS)) for n in (max(PROMPT_TOKENS), 5, *lengths)}:
-        numbers = generator(0, "plain probe").integers(0, int(weight.shape[0]), (2, length + STEPS))
-        rows = torch.from_numpy(numbers).to(weight.device)
-        kept = _last_logits(model, STEPS + 1)
-        logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False, **kept).logits
-        expected = logits[:, -STEPS - 1 :].float().log_softmax(-1)
-        state = PlainRows(model, rows[:, :length], [0, 1], is_cached=is_cached)
-        for step in range(STEPS):
-            if step == STEPS - 1:
-                state.keep(torch.tensor([1], device=weight.device))
-            own = state.logits.float().log_softmax(-1)
-            difference = max(difference, largest(expected[-len(own) :, step] - own))
-            state.feed(rows[-len(own) :, length + step, None])
-        spread = max(spread, float(expected.std(-1).max()))
-    return difference, tolerance_of(weight.dtype, spread)
+def decode_plainly(model: PreTrainedModel, rows: list[list[int]], steps: int, *, is_cached: bool) -> list[Tensor]:
+    """Return what the model computes row by row, after another row that leaves before the last step (see ``probe``)."""
+    device = model.get_input_embeddings().weight.device
+    logprobs = []
+    for row in rows:
+        tokens = torch.tensor([row[::-1], row], device=device)
+        state = PlainRows(model, tokens[:, :-steps], [0, 1], is_cached=is_cached)
+        for step in range(-steps, 0):
+            logprobs.append(state.logits[-1].float().log_softmax(-1))
+            if step == -2:
+                tokens = tokens[1:]
+                state.keep(torch.tensor([1], device=device))
+            if step < -1:
+                state.feed(tokens[:, step, None])
+    return [torch.stack(logprobs).unflatten(0, (len(rows), steps))]

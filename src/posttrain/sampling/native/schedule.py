@@ -3,6 +3,11 @@
 A row enters with its prompt's keys and values (computed once per prompt, all but the last token), feeds the last prompt
 token first and then whatever it drew. The rows in flight are always the first slots. On a GPU the host reads the drawn
 tokens only every few steps; tokens past the end of a row are discarded.
+
+Where a respondent answers turns, a row that has ended its turn keeps its slot, and what was read and written stays in
+the cache. The reply is fed through the ordinary decode steps, each of its ids in place of a drawn one. The host then
+looks at every step, so no row goes on past the end of its turn. The batch waits for the replies, so that the result is
+a function of the keys and the replies alone.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +24,7 @@ from torch import Tensor
 
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
-from posttrain.sampling.base import Conversation, Sampling
+from posttrain.sampling.base import Conversation, Respondent, Sampling, check_ids, turn_key
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.sampling.native.sampler import draw
 from posttrain.types import Finish, with_float64
@@ -38,6 +45,7 @@ class Schedule:
         prompts: token ids, none empty.
         rows: the completions to sample, those of one prompt side by side.
         num_slots: rows in flight at most.
+        respondent: answers what ends with a stop id, with ids below ``vocab_size``. None: completions of one turn.
     """
 
     def __init__(
@@ -47,41 +55,57 @@ class Schedule:
         rows: Sequence[Conversation],
         sampling: Sampling,
         num_slots: int,
+        respondent: Respondent | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.decoder, self.prompts, self.sampling = decoder, prompts, sampling
+        self.respondent, self.vocab_size = respondent, vocab_size
         self.waiting = deque(rows)
-        self.num_slots = min(num_slots, len(rows))
+        self.num_slots = num_slots = min(num_slots, len(rows))
         self.batch: list[Conversation] = []
-        # Per slot: how many tokens it may still draw.
-        self.remaining = np.zeros(self.num_slots, dtype=np.int64)
+        self.cut: list[Conversation] = []  # ended for want of room; their last reply is not fed
         self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
         limit, device = max(row.limit for row in rows), decoder.device
-        self.tokens = torch.zeros(self.num_slots, dtype=torch.long, device=device)
-        # Per slot: the position of the next token to feed, and the number of tokens drawn.
-        self.counters = torch.zeros((2, self.num_slots), dtype=torch.long, device=device)
-        self.draws: Tensor | None = None
+        # Per slot: how many tokens it may still be fed, and how many ids of a reply are among them; ...
+        self.remaining, self.unsaid = np.zeros((2, num_slots), dtype=np.int64)
+        # ... the token to feed next; its position, and the number of tokens drawn; ...
+        self.tokens = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.counters = torch.zeros((2, num_slots), dtype=torch.long, device=device)
+        self.per_slot: list[Any] = [self.remaining, self.unsaid, self.tokens, self.counters.T]
+        self.draws: Tensor | None = None  # ... the uniform number of each step; ...
         if sampling.temperature > 0:
-            self.draws = with_float64(torch.zeros((self.num_slots, limit), device=device)).double()
+            self.draws = with_float64(torch.zeros((num_slots, limit), device=device)).double()
+            self.per_slot.append(self.draws)
+        self.forced_ids: Tensor | None = None  # ... the id at each step of its turn (-1: the drawn one).
+        if respondent is not None:
+            self.forced_ids = torch.full((num_slots, limit), -1, dtype=torch.long, device=device)
+            self.per_slot.append(self.forced_ids)
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
-        longest = 0 if share else max(map(len, prompts))
-        shared = SharedPrefixes(decoder.shapes, self.num_slots, device) if share else None
-        size, transposed = longest + min(limit, FIRST_COLUMNS) + 1, decoder.transposed
-        self.cache = SlotCache(
-            decoder.shapes, self.num_slots, size, device=device, transposed=transposed, shared=shared
-        )
+        shared = SharedPrefixes(decoder.shapes, num_slots, device) if share else None
+        size = (0 if share else max(map(len, prompts))) + min(limit, FIRST_COLUMNS) + 1
+        self.cache = SlotCache(decoder, num_slots, size, shared)
 
     def run(self) -> None:
-        """Fill every row's ``ids``, ``logprobs`` and ``finish``."""
+        """Fill every row's ``ids``, ``logprobs`` and ``finish``.
+
+        Raises:
+            UsageError: a reply has an id outside the vocabulary; and whatever the respondent raises.
+        """
         while self.waiting or self.batch:
             self._drop_finished()
             self._admit()
             if self.batch:
                 self._collect(*self._step(self._burst()))
+        if self.respondent is not None:
+            for row in self.cut:
+                self.respondent.reply(row.prompt, row.sample)
 
     def _burst(self) -> int:
         """Return the steps until the host must look: a row at its limit, or perhaps at a stop token."""
         nearest = int(self.remaining[: len(self.batch)].min())
+        if self.respondent is not None:
+            return 1
         if not self.sampling.stop_ids:
             return min(nearest, LONGEST_BURST if self.is_abandoned is None else STEPS_BETWEEN_LOOKS)
         return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
@@ -96,7 +120,9 @@ class Schedule:
             logits = self.decoder.decode(tokens, counters[0], self.cache)
             uniform = None if draws is None else draws.gather(1, counters[1, :, None].to(draws.device))
             tokens, probability = draw(logits, uniform, self.sampling)
-            tokens = self._next(tokens)
+            if self.forced_ids is not None:
+                forced = self.forced_ids[:rows].gather(1, counters[1, :, None])[:, 0]
+                tokens = torch.where(forced < 0, tokens, forced)
             ids.append(tokens)
             probabilities.append(probability)
             counters.add_(1)
@@ -106,17 +132,29 @@ class Schedule:
             return [ids[0].tolist()], [probabilities[0].log_().tolist()]
         return torch.stack(ids).tolist(), torch.stack(probabilities).log_().tolist()
 
-    def _next(self, drawn: Tensor) -> Tensor:
-        """Return the next id of every row of the batch, ``int64 [R]``: the drawn one."""
-        return drawn
-
     def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
         self.remaining[: len(self.batch)] -= len(ids)
+        answered = []
         for r, row in enumerate(self.batch):
-            if row.finish is None:
-                row.finish = self._append(r, ids, logprobs)
-                if row.finish is None and self.is_abandoned is not None and self.is_abandoned(row.prompt):
-                    row.finish = "length"
+            if row.finish is not None:
+                continue
+            if self.unsaid[r]:
+                self.unsaid[r] -= 1
+                continue
+            ended = self._append(r, ids, logprobs)
+            if ended is None:
+                row.finish = "length" if self.is_abandoned is not None and self.is_abandoned(row.prompt) else None
+            elif self.respondent is None:
+                row.finish = ended
+            else:
+                self.respondent.hear(row.prompt, row.sample, row.end_turn(), ended)
+                if ended == "length":
+                    row.finish = ended
+                    self.cut.append(row)
+                else:
+                    answered.append(r)
+        for r in answered:
+            self._reply(r)
 
     def _append(self, r: int, ids: list[list[int]], logprobs: list[list[float]]) -> Finish | None:
         """Append the tokens of the row in slot ``r``, up to its end; return how it ended."""
@@ -128,34 +166,49 @@ class Schedule:
                 return "stop"
         return "length" if self.remaining[r] <= 0 else None
 
+    def _reply(self, r: int) -> None:
+        """Feed the reply to the row in slot ``r``, which then goes on or is at its end."""
+        assert self.respondent is not None, "it was asked"
+        assert self.forced_ids is not None, "it was asked"
+        row = self.batch[r]
+        # A turn's last id is fed when its row goes on.
+        self._seat([r], [row.ids[-1]], [len(self.prompts[row.prompt]) + len(row.ids) - 1])
+        reply = self.respondent.reply(row.prompt, row.sample)
+        if reply.ids:
+            what = f"the reply to turn {row.num_turns} of a completion of prompt {row.prompt}"
+            check_ids(what, reply.ids, self.vocab_size)
+        row.add_reply(reply)
+        if row.finish is not None:
+            self.remaining[r] = row.room(None) + 1  # a finished row that stays in the batch has positions too
+            return
+        count, room = len(reply.ids), row.room(self.sampling.max_turn_tokens)
+        self.unsaid[r] = count
+        self.remaining[r] = count + room
+        self.forced_ids[r].fill_(-1)
+        self.forced_ids[r, :count] = torch.tensor(reply.ids, dtype=torch.long)
+        if self.draws is not None:
+            numbers = uniforms([turn_key(row.key, row.num_turns)], room)[0]
+            self.draws[r, count : count + room] = torch.from_numpy(numbers)
+
     def _drop_finished(self) -> None:
         """Fill the places of finished rows with the batch's last rows, once it is worth it."""
         rows = len(self.batch)
         finished = [r for r in range(rows) if self.batch[r].finish is not None]
-        if not finished:
-            return
         # A finished row that stays goes on drawing, so none may stay past its limit.
         due = bool((self.remaining[:rows] <= 0).any())
-        if not due and len(finished) < max(1.0, rows * IDLE_SHARE):
+        if not finished or (not due and len(finished) < max(1.0, rows * IDLE_SHARE)):
             return
         alive = rows - len(finished)
         targets = [r for r in finished if r < alive]
         sources = [r for r in range(alive, rows) if self.batch[r].finish is None]
         if targets:
-            self._move(targets, sources)
+            self.cache.move(targets, sources)
+            for state in self.per_slot:
+                state[targets] = state[sources]
+            for target, source in zip(targets, sources, strict=True):
+                self.batch[target] = self.batch[source]
         del self.batch[alive:]
         self.cache.refresh(alive)
-
-    def _move(self, targets: list[int], sources: list[int]) -> None:
-        """Put the rows in slots ``sources`` into slots ``targets``."""
-        self.cache.move(targets, sources)
-        self.tokens[targets] = self.tokens[sources]
-        self.counters[:, targets] = self.counters[:, sources]
-        if self.draws is not None:
-            self.draws[targets] = self.draws[sources]
-        self.remaining[targets] = self.remaining[sources]
-        for target, source in zip(targets, sources, strict=True):
-            self.batch[target] = self.batch[source]
 
     def _admit(self) -> None:
         """Move waiting rows into free slots; prompts that are new are prefilled."""
@@ -190,33 +243,34 @@ class Schedule:
     def _chunks(self, rows: list[Conversation]) -> list[list[Conversation]]:
         """Cut ``rows`` between prompts so that one prefill pads to at most PREFILL_TOKENS."""
         chunks: list[list[Conversation]] = []
-        seen: set[int] = set()
-        longest = 0
-        for row in rows:
-            if row.prompt not in seen:
-                longest = max(longest, len(self.prompts[row.prompt]))
-                if not chunks or longest * (len(seen) + 1) > PREFILL_TOKENS:
-                    chunks.append([])
-                    seen, longest = set(), len(self.prompts[row.prompt])
-                seen.add(row.prompt)
-            chunks[-1].append(row)
+        longest = count = 0  # of the last chunk's prompts
+        for prompt, group in groupby(rows, lambda row: row.prompt):
+            length = len(self.prompts[prompt])
+            if not chunks or max(longest, length) * (count + 1) > PREFILL_TOKENS:
+                chunks.append([])
+                longest = count = 0
+            longest, count = max(longest, length), count + 1
+            chunks[-1] += group
         return chunks
 
     def _enter(self, rows: list[Conversation], prefix: Prefix, index: dict[int, int]) -> None:
         """Put ``rows`` into the slots after the batch."""
         if not rows:
             return
-        first = len(self.batch)
-        slots = slice(first, first + len(rows))
+        slots = slice(len(self.batch), len(self.batch) + len(rows))
         self.cache.place(prefix, list(index), [index[row.prompt] for row in rows])
         self.batch += rows
-        self.remaining[slots] = [row.limit for row in rows]
+        turn_limit = None if self.respondent is None else self.sampling.max_turn_tokens
+        self.remaining[slots] = [row.room(turn_limit) for row in rows]
+        self.unsaid[slots] = 0
         lasts = [self.prompts[row.prompt][-1] for row in rows]
         positions = [len(self.prompts[row.prompt]) - 1 for row in rows]
         self._seat(slots, lasts, positions)
         if self.draws is not None:
             table = uniforms([row.key for row in rows], self.draws.shape[1])
             self.draws[slots] = torch.from_numpy(table).to(self.draws.device)
+        if self.forced_ids is not None:
+            self.forced_ids[slots] = -1
 
     def _seat(self, slots: slice | list[int], tokens: list[int], positions: list[int]) -> None:
         """Go on in these slots from ``tokens``, which are fed next, with the first uniform number of their keys."""

@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -25,8 +24,9 @@ from transformers import AutoConfig, PretrainedConfig
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
-from posttrain.sampling.http import HttpServer, Refused, Unanswered, Unreadable
+from posttrain.sampling.http import HttpServer, ServerError
 from posttrain.store.checkpoint_files import manifest_digests
+from posttrain.store.posix import kill_group
 from posttrain.untrusted import harmless
 
 Transfer = Literal["nccl", "files"]
@@ -243,7 +243,7 @@ class OwnServer:
         deadline = time.monotonic() + START_SECONDS
         server = HttpServer(self.url, timeout_seconds=5.0, retries=0)
         while self._process.poll() is None:
-            with contextlib.suppress(Unanswered, Unreadable, Refused):
+            with contextlib.suppress(ServerError):
                 return server.call("GET", "/v1/models", read=lambda answer: None)
             if time.monotonic() > deadline:
                 self.stop()
@@ -258,8 +258,7 @@ class OwnServer:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
     def tail(self) -> str:
