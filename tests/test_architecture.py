@@ -99,7 +99,7 @@ IMPURE_CALLS = {"open", "print", "input"}
 # Not words but what some words run in: processes that can be killed, sandboxes, and what runs inside of them.
 WORKERS = {
     *(f"graders.sandbox.{name}" for name in ("inside", "sandbox", "worker_process", "workers")),
-    "graders.code.exchange",
+    *(f"graders.code.{name}" for name in ("exchange", "judging")),
 }
 
 

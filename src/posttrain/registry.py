@@ -47,7 +47,7 @@ COMPONENT_MODULES: dict[str, dict[str, str]] = {
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
     "environment": {
         "posttrain.sampling.environments.built_in": "calculator number_guess python search",
-        },
+    },
     "reward": {
         "posttrain.graders.rewards": (
             "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"

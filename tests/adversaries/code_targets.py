@@ -15,7 +15,7 @@ from pathlib import Path
 import code_attacks
 from code_attacks import Attack
 
-from posttrain.graders.code.grader import Checks, Walls, judge_all
+from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome
 from posttrain.graders.sandbox.sandbox import Bounds, Kind, run
 

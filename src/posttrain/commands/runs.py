@@ -421,21 +421,23 @@ def run_resume(arguments: argparse.Namespace) -> int:
     Raises:
         RunConflict: a process works in it.
     """
-    from posttrain.commands.interpret.sae import run_sae_train
-    from posttrain.commands.train import run_train
+    from posttrain.commands.interpret.sae import train_sae
+    from posttrain.commands.train import check_recipe, train_recipe
     from posttrain.runs.models import read_run_recipe  # torch, which a list of the runs does without
 
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
     run = RunDirectory(place.path)
-    is_sae = "dictionary" in run.read_recipe()
-    if not is_sae:
-        read_run_recipe(place.path).resolve(to_read=True)
     changes = [] if arguments.steps is None else [("train.steps", str(arguments.steps))]
-    where = {"recipe": str(run.recipe_path), "runs_dir": str(place.path.parent), "run": place.path.name}
-    how = {"overrides": changes, "resume": True, "yes": True, "dry_run": False, "memory": False}
-    request = argparse.Namespace(**vars(arguments) | where | how)
-    return run_sae_train(request) if is_sae else run_train(request)
+    name, runs_dir = str(run.recipe_path), str(place.path.parent)
+    how = {"resume": True, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
+    if "dictionary" in run.read_recipe():
+        from posttrain.interpret.saes.recipe import load_sae_recipe
+
+        recipe = load_sae_recipe(name, changes).resolve()
+        return train_sae(recipe, name, runs_dir, place.path.name, **how, allow_large=True)
+    read_run_recipe(place.path).resolve(to_read=True)
+    return train_recipe(check_recipe(name, changes), name, runs_dir, place.path.name, **how)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from posttrain.api.inputs import Override
 from posttrain.api.training import carry_out, read_recipe
 from posttrain.commands.progress import choose_progress
 from posttrain.data.base import build_task, eval_components
@@ -20,9 +21,7 @@ from posttrain.untrusted import harmless
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, train, draw the curves and write the report."""
-    recipe, notes = read_recipe(arguments.recipe, arguments.overrides)
-    for line in notes:
-        _note(line)
+    recipe = check_recipe(arguments.recipe, arguments.overrides)
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
     if arguments.dry_run:
@@ -34,13 +33,32 @@ def run_train(arguments: argparse.Namespace) -> int:
         if arguments.memory:
             _print_memory(recipe)
         return 0
+    how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
+    return train_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+
+
+def check_recipe(name: str, overrides: Sequence[Override]) -> Recipe:
+    """Return the resolved recipe; print on stderr which options an override replaced.
+
+    Raises:
+        UsageError: as ``read_recipe``.
+    """
+    recipe, notes = read_recipe(name, overrides)
+    for line in notes:
+        _note(line)
+    return recipe
+
+
+def train_recipe(
+    recipe: Recipe, name: str, runs_dir: str, run: str | None, *, resume: bool, accept_changes: bool, quiet: bool
+) -> int:
+    """Train a checked recipe in a run directory, say where it is, and return the exit code."""
     if is_follower():  # torchrun has started several of this command; the first one reports
         return follow()
-    with choose_progress(arguments.recipe, arguments.quiet) as progress:
-        how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
-        result, report = carry_out(recipe, arguments.recipe, arguments.runs_dir, arguments.run, progress, **how)
+    with choose_progress(name, quiet) as progress:
+        result, report = carry_out(recipe, name, runs_dir, run, progress, resume=resume, accept_changes=accept_changes)
     print(f"run:    {result.folder}")
-    if not arguments.quiet:
+    if not quiet:
         print(f"report: {report}")
         if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")

@@ -10,7 +10,8 @@ import pytest
 
 from posttrain.graders.code import exchange
 from posttrain.graders.code.exchange import ProgramRaised, error_of
-from posttrain.graders.code.grader import Checks, Walls, extract_program, fenced_blocks, judge_all, last_program
+from posttrain.graders.code.grader import extract_program, fenced_blocks, last_program
+from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.graders.rewards import bind_reward
 from posttrain.graders.sandbox.sandbox import Bounds, choose_sandbox, refusal

@@ -17,6 +17,7 @@ from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from posttrain.interpret.differences.recipe import Compared
+    from posttrain.interpret.saes.recipe import SaeRecipe
     from posttrain.recipes.recipe import Recipe
 
 REPORT = "report.html"
@@ -91,23 +92,40 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
+    how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
+    how |= {"quiet": arguments.quiet, "allow_large": arguments.yes}
+    return train_sae(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+
+
+def train_sae(
+    recipe: SaeRecipe,
+    name: str,
+    runs_dir: str,
+    run: str | None,
+    *,
+    resume: bool,
+    accept_changes: bool,
+    quiet: bool,
+    allow_large: bool,
+) -> int:
+    """Train a checked recipe's dictionary in a run directory, print its results, and return the exit code."""
     from posttrain.commands.progress import choose_progress, show_duration
     from posttrain.interpret.saes.training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
 
-    with choose_progress(arguments.recipe, arguments.quiet) as progress:
+    with choose_progress(name, quiet) as progress:
         result = launch(
             cast("Recipe", recipe),  # a run directory needs no more of a recipe than this one has
-            root=arguments.runs_dir,
-            name=arguments.run,
-            recipe_name=arguments.recipe,
-            resume=arguments.resume,
-            accept_changes=arguments.accept_changes,
+            root=runs_dir,
+            name=run,
+            recipe_name=name,
+            resume=resume,
+            accept_changes=accept_changes,
             observer=progress,
-            train=partial(train_run, allow_large=arguments.yes),
+            train=partial(train_run, allow_large=allow_large),
         )
     is_finished = result.reason == "finished"
-    if not arguments.quiet:
+    if not quiet:
         print(f"{result.step} steps, {show_duration(progress.elapsed())}")
         if is_finished:
             _print_results(json.loads((result.folder / RESULTS).read_text(encoding="utf-8")))

@@ -171,6 +171,10 @@ def _seed_if_used(source: str) -> None:
         random.seed(0)
 
 
+class Refused(Exception):
+    """The program raised: the type and the text of the error."""
+
+
 def answer() -> None:
     """Run the program's end: load the program and answer calls until there are no more."""
     calls, replies = _take_pipes()
@@ -189,29 +193,36 @@ def answer() -> None:
             raise NameError(f"name {name!r} is not defined")
         return ["value", encode(module.__dict__[name](*decode(arguments), **decode(keywords)))]
 
-    beginning = _guarded("failed", load)
-    send(replies, beginning)
-    while beginning[0] == "ready":
+    try:
+        send(replies, _guarded(load))
+    except Refused as error:
+        send(replies, ["failed", *error.args])
+        return
+    while True:
         try:
-            message = _guarded("raised", call, *receive(calls))
+            message = _guarded(call, *receive(calls))
         except EOFError:
             return
+        except Refused as error:
+            message = ["raised", *error.args]
         try:
             send(replies, message)
         except NoPlainData as error:
             send(replies, ["raised", "TypeError", str(error)])
 
 
-def _guarded(failure: str, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
-    """Call what runs code of the program; an error becomes ``[failure, type, text]``.
-
-    The text is the first argument if that is text: asking any other object to show itself may take for ever.
-    """
+def _guarded(function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+    """Call what runs code of the program."""
     try:
         return function(*arguments)
-    except BaseException as error:  # noqa: BLE001 - whatever a program raised is sent
-        first = error.args[0] if error.args else ""
-        return [failure, type(error).__name__[:MAX_TEXT], first[:MAX_TEXT] if isinstance(first, str) else ""]
+    except BaseException as error:
+        raise Refused(*_shown(error)) from error
+
+
+def _shown(error: BaseException) -> tuple[str, str]:
+    """Type and first argument if it is text: asking any other object to show itself may take for ever."""
+    first = error.args[0] if error.args else ""
+    return type(error).__name__[:MAX_TEXT], first[:MAX_TEXT] if isinstance(first, str) else ""
 
 
 def test(channel: int) -> None:

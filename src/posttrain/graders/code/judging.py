@@ -1,0 +1,90 @@
+"""A verdict by two sandboxes: the program in one, its tests in the other, and pipes between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from posttrain.errors import RunFailure
+from posttrain.graders.code.exchange import BAD, GONE, RIGHT, SOLUTION, WRONG, send
+from posttrain.graders.grading import Outcome
+from posttrain.graders.sandbox.sandbox import Bounds, Kind, Program
+
+EXCHANGE = Path(__file__).with_name("exchange.py").read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Tests of a program: code that calls ``names``, after ``prelude`` has defined what it needs."""
+
+    names: tuple[str, ...]
+    tests: str
+    prelude: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """The sandbox of programs and tests, as ``choose_sandbox`` gave it, and their limits."""
+
+    kind: Kind
+    bounds: Bounds
+    seconds: float
+
+
+def judge_all(submissions: Sequence[tuple[str, Checks]], walls: Walls, num_workers: int) -> list[Outcome]:
+    """Return the outcome for each program and its tests, in order; ``num_workers`` at a time.
+
+    Raises:
+        RunFailure: a sandbox cannot be set up.
+    """
+    with ThreadPoolExecutor(max(1, min(num_workers, len(submissions)))) as pool:
+        return list(pool.map(lambda pair: judge(pair[0], pair[1], walls), submissions))
+
+
+def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
+    """Return ``right``, ``wrong`` or ``timeout``; ``crash``: the program ended itself; ``ungraded``: no valid tests.
+
+    The tests go through a socket to a process whose memory cannot be read; they are in no file, and the program starts
+    afterwards.
+
+    Raises:
+        RunFailure: a sandbox cannot be set up.
+    """
+    with ExitStack() as stack:
+        ours, theirs = socket.socketpair()
+        stack.callback(ours.close)
+        (hear_calls, speak_calls), (hear_replies, speak_replies) = os.pipe(), os.pipe()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        opened = [hear_calls, speak_calls, hear_replies, speak_replies, nowhere]
+        exchange = {"exchange.py": EXCHANGE}
+        limits = (walls.kind, walls.bounds, walls.seconds)
+        try:
+            channel = theirs.fileno()
+            boot = ["-c", f"import exchange as tester; tester.test({channel})"]
+            tester = Program(boot, exchange, (hear_replies, speak_calls, nowhere), *limits, inherited=channel)
+            theirs.close()
+            ours.settimeout(walls.seconds)
+            with suppress(OSError):  # it ended, or its seconds are over
+                if ours.recv(1):
+                    send(ours.fileno(), asdict(checks))
+            boot = ["-c", "import exchange; exchange.answer()"]
+            files = exchange | {SOLUTION: program.encode("utf-8", errors="replace")}
+            candidate = Program(boot, files, (hear_calls, speak_replies, nowhere), *limits)
+        finally:
+            theirs.close()
+            for descriptor in opened:
+                os.close(descriptor)
+        ended = tester.wait()
+        has_kept = (ended is not None and ended.code == GONE) or candidate.end()
+        other = candidate.wait()
+    if ended is None or (other is None and ended.code == GONE):
+        raise RunFailure("bubblewrap could not set up a sandbox")
+    if ended.timed_out or (ended.code == GONE and other is not None and other.timed_out):
+        return "timeout"
+    outcomes: dict[int, Outcome] = {RIGHT: "right", WRONG: "wrong", BAD: "ungraded"}
+    return outcomes.get(ended.code, "crash") if has_kept else "crash"
