@@ -109,6 +109,18 @@ def test_where_heads_read_worked_by_hand():
     assert alone.tokens[alone.readers[: alone.num_targets]].tolist() == alone.targets[:4].tolist() == [1, 2, 3, 8]
 
 
+def test_pack_of_long_prompts_names_the_states_that_are_read():
+    """A prompt of 300 tokens with answers of one and two, of which the stream has the first of the second."""
+    prompt = list(range(300))
+    rows = [Sample([*prompt, *answer], [False] * 300 + [True] * len(answer), 0, 300) for answer in ([7], [8, 9])]
+    packing = pack(collate(rows))
+    assert packing.predictors[:3].tolist() == [299, 299, 300]
+    assert packing.read is not None
+    assert sorted(packing.read.tolist()) == [*range(126), 299, 300], "and others that fill up"
+    assert pack(collate([Sample(prompt, [False] + [True] * 299)])).read is None, "nearly all"
+    assert pack(collate([Sample(prompt, [False] * 300)])).read is None, "none"
+
+
 @pytest.mark.parametrize("path", ["packed", "padded"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_head_that_reads_the_last_tokens_gives_what_one_that_reads_all_gives_there(family: str, path: str):

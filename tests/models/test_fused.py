@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from small_models import add_adapter, gradients, ragged_batch, random_model, relative_difference, weighted_backward
 from torch import Tensor
 
-from posttrain.models.forward import fused
+from posttrain.models.forward import fused, packing
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.fused import FusedLayers, RmsNorm, Rotate, SwiGlu, TokenScores
+from posttrain.types import Batch, Sample, collate
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -78,7 +80,7 @@ def test_models_give_what_their_own_modules_give(family: str, kind: str, monkeyp
             model = add_adapter(model)
         forward, batch = Forward(model), ragged_batch()
         assert forward.path == "packed"
-        assert len(forward.layers.replaced) == 2 * (4 + 2 * (family == "qwen3")) + 1
+        assert len(forward.layers.replaced) == 2 * (4 + 2 * (family == "qwen3")) + 2
         calls: list[str] = []
         monkeypatch.setattr(fused, "Rotate", Counted(calls))
         outputs = weighted_backward(forward, batch, [model] if kind == "checkpointed" else [])
@@ -110,6 +112,52 @@ def test_other_types_run_as_they_are(dtype: torch.dtype, monkeypatch: pytest.Mon
     assert torch.equal(outputs[False], outputs[True])
 
 
+def long_prompts() -> Batch:
+    """Two prompts of 150 tokens, one of them with two answers of 4 and 9 tokens, the other with one of 6."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 97, (2, 150), generator=generator).tolist()
+    answers = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (4, 9, 6)]
+    rows = [(prompts[0], answers[0], 0), (prompts[0], answers[1], 0), (prompts[1], answers[2], 1)]
+    return collate([Sample(p + a, [False] * 150 + [True] * len(a), group=g, prefix=150) for p, a, g in rows])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "plain"), ("qwen3", "float64"), ("qwen2", "lora"), ("llama", "checkpointed")]
+)
+def test_last_layer_of_long_prompts_is_computed_where_it_is_read(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """18 of 316 tokens are read, 128 with those that fill up. Values and gradients are those of a whole layer."""
+    seen, bound = {}, 1e-9 if kind == "float64" else 1e-5
+    for share in (0.0, packing.MOST_READ):
+        monkeypatch.setattr(packing, "MOST_READ", share)
+        model = random_model(family, torch.float64 if kind == "float64" else torch.float32)
+        sizes: list[int] = []
+        for layer in model.model.layers:
+            monkeypatch.setattr(layer.mlp.down_proj, "forward", counting(layer.mlp.down_proj, sizes))
+        if kind == "lora":
+            model = add_adapter(model)
+        forward = Forward(model)
+        sizes.clear()
+        outputs = weighted_backward(forward, long_prompts(), [model] if kind == "checkpointed" else [])
+        assert sizes == ([384] * 4 if kind == "checkpointed" else [384, 384 if share == 0.0 else 128])
+        seen[share] = (outputs.logprobs.detach(), outputs.entropy, gradients(model))
+    whole, part = seen.values()
+    assert float((whole[0] - part[0]).abs().max()) < bound
+    assert float((whole[1] - part[1]).abs().max()) < bound
+    assert relative_difference(whole[2], part[2]) < bound
+
+
+def counting(module: torch.nn.Module, sizes: list[int]) -> Callable[[Tensor], Tensor]:
+    """The module's own forward pass, with a note of the number of tokens."""
+
+    def forward(x: Tensor) -> Tensor:
+        sizes.append(x.shape[1])
+        return type(module).forward(module, x)
+
+    return forward
+
+
 def test_what_is_not_known_exactly_is_left_alone():
     for family in ("gpt2", "olmo2"):
         assert FusedLayers(random_model(family)).replaced == []
@@ -122,6 +170,8 @@ def test_what_is_not_known_exactly_is_left_alone():
 
     model.model.layers[1].mlp.__class__ = Other
     assert len(FusedLayers(model).replaced) == norms - 2
+    model.model.layers[-1].register_forward_pre_hook(lambda *_: None)
+    assert len(FusedLayers(model).replaced) == norms - 3  # a hook of the last layer sees it whole
 
 
 def test_the_modules_are_as_they_were_outside_of_a_pass():

@@ -133,7 +133,8 @@ class FusedLayers:
     """Context in which known modules of ``model`` compute through the functions above; recomputations, too.
 
     A known module is of one of ``FAMILIES``, of transformers' own class without hooks. Projections are called as the
-    modules that they are (an adapter, few bits).
+    modules that they are (an adapter, few bits). After the attention of a known last layer only ``Packing.read`` is
+    computed, which takes a tenth off a step of a reward model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -161,6 +162,9 @@ def _fused_forward(module: Any) -> Callable[..., Any] | None:
         return None
     if kind.__name__ == f"{family}MLP" and type(module.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         return None
+    if kind.__name__ == f"{family}DecoderLayer":
+        attention = module.self_attn
+        return _last_layer if attention.layer_idx == attention.config.num_hidden_layers - 1 else None
     by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "MLP": _mlp, "Attention": _attention}
     return by_name.get(kind.__name__.removeprefix(family))
 
@@ -191,6 +195,20 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
     is_fused = _is_fp32(gate, up) or _is_autocast_fused(x, module.gate_proj.weight)
     return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
+
+
+def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The last layer, with zeros at tokens that are not read.
+
+    With recomputation it is whole: transformers recomputes the ``forward`` of its own class.
+    """
+    packing = active.packing
+    if packing is None or packing.read is None or module.gradient_checkpointing:
+        return type(module).forward(module, hidden_states, **kwargs)
+    mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
+    rows = (hidden_states + mixed).index_select(1, packing.read)
+    rows = rows + module.mlp(module.post_attention_layernorm(rows))
+    return rows.new_zeros(hidden_states.shape).index_copy(1, packing.read, rows)
 
 
 def _attention(
