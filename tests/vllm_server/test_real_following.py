@@ -50,7 +50,7 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_serv
 
 
 def difference(engine: Trained) -> float:
-    return largest_difference(engine.model, lambda compute: compute(), engine._session(engine._scores))
+    return largest_difference(engine.model, lambda compute: compute(), engine.server.session(engine._scores))
 
 
 def test_clean_updates_are_accepted_and_a_missing_one_would_not_be(engine: Trained) -> None:
