@@ -87,31 +87,6 @@ def test_gae_of_one_is_return_minus_value():
     assert torch.allclose(advantages, torch.where(mask, to_go - values, torch.zeros_like(values)), atol=1e-12)
 
 
-def test_gae_of_zero_is_the_td_error():
-    final = torch.tensor([5.0], dtype=F64)
-    advantages, _ = gae(row([1, 2, 3]), MASK3, row([4, 6, 9]), final, gae_lambda=0.0, whiten=False, bootstrap=True)
-    assert advantages[0].tolist() == [0.0, 1 + 6 - 4, 2 + 9 - 6, 3 + 5 - 9]
-
-
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
-def test_cut_off_and_ended_differ_by_the_share_of_the_final_value(gamma: float, gae_lambda: float):
-    rewards, mask, values, _ = random_case(3)
-    ended = torch.zeros(len(rewards), dtype=F64)
-    cut = ended.clone()
-    cut[2] = 0.6
-    options = {"gamma": gamma, "gae_lambda": gae_lambda, "whiten": False}
-    a, _ = gae(rewards, mask, values, ended, **options, bootstrap=True)
-    b, _ = gae(rewards, mask, values, cut, **options, bootstrap=True)
-    assert torch.equal(gae(rewards, mask, values, cut, **options)[0], a)  # not asked for: a cut is an end
-    places = [t for t in range(rewards.shape[1]) if mask[2, t]]
-    for i, t in enumerate(places):
-        steps = len(places) - 1 - i
-        share = gamma * (gamma * gae_lambda) ** steps
-        assert (b - a)[2, t].item() == pytest.approx(0.6 * share, abs=1e-12)
-    others = [0, 1, 3, 4]
-    assert torch.equal(a[others], b[others])
-
-
 def test_what_is_not_trained_takes_no_step():
     """A row with a hole equals the row without it."""
     dense = gae(row([0.1, 0.2, 1]), MASK3, row([0.5, 0.4, 0.8]), torch.tensor([0.3], dtype=F64), gamma=0.9)

@@ -66,22 +66,6 @@ def test_grpo_clip_by_hand(ratio: float, advantage: float, value: float, gradien
     assert outputs.logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-12)
 
 
-def test_grpo_on_policy_gradient_is_reinforce():
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.rand(5, 7, generator=generator) > 0.3
-    mask[:, 0] = False
-    old = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    gradients = []
-    for objective in (reinforce, grpo):
-        logprobs = old.clone().requires_grad_()
-        batch = make_batch(mask, advantages=advantages, old_logprobs=old)
-        values = objective(Outputs(logprobs=logprobs), batch).values
-        torch.where(mask, values, torch.zeros_like(values)).sum().backward()
-        gradients.append(logprobs.grad)
-    assert torch.equal(gradients[0], gradients[1])
-
-
 def test_grpo_against_a_plain_python_reference():
     generator = torch.Generator().manual_seed(2)
     new, old, ref, adv = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(4))
@@ -95,15 +79,6 @@ def test_grpo_against_a_plain_python_reference():
             surrogate = min(rho * adv[b, t], min(max(rho, 0.9), 1.3) * adv[b, t])
             r = new[b, t] - ref[b, t]
             assert got[b, t].item() == pytest.approx(float(-surrogate + 0.05 * (math.exp(-r) - 1 + r)), abs=1e-12)
-
-
-def test_grpo_gradient_by_finite_differences():
-    outputs, batch = one_token(-1.3, -1.25, 0.7, ref_logprobs=-1.6)
-
-    def value(logprobs: torch.Tensor) -> torch.Tensor:
-        return with_regularizers(grpo, kl_coef=0.3)(Outputs(logprobs=logprobs), batch).values[:, 1:].sum()
-
-    assert torch.autograd.gradcheck(value, (outputs.logprobs.detach().requires_grad_(),), eps=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -136,16 +111,6 @@ def test_every_objective_takes_the_same_kl(name: str, estimator: str):
     assert with_kl.metrics["kl_ref"][0, 1].item() == pytest.approx(0.5 - 1 + r, abs=1e-12)
     assert "kl_ref" not in plain.metrics
     assert registry.find("objective", name).traits["policy_term"] is True
-
-
-@pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)])
-def test_grpo_stays_finite_at_absurd_ratios(new: float, old: float):
-    for advantage in (1.0, -1.0, 0.0):
-        outputs, batch = one_token(new, old, advantage)
-        loss = grpo(outputs, batch)
-        assert math.isfinite(loss.values[0, 1].item())
-        loss.values[0, 1].backward()
-        assert math.isfinite(outputs.logprobs.grad[0, 1].item())
 
 
 def test_a_token_that_both_policies_find_impossible_is_not_hidden():

@@ -22,8 +22,6 @@ from posttrain.errors import RecipeError
 from posttrain.registry import find
 from posttrain.types import Batch, Outputs
 
-SEEDS = [0, 1, 2]
-
 
 def swapped(case: tuple[Outputs, Batch]) -> tuple[Outputs, Batch]:
     """The same pairs with chosen and rejected exchanged."""
@@ -44,11 +42,10 @@ def gradient(word, case: tuple[Outputs, Batch], **options: object) -> list[float
 # --- DPO and its relatives
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("beta", [0.05, 0.1, 2.0])
-def test_dpo_at_the_reference(seed: int, beta: float):
+@pytest.mark.parametrize("beta", [0.05, 2.0])
+def test_dpo_at_the_reference(beta: float):
     """ln 2, with gradient −β/2 on every token of the chosen answer and β/2 on those of the rejected one."""
-    policy, _ = random_rows(seed)
+    policy, _ = random_rows(0)
     outputs, batch = make_pairs(policy)
     loss = dpo(outputs, batch, beta=beta)
     assert loss.values.tolist() == pytest.approx([math.log(2.0)] * 4, abs=1e-15)
@@ -56,14 +53,6 @@ def test_dpo_at_the_reference(seed: int, beta: float):
     loss.values.sum().backward()
     sign = torch.tensor([-1.0, 1.0] * 4, dtype=torch.float64)[:, None]
     assert torch.allclose(outputs.logprobs.grad, sign * batch.mask * beta / 2, atol=1e-15)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_noise_options_at_zero_are_dpo(seed: int):
-    case = make_pairs(*random_rows(seed))
-    plain = dpo(*case).values
-    assert torch.equal(dpo(*case, label_smoothing=0.0).values, plain)
-    assert torch.equal(robust_dpo(*case, flip_rate=0.0).values, plain)
 
 
 @pytest.mark.parametrize("eps", [0.01, 0.1, 0.4])
@@ -97,9 +86,6 @@ def test_ipo_minimum(beta: float):
     assert gradient(ipo, one_pair(target, 0.0), beta=beta) == pytest.approx([0.0, 0.0], abs=1e-12)
     assert values_of(ipo, one_pair(target + 1, 0.0), beta=beta) == pytest.approx([1.0], abs=1e-12)
     assert values_of(ipo, one_pair(target, 1.0), beta=beta) == pytest.approx([1.0], abs=1e-12)
-
-
-# --- without a reference
 
 
 # --- EXO, NCA, APO

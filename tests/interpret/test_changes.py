@@ -99,17 +99,6 @@ def test_chance_is_not_flagged_though_tokens_hang_together() -> None:
     assert min(by_tokens) > 30  # of 150: what tokens alone would call changed
 
 
-def test_a_model_next_to_itself_and_halves_of_its_documents_flag_nothing() -> None:
-    base, _, place = clustered(3)
-    same = changes_of(base, base, place)
-    assert float(same.change.abs().max()) == 0.0
-    assert same.p.min() == 1.0
-    sums, sizes = sum_by_document(base, place), place.unique(return_counts=True)[1]
-    halves = unpaired_changes((sums[:, ::2], sizes[::2]), (sums[:, 1::2], sizes[1::2]))
-    assert int(halves.significant.sum()) == 0
-    assert int(halves.tested.sum()) == 150
-
-
 def test_unpaired_errors_are_those_of_two_independent_means() -> None:
     """With documents of one token each, they are Welch's."""
     torch.manual_seed(1)

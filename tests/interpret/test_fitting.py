@@ -46,7 +46,7 @@ def test_every_epoch_has_every_row_once() -> None:
     assert not torch.equal(torch.cat(other), torch.cat(batches))
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 9])
+@pytest.mark.parametrize("stop", [0, 4])
 def test_reading_goes_on_where_it_stopped(stop: int) -> None:
     whole = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=1))
     first = RowBatches(TensorRows(X), 20, 8, steps=10, seed=1)

@@ -76,7 +76,7 @@ def stop_after(step: int) -> Callable[[], bool]:
     return should_stop
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["batchtopk", "l1"])
 def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """23 batches of 64 rows are an epoch of less than 20: the cuts are in the first and in the second."""
     data = rows()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from posttrain import registry
 from posttrain.errors import RecipeError, RunFailure, UsageError
-from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.training.batch_fields import Scorer, needed_fields
@@ -21,7 +20,7 @@ from posttrain.training.build import TrainerState, prepare
 from posttrain.training.step import accumulate, apply_update
 from posttrain.types import Batch, Completion, Loss, Outputs
 from posttrain.untrusted import declare_code
-from small_runs import BASE, make_recipe, run, save_perturbed
+from small_runs import BASE, one_layer_recipe, run, save_perturbed, shallow
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
@@ -30,7 +29,7 @@ CLOSE = 3e-5
 
 
 def reference_recipe(**changes: Any) -> Recipe:
-    return make_recipe("grpo", objective="grpo", regularize={"kl_coef": 0.1}, **changes)
+    return one_layer_recipe("grpo", objective="grpo", regularize={"kl_coef": 0.1}, **changes)
 
 
 def update(parts: TrainerState, recipe: Recipe, step: int, lr: float = 1e-2) -> Batch:
@@ -54,18 +53,17 @@ def plain_logprobs(model: Any, batch: Batch, temperature: float = TEMPERATURE) -
 
 
 def initial_model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY).eval()
+    return AutoModelForCausalLM.from_pretrained(shallow(1)).eval()
 
 
 def difference(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
-@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(("model", "temperature"), [({}, 1.6), (LORA, 1.0)], ids=["full", "lora"])
 def test_sampler_and_trainer_agree_about_the_old_logprobs(model: dict[str, Any], temperature: float) -> None:
     rollout = {"temperature": temperature, "old_logprobs": "trainer", "max_tokens": 24}
-    recipe = make_recipe("grpo", model=model, rollout=rollout)
+    recipe = one_layer_recipe("grpo", model=model, rollout=rollout)
     parts = prepare(recipe)
     update(parts, recipe, 1, lr=1e-4)
     batch = parts.source(2).batch
@@ -91,7 +89,7 @@ def test_the_reference_is_the_initial_model_also_after_updates() -> None:
 
 
 def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_path: Path) -> None:
-    first = make_recipe("sft", model=LORA, train={"steps": 3, "lr": 1e-2})
+    first = one_layer_recipe("sft", model=LORA, train={"steps": 3, "lr": 1e-2})
     run(tmp_path / "first", first)
     saved = str(tmp_path / "first" / "checkpoints" / "step-000003")
     recipe = reference_recipe(model={"name": saved})
@@ -116,11 +114,7 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
     ],
 )
 def test_needed_fields_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:
-    entry = registry.find("objective", name)
-    assert needed_fields(entry, {}, True, **options) == needs
-    regularize = {"kl_coef": options["kl"]} if options else {}
-    parts = prepare(make_recipe("grpo", objective=name, regularize=regularize))
-    assert set(parts.source(1).batch.fields) == needs | {"sampler_logprobs"}
+    assert needed_fields(registry.find("objective", name), {}, True, **options) == needs
 
 
 def test_needed_fields_that_nothing_fills_are_refused() -> None:
@@ -165,8 +159,9 @@ def stays_near(outputs: Outputs, batch: Batch) -> Loss:
 def test_batch_field_of_a_user_is_filled_and_read(advantage: str) -> None:
     """Bit for bit what its formula gives, at both updates on one rollout batch; the reference is built for it."""
     declare_code("test_batch_fields:held_back")
-    settings = {"ppo_epochs": 2, "micro_batch_rows": 1}
-    recipe = make_recipe("grpo", objective="test_batch_fields:held_back", advantage=advantage, train=settings)
+    settings, rollout = {"ppo_epochs": 2, "micro_batch_rows": 1}, {"num_prompts": 2, "group_size": 3}
+    objective = "test_batch_fields:held_back"
+    recipe = one_layer_recipe("grpo", objective=objective, advantage=advantage, train=settings, rollout=rollout)
     parts = prepare(recipe)
     assert parts.reference is not None
     for step in (1, 2):
@@ -192,11 +187,11 @@ def test_batch_field_of_a_user_is_filled_and_read(advantage: str) -> None:
 
 def test_batch_field_of_a_user_serves_supervised_training_and_needs_its_rollouts() -> None:
     declare_code(["test_batch_fields:held_back", "test_batch_fields:stays_near"])
-    parts = prepare(make_recipe("sft", objective="test_batch_fields:stays_near"))
+    parts = prepare(one_layer_recipe("sft", objective="test_batch_fields:stays_near"))
     assert set(parts.source(1).batch.fields) == {"ref_logprobs", "distance"}
     message = r"'held_back' needs \['advantages', 'praise'\], which come from rollouts; give 'rollout', not 'data'"
     with pytest.raises(RecipeError, match=message):
-        prepare(make_recipe("sft", objective="test_batch_fields:held_back"))
+        prepare(one_layer_recipe("sft", objective="test_batch_fields:held_back"))
 
 
 def no_components(batch: Batch) -> Tensor:
@@ -251,7 +246,7 @@ def test_batch_field_that_cannot_work_is_reported(
         registry._ENTRIES["batch_field"], "mine", registry.Entry("batch_field", "mine", function, traits)
     )
     declare_code("test_batch_fields:reads_mine")
-    recipe = make_recipe("sft", objective="test_batch_fields:reads_mine")
+    recipe = one_layer_recipe("sft", objective="test_batch_fields:reads_mine")
     with pytest.raises(error, match=message):
         prepare(recipe).source(1)
 
@@ -261,7 +256,7 @@ def test_what_a_teacher_saw_is_not_known_before_each_step(monkeypatch: pytest.Mo
         registry._ENTRIES["batch_field"], "mine", registry.Entry("batch_field", "mine", sees, {"each_step": True})
     )
     declare_code("test_batch_fields:reads_mine")
-    recipe = make_recipe("sft", objective="test_batch_fields:reads_mine", teacher={"name": "tiny"})
+    recipe = one_layer_recipe("sft", objective="test_batch_fields:reads_mine", teacher={"name": "tiny"})
     with pytest.raises(RecipeError, match=r"'mine' is filled before each step, .*ask for 'batch' instead of 'seen'"):
         prepare(recipe)
 
@@ -272,10 +267,9 @@ def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
     raise AssertionError("never called")
 
 
-@pytest.mark.parametrize("rows_per_micro", [1, 3])
-def test_batch_fields_do_not_depend_on_micro_batches(rows_per_micro: int) -> None:
+def test_batch_fields_do_not_depend_on_micro_batches() -> None:
     whole = prepare(reference_recipe(rollout={"old_logprobs": "trainer"})).source(1).batch
-    pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"micro_batch_rows": rows_per_micro}))
+    pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"micro_batch_rows": 3}))
     batch = pieces.source(1).batch
     assert torch.equal(batch.tokens, whole.tokens)
     for name in ("old_logprobs", "ref_logprobs"):
@@ -287,13 +281,10 @@ def test_batch_fields_do_not_depend_on_micro_batches(rows_per_micro: int) -> Non
 # --- corrections ---
 
 
-@pytest.mark.parametrize(
-    ("word", "options"),
-    [("token_tis", {"cap": 1.05}), ("sequence_tis", {"cap": 1.2}), ("icepop", {"low": 0.9, "high": 1.1})],
-)
-def test_a_correction_is_its_word_applied_to_trainer_minus_sampler(word: str, options: dict[str, float]) -> None:
+def test_a_correction_is_its_component_applied_to_trainer_minus_sampler() -> None:
     """Answers truncated by top-k have the log-probabilities of the full distribution; here the sampler lies."""
-    recipe = make_recipe("grpo", correction={"name": word} | options, rollout={"old_logprobs": "trainer"})
+    correction = {"name": "icepop", "low": 0.9, "high": 1.1}
+    recipe = one_layer_recipe("grpo", correction=correction, rollout={"old_logprobs": "trainer"})
     parts = prepare(recipe)
     lie_a_little(parts)
     batch = parts.source(1).batch
@@ -302,7 +293,7 @@ def test_a_correction_is_its_word_applied_to_trainer_minus_sampler(word: str, op
     assert difference(batch.fields["old_logprobs"], trainer) < CLOSE
     mismatch = trainer - batch.fields["sampler_logprobs"]
     assert 0.05 < float(mismatch.abs().max()) < 0.5
-    expected = registry.find("correction", word).bind(options)(mismatch, batch.mask)
+    expected = registry.find("correction", "icepop").bind({"low": 0.9, "high": 1.1})(mismatch, batch.mask)
     assert difference(batch.fields["correction"], expected) < 1e-3
     weights = batch.fields["correction"]
     assert weights[~batch.mask].tolist() == [1.0] * int((~batch.mask).sum())
@@ -329,7 +320,7 @@ def lie_a_little(parts: TrainerState) -> None:
 
 def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path) -> None:
     name = save_perturbed(tmp_path / "teacher")
-    recipe = make_recipe("grpo", objective={"name": "distillation"}, teacher={"name": name, "top_k": 7})
+    recipe = one_layer_recipe("grpo", objective={"name": "distillation"}, teacher={"name": name, "top_k": 7})
     parts = prepare(recipe)
     teacher = AutoModelForCausalLM.from_pretrained(name).eval()
     batch = parts.source(1).batch
@@ -353,7 +344,7 @@ def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path)
 def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     name = save_perturbed(tmp_path / "teacher")
     objective = {"name": "on_policy_distillation"}
-    recipe = make_recipe("grpo", objective=objective, teacher={"name": name}, train={"micro_batch_rows": 3})
+    recipe = one_layer_recipe("grpo", objective=objective, teacher={"name": name}, train={"micro_batch_rows": 3})
     parts = prepare(recipe)
     update(parts, recipe, 1, lr=1e-3)
     batch = parts.source(2).batch
@@ -367,7 +358,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny
     folder = tmp_path / "unrelated"
     tiny_random("qwen3", vocab_size=len(small_tokenizer)).save_pretrained(folder)
     small_tokenizer.save_pretrained(folder)
-    recipe = make_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
+    recipe = one_layer_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
     with pytest.raises(UsageError, match=r"teacher\.name: '.*unrelated' has another vocabulary than the student"):
         prepare(recipe)
 
@@ -375,18 +366,19 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny
 # --- values ---
 
 
-@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize(("trunk", "bootstrap"), [("separate", True), ("shared", False)])
+@pytest.mark.parametrize(("trunk", "bootstrap", "adapter"), [("separate", True, LORA), ("shared", False, {})])
 def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[str, Any]) -> None:
     """GAE by its definition, from values and log-probabilities of plain modules."""
-    recipe = make_recipe(
+    declare_code("choosing_engine:choosing")
+    engine = {"name": "choosing_engine:choosing", "texts": [" 7 </answer>", " 9", " 4567890123456789012"]}
+    recipe = one_layer_recipe(
         "grpo",
         model=adapter,
         objective={"name": "ppo"},
         advantage={"name": "gae", "gamma": 0.9, "gae_lambda": 0.8, "whiten": False, "bootstrap": bootstrap},
         kl_in_reward={"weight": 0.2},
         head={"trunk": trunk, "init_std": 0.05, "lr_ratio": 2.0},
-        rollout={"old_logprobs": "trainer"},
+        rollout={"old_logprobs": "trainer", "max_tokens": 12, "engine": engine},
         train={"ppo_epochs": 2, "micro_batch_rows": 5},
     )
     parts = prepare(recipe)

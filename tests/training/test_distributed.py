@@ -167,11 +167,15 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _a_teacher_of_another_mind(tmp_path_factory: pytest.TempPathFactory) -> None:
-    CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
-    adapter = tmp_path_factory.mktemp("adapter")
-    train_case(SINGLE_PROCESS, recipe_of("lora", "float32", train={"steps": 1, "lr": 1e-2}), adapter)
-    CASES["kto on an adapter"]["model"]["name"] = str(adapter / "checkpoints" / "step-000001")
+def _models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make the teacher and the adapter of the cases that name them."""
+    chosen = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    if "teacher" in chosen:
+        CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
+    if "kto on an adapter" in chosen:
+        adapter = tmp_path_factory.mktemp("adapter")
+        train_case(SINGLE_PROCESS, recipe_of("lora", "float32", train={"steps": 1, "lr": 1e-2}), adapter)
+        CASES["kto on an adapter"]["model"]["name"] = str(adapter / "checkpoints" / "step-000001")
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +198,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
         yield process_group
 
 
-@pytest.mark.parametrize("case", ["sft", "ppo", "mixture"])
+@pytest.mark.parametrize("case", ["ppo"])
 def test_several_processes_train_as_one(
     case: str, several: ProcessGroup, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -393,10 +397,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Pro
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, marks=() if c in ("sft", "kto on an adapter") else pytest.mark.slow)
-        for c in ("sft", *NO_SAMPLES)
-    ],
+    [pytest.param(c, marks=() if c in ("sft", "sft alone, lora") else pytest.mark.slow) for c in ("sft", *NO_SAMPLES)],
 )
 def test_a_whole_model_stays_next_to_the_parts_where_something_samples(case: str, several: ProcessGroup) -> None:
     """Otherwise a process has its rows of every tensor, and a model is gathered where it is read."""

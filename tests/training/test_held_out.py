@@ -26,15 +26,16 @@ from posttrain.training.held_out import HeldOut, choose_held_out, evaluate_objec
 from posttrain.training.loop import train
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
+from small_runs import shallow
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
-NAMES = {"pair": "bradley_terry", "judged": "outcome", "steps": "process"}
 
 
 def recipe_of(objective: Any, responses: str, **sections: Any) -> Recipe:
     task = {"name": "stories", "size": 24, "max_steps": 3, "responses": responses}
     data = {
         "task": task,
+        "model": {"name": shallow(1)},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "data": {"batch_size": 2, "max_length": 256},
         "objective": objective,
@@ -165,11 +166,8 @@ def test_it_leaves_no_trace() -> None:
     assert all(torch.equal(before[n], p) for n, p in parts.parameters)
 
 
-@pytest.mark.parametrize(
-    ("responses", "metric"), [("pair", "pair_accuracy"), ("judged", "answer_accuracy"), ("steps", "step_accuracy")]
-)
-def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_path: Path) -> None:
-    recipe = recipe_of(NAMES[responses], responses)
+def test_a_run_records_it_and_keeps_the_best(tmp_path: Path) -> None:
+    recipe, metric = recipe_of("bradley_terry", "pair"), "pair_accuracy"
     events: list[tuple[str, dict[str, Any]]] = []
     result = train(recipe, RunFiles.within(tmp_path), observer=lambda name, info: events.append((name, info)))
     evaluations = [info for name, info in events if name == "evaluation"]
@@ -187,20 +185,6 @@ def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_pa
     state = json.loads((tmp_path / "checkpoints" / "best" / "state.json").read_text())
     assert state["best"] == {"step": float(best), metric: max(accuracies)}
     assert {info["primary_metric"].name for info in evaluations} == {metric}
-
-
-def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
-    recipe = recipe_of({"name": "dpo", "beta": 0.1}, "pair", train={"steps": 3})
-    whole = train(recipe, RunFiles.within(tmp_path / "whole"))
-    steps: list[int] = []
-
-    def observe(event: str, info: dict[str, Any]) -> None:
-        steps.extend([info["step"]] if event == "step" else [])
-
-    train(recipe, RunFiles.within(tmp_path / "cut"), observer=observe, should_stop=lambda: len(steps) >= 1)
-    again = train(recipe, RunFiles.within(tmp_path / "cut"), resume=True)
-    assert again.evaluations == whole.evaluations
-    assert again.evaluations["stories/validation"]["margin"] != 0.0
 
 
 def test_a_reward_model_has_nothing_to_generate() -> None:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_batch_fields import TEMPERATURE, initial_model, plain_logprobs, update
+from test_batch_fields import TEMPERATURE, plain_logprobs, update
+from transformers import AutoModelForCausalLM
 
 from posttrain.models.forward.forward import Forward
+from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.training.batch_fields import BatchFields, mismatch_answers
 from posttrain.training.build import prepare
 from posttrain.types import Batch, Sample, collate
-from small_runs import Events, make_recipe, steps_of, watched
+from small_runs import Events, make_recipe, shallow, steps_of, watched
 
 KTO = {
     "objective": {"name": "kto"},
@@ -28,6 +30,10 @@ KTO = {
     },
     "train": {"ppo_epochs": 3},
 }
+
+
+def initial_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY).eval()
 
 
 def kl_of_mismatched(batch: Batch, policy: Any, reference: Any, temperature: float = TEMPERATURE) -> float:
@@ -131,6 +137,7 @@ def test_kto_one_prompt_a_batch_is_reported_once(tmp_path: Path, batch: int, tex
             "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
             "data": {"batch_size": batch, "max_length": 256},
             "objective": {"name": "kto"},
+            "model": {"name": shallow(1)},
             "train": {"steps": 2, "lr": 1e-4, "save_every": 0},
             "eval": {"every": 0},
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import EngineMismatch
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward import forward
 from posttrain.sampling.native import schedule
 from posttrain.store.metrics import MetricsLog
 from small_runs import make_recipe, run
@@ -41,12 +41,8 @@ def test_train_with_a_sampler_that_is_another_model_stops_before_the_update(
 def test_train_with_a_forward_pass_that_is_another_model_names_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score = Forward._score_logits if hasattr(Forward, "_score_logits") else None
-    assert score is None
-    from posttrain.models.forward import forward as module
-
-    scored = module.score_logits
-    monkeypatch.setattr(module, "score_logits", lambda logits, *rest, **how: scored(logits * 1.5, *rest, **how))
+    scored = forward.score_logits
+    monkeypatch.setattr(forward, "score_logits", lambda logits, *rest, **how: scored(logits * 1.5, *rest, **how))
     with pytest.raises(
         EngineMismatch, match=r"the trainer's forward pass \(packed\) differs from the model's own by 0\."
     ):

@@ -59,16 +59,6 @@ def test_prompts_by_part_in_rollouts_that_replace_groups_and_resume(tmp_path: Pa
     assert same_bits(saved_tensors(tmp_path / "cut", 6), saved_tensors(tmp_path / "whole", 6))
 
 
-def test_demonstrations_by_part(tmp_path: Path) -> None:
-    recipe = one_layer_recipe(
-        "sft", task=mixed({"one": 3, "two": 1}), data={"batch_size": 8}, train={"steps": 6, "save_every": 1}
-    )
-    run(tmp_path / "whole", recipe)
-    run(tmp_path / "cut", recipe, stop_after=4)
-    run(tmp_path / "cut", recipe, resume=True)
-    assert same_bits(saved_tensors(tmp_path / "cut", 6), saved_tensors(tmp_path / "whole", 6))
-
-
 def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"curriculum: this key was removed\. Use the weights of a mixture's parts"):
         one_layer_recipe("sft", curriculum="stages")

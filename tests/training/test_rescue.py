@@ -47,14 +47,11 @@ def fail_at(call: int, *, after: bool = False) -> Callable[[Callable[..., Any]],
 
 CASES: dict[str, tuple[dict[str, Any], object, str, int, bool, int | None]] = {
     # name: (recipe, owner of the function, function, call at which it fails, after its work, step that is saved)
-    "in the forward pass": ({"kind": "sft"}, loop, "accumulate", 3, False, 2),
     "after the backward pass": ({"kind": "sft"}, loop, "accumulate", 3, True, 2),
     "in the first step": ({"kind": "sft"}, loop, "accumulate", 1, False, None),
     "in the optimizer": ({"kind": "sft"}, loop, "apply_update", 3, True, None),
     "while sampling": ({"kind": "grpo", **KL}, RolloutSource, "draw", 4, False, 3),
-    "after the rollouts": ({"kind": "grpo", **KL}, RolloutSource, "_collect", 4, True, 3),
     "inside a rollout batch": ({"kind": "grpo", "train": {"ppo_epochs": 2}}, loop, "accumulate", 4, False, 3),
-    "in an evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 2, False, 2),
     "in the second evaluation": ({"kind": "sft", "eval": EVALUATION | TWO_TASKS}, held_out, "evaluate", 4, False, 2),
     "in the last evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 3, False, 4),
     "before the checkpoint": ({"kind": "sft", "train": {"save_every": 2}}, loop, "save_checkpoint", 1, False, 2),

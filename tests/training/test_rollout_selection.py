@@ -13,11 +13,10 @@ from small_sources import groups_of, mostly_uniform, rows_of, sampled, sums
 from transformers import AutoModelForCausalLM
 
 from posttrain.data.render import encode_prompt
-from posttrain.models.sources import TINY
 from posttrain.registry import register
 from posttrain.training.sources.rollouts import NO_GOLD, NOTHING_SELECTED
 from posttrain.types import Batch, Loss, Outputs, Rollout
-from small_runs import Events, one_layer_recipe, run, saved_tensors, steps_of, watched
+from small_runs import Events, one_layer_recipe, run, saved_tensors, shallow, steps_of, watched
 
 ALL_OF_THE_DATA = ("margins", "labels", "rewards")
 
@@ -143,7 +142,7 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
     run(tmp_path, recipe)
     rows = steps_of(tmp_path)
     assert len(rows) == 7
-    states: list[dict[str, torch.Tensor]] = [dict(AutoModelForCausalLM.from_pretrained(TINY).state_dict())]
+    states: list[dict[str, torch.Tensor]] = [dict(AutoModelForCausalLM.from_pretrained(shallow(1)).state_dict())]
     idle = 0
     for step, row in enumerate(rows, start=1):
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
@@ -164,14 +163,6 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
             assert row["grad_norm"] > 0
         states.append(weights)
     assert 2 <= idle <= 5
-    # an interrupted run that stood at such a step goes on as if nothing had happened
-    first_idle = next(step for step, row in enumerate(rows, start=1) if row["trained_tokens"] == 0)
-    sparing = recipe.model_copy(update={"train": recipe.train.model_copy(update={"save_every": 0})})
-    run(tmp_path / "cut", sparing, stop_after=first_idle)
-    run(tmp_path / "cut", sparing, resume=True)
-    ours, theirs = saved_tensors(tmp_path, 7), saved_tensors(tmp_path / "cut", 7)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def saved_optimizer(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -223,6 +214,3 @@ def test_minibatches_are_parts_of_the_prompts_that_gave_units(
 def pairs_of(batch: Batch) -> Counter[tuple[tuple[int, ...], ...]]:
     rows = rows_of(batch)
     return Counter((rows[u], rows[u + 1]) for u in range(0, len(rows), 2))
-
-
-# --- a rollout buffer ---

@@ -76,7 +76,6 @@ def options_of(word: Any) -> dict[str, Any]:
 TEXTS = [" 7 </answer>", " it is 12 </think> <answer> 3 </answer>", " 9", " 4567890123456789012"]
 WORDS: dict[str, dict[str, Any]] = {
     "reinforce": {"objective": "reinforce", "advantage": "centered", "aggregate": "token_mean"},
-    "with a penalty": {"objective": "reinforce", "advantage": "centered", "kl_in_reward": {"weight": 0.1}},
     "ppo": {"objective": "ppo", "advantage": {"name": "gae", "bootstrap": True}},
     "dpo": {"objective": "dpo"},
 }

@@ -98,10 +98,8 @@ EXPERTS = {"objective": {"name": "cross_entropy"}, "advantage": None}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 1.5),
         (PPO, 1.5),
         ({"objective": {"name": "on_policy_distillation"}, "advantage": None, "teacher": {"name": "tiny"}}, 1.5),
-        (EXPERTS, 1.0),
         (DPO, 1.0),
         ({"objective": {"name": "distillation"}, "advantage": None, "teacher": {"name": "tiny"}}, 1.0),
     ],

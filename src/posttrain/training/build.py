@@ -181,10 +181,10 @@ def _choose_kernels(recipe: Recipe) -> None:
 
 def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
     """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
-    if policy.path == "padded" and recipe.model.attention != "sdpa":
-        return [f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"]
     if policy.path == "padded":
-        return ["batches are padded, which is slower: packing them would change what this model computes"]
+        chosen = f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"
+        slower = "batches are padded, which is slower: packing them would change what this model computes"
+        return [chosen if recipe.model.attention != "sdpa" else slower]
     if policy.device.type == "cuda" and policy.attention == "mask":
         return [
             "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "

@@ -139,42 +139,45 @@ def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) 
     return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
 
 
-def _of_objective(w: Components) -> Iterator[Rule]:
+def _of_objective(w: Components) -> list[Rule]:
     r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
     head, chosen = w.objective.traits.get("head"), r.data.train_on if r.data else None
     weighs = "token" if w.level == "token" else "unit"
     weighed = w.aggregation.traits.get("level", weighs)
     one, blind = f"but {objective} gives one value per {w.level}", "advantages" not in needs
-    yield weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"
-    yield r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"
-    penalty = f": {objective} reads no advantages, so it would see no penalty"
-    yield r.kl_in_reward and blind, "kl_in_reward", penalty
-    yield r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"
-    yield r.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
-    drift = f": {objective} trains no policy that could drift; leave it out"
-    yield r.eval.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", drift
-    mute = ": a reward model writes no answers; leave it out"
-    yield r.eval.samples > 1 and w.only_scores, "eval.samples", mute
-    imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
-    yield r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates
     taught = bool(w.parts & {"teacher", "seen"})
-    yield taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
-    yield r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    no_penalty = f": {objective} reads no advantages, so it would see no penalty"
+    no_drift = f": {objective} trains no policy that could drift; leave it out"
+    mute = ": a reward model writes no answers; leave it out"
+    imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
     valued = f': {objective} reads a critic\'s values; register it with head="value"'
-    yield "critic" in w.parts and head != "value", "objective", valued
-    yield "correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"
-    credited = f": a batch field of {objective} needs advantages; give 'advantage'"
-    yield not blind and not r.advantage, "advantage", credited
     samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
-    yield w.teaches_itself and r.rollout is None, "teacher.name", samples
     base = ": a new model (model.init) has no base on disk that an adapter could name"
-    yield r.model.adapter and r.model.init, "model.adapter", base
-    message = ": a reward head always shares the model that is trained; leave it out"
-    yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", message
+    shares = ": a reward head always shares the model that is trained; leave it out"
     judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
-    yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
     unread = f": {objective} reads no labels that a threshold could make; leave it out"
-    yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
+    credited = f": a batch field of {objective} needs advantages; give 'advantage'"
+    thresholds = r.data and r.data.label_above is not None
+    return [
+        (weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"),
+        (r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"),
+        (r.kl_in_reward and blind, "kl_in_reward", no_penalty),
+        (r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"),
+        (r.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"),
+        (r.eval.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift),
+        (r.eval.samples > 1 and w.only_scores, "eval.samples", mute),
+        (r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates),
+        (taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"),
+        (r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"),
+        ("critic" in w.parts and head != "value", "objective", valued),
+        ("correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"),
+        (not blind and not r.advantage, "advantage", credited),
+        (w.teaches_itself and r.rollout is None, "teacher.name", samples),
+        (r.model.adapter and r.model.init, "model.adapter", base),
+        (w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", shares),
+        (chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges),
+        (thresholds and w.shape != "judged", "data.label_above", unread),
+    ]
 
 
 def _of_engines(w: Components) -> Iterator[Rule]:
@@ -195,63 +198,58 @@ def _of_engines(w: Components) -> Iterator[Rule]:
         yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
 
 
-def _of_rollouts(w: Components) -> Iterator[Rule]:
+def _of_rollouts(w: Components) -> list[Rule]:
     """Rules about rollouts, their groups and their advantages."""
     rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
     if rollout is None or rollout.select is None or w.selection is None:
-        return
-    weighs = any(comes_from_rollouts(name) for name in w.needs)
+        return []
+    weighs, apart = any(comes_from_rollouts(name) for name in w.needs), rollout.old_logprobs == "trainer"
+    cut, is_cut = "top_k" if rollout.top_k is not None else "top_p", rollout.top_k is not None or rollout.top_p < 1
+    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
+    wanted = "pairs of answers" if w.level == "pair" else "single answers"
+    alone, parts, of_all = rollout.group_size < 2, w.recipe.train.num_minibatches, w.per_token or w.per_turn or kl
     fresh = (
         ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
         "objective; give 'correction', or set rollout.old_logprobs to sampler"
     )
-    stale = rollout.staleness and rollout.old_logprobs == "trainer"
-    yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
     rounded = (
         ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
         "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
     )
-    apart = w.recipe.train.precision == "bf16" and rollout.old_logprobs == "sampler"
-    yield apart and weighs, "train.precision", rounded
-    steps = ": labels of steps come with data, not from rollouts; give 'data'"
-    yield "step_labels" in w.needs, "objective", steps
-    cut = "top_k" if rollout.top_k is not None else "top_p"
     biased = (
         f": {objective} weighs tokens by how likely the sampler drew them from the whole distribution, and {cut} draws "
         f"from a part of it, so that every ratio would be off; leave {cut} out (a lower rollout.temperature is "
         "followed), or choose an objective that learns from given answers"
     )
-    yield (rollout.top_k is not None or rollout.top_p < 1) and weighs, f"rollout.{cut}", biased
-    wanted = "pairs of answers" if w.level == "pair" else "single answers"
     units = f": {w.selection.name!r} gives {w.unit}s, but {objective} wants {wanted}"
-    yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
-    if w.advantage is not None:
-        yield from _of_advantage(w, w.advantage, rollout)
     every = (
         ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
         "leave rollout.select out"
     )
-    yield (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all"), "rollout.select", every
-    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
     both = (
         f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
         "labelled as right; give both the same number"
     )
-    yield "labels" in w.needs and threshold not in (None, rollout.label_above), "rollout.select.threshold", both
-    alone = rollout.group_size < 2
-    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"
     uniform = ": a group of one completion is always uniform; give rollout.group_size"
-    yield alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
     shown = (
         f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
     )
-    yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
-    parts = w.recipe.train.num_minibatches
-    yield (
-        rollout.num_prompts % parts,
-        "train.num_minibatches",
-        f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}",
-    )
+    divides = f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}"
+    steps = ": labels of steps come with data, not from rollouts; give 'data'"
+    return [
+        (rollout.staleness and apart and w.recipe.correction is None, "rollout.old_logprobs", fresh),
+        (w.recipe.train.precision == "bf16" and not apart and weighs, "train.precision", rounded),
+        ("step_labels" in w.needs, "objective", steps),
+        (is_cut and weighs, f"rollout.{cut}", biased),
+        ((w.unit == "pair") != (w.level == "pair"), "rollout.select", units),
+        *(() if w.advantage is None else _of_advantage(w, w.advantage, rollout)),
+        (of_all and not w.selection.traits.get("takes_all"), "rollout.select", every),
+        ("labels" in w.needs and threshold not in (None, rollout.label_above), "rollout.select.threshold", both),
+        (alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"),
+        (alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform),
+        ("has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown),
+        (rollout.num_prompts % parts, "train.num_minibatches", divides),
+    ]
 
 
 def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:

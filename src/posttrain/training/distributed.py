@@ -94,8 +94,7 @@ class Processes(ProcessGroup):
             self.store.wait([TASK], timedelta(seconds=JOIN_SECONDS))
         except RuntimeError as error:
             raise PeerFailure(f"{self}: rank 0 gives no task: {first_line(error)}") from error
-        task: dict[str, Any] = json.loads(self.store.get(TASK))
-        return task
+        return dict(json.loads(self.store.get(TASK)))
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
         """Store the record of a failed rank; the first record stays."""

@@ -143,9 +143,14 @@ def evaluate_loss(
     loss = total / tokens
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
-    results = {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "token_accuracy": correct / tokens}
-    results |= {"loss_tokens": tokens, "loss_rows": float(len(held_out.units))}
-    return results | {"rows_dropped": float(held_out.num_dropped)}
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, MAX_EXPONENT)),
+        "token_accuracy": correct / tokens,
+        "loss_tokens": tokens,
+        "loss_rows": float(len(held_out.units)),
+        "rows_dropped": float(held_out.num_dropped),
+    }
 
 
 def evaluate_objective(
@@ -175,8 +180,7 @@ def evaluate_objective(
     n = len(held_out.units)
     low, high = wilson_interval(metrics[name] * n, n)
     results = {"n": float(n), name: metrics[name], f"{name}_low": low, f"{name}_high": high, "loss": loss}
-    results |= metrics | {"rows_dropped": float(held_out.num_dropped)}
-    results["seconds"] = time.perf_counter() - started
+    results |= metrics | {"rows_dropped": float(held_out.num_dropped), "seconds": time.perf_counter() - started}
     return Evaluation(task_label(task), results, [])
 
 

@@ -470,11 +470,10 @@ def _records(
 
 
 def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
+    update, step = finished - updating, finished - started
     timing = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
-    timing["update_seconds"] = finished - updating
-    timing["step_seconds"] = finished - started
-    timing["update_tokens_per_second"] = tokens / timing["update_seconds"]
-    timing["tokens_per_second"] = tokens / timing["step_seconds"]
+    timing |= {"update_seconds": update, "step_seconds": step}
+    timing |= {"update_tokens_per_second": tokens / update, "tokens_per_second": tokens / step}
     if draw.fresh and draw.timing.get("generate_seconds"):
         timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
     return timing

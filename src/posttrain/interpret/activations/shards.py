@@ -207,8 +207,7 @@ class ActivationStore:
     def document_tokens(self, document: int) -> list[int]:
         """Return all token ids of a document, those of dropped rows too."""
         start, end = self._documents["offsets"][document : document + 2].tolist()
-        ids: list[int] = self._documents["ids"][start:end].tolist()
-        return ids
+        return list(self._documents["ids"][start:end].tolist())
 
     def prompt_lengths(self, documents: Tensor) -> Tensor:
         """Return the number of prompt tokens of the documents, ``int64 [n]``; 0 for a plain text."""

@@ -117,8 +117,7 @@ def read_rows(model: Model, sites: Sequence[str], documents: Sequence[Sequence[i
 
 def device_of(model: Model) -> torch.device:
     """Return the device of a model's embeddings."""
-    device: torch.device = backbone_of(model).get_input_embeddings().weight.device
-    return device
+    return torch.device(backbone_of(model).get_input_embeddings().weight.device)
 
 
 def pad(documents: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

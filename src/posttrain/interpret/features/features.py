@@ -463,8 +463,7 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
     exact = copy.deepcopy(norm).float()
 
     def respond(values: Tensor) -> Tensor:
-        response: Tensor = (exact(values[None]) - exact(-values[None]))[0] / 2
-        return response
+        return torch.sub(exact(values[None]), exact(-values[None]))[0] / 2
 
     plain, moved = respond(x), respond(x + 3)
     centres = bool((plain - moved).norm() < 0.01 * plain.norm())
