@@ -87,7 +87,9 @@ def judge(case: Case, code: int, text: str) -> list[str]:
     return [fault for fault, is_there in faults.items() if is_there]
 
 
-def run_cases(count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def run_cases(
+    count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run each case in a folder of its own; what did not end as it should is shown."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -112,6 +114,7 @@ def run_cases(count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPat
             faults = judge(case, int(end.code or 0), capsys.readouterr().err)
         except Exception as error:  # noqa: BLE001  it would be a traceback
             faults = [f"traceback: {error!r}"]
+            capsys.readouterr()
         finally:
             for timer, _ in LIMITS:
                 signal.setitimer(timer, 0)
