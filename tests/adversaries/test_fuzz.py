@@ -27,7 +27,8 @@ from posttrain import cli, registry
 from posttrain.recipes.recipe import Recipe
 
 FEW, MANY = 120, 5000
-WALL_SECONDS = 40.0  # of one case; other work may hold the cores
+# Limits of one case: of CPU time, and of all time, since other work may hold the cores.
+LIMITS = ((signal.ITIMER_PROF, 20.0), (signal.ITIMER_REAL, 300.0))
 LONGEST_MESSAGE = 6000
 GENERATORS = (
     fuzz_keys.key_cases,
@@ -86,32 +87,37 @@ def judge(case: Case, code: int, text: str) -> list[str]:
     return [fault for fault, is_there in faults.items() if is_there]
 
 
-def run_cases(count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def run_cases(
+    count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run each case in a folder of its own; what did not end as it should is shown."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("did not end")
 
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
-    before_signal = signal.signal(signal.SIGALRM, stop)
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
     failed = []
     cases = make_cases(seed, count)
-    for number, case in enumerate(cases):
-        work, temporary = folder / str(number), folder / "temporary"
+    for index, case in enumerate(cases):
+        work, temporary = folder / str(index), folder / "temporary"
         work.mkdir()
         temporary.mkdir()
         monkeypatch.chdir(work)
         case.lay_out(work)
         before = listing(work)
-        signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+        for timer, seconds in LIMITS:
+            signal.setitimer(timer, seconds)
         try:
             faults = judge(case, cli.main([*case.words]), capsys.readouterr().err)
         except SystemExit as end:
             faults = judge(case, int(end.code or 0), capsys.readouterr().err)
         except Exception as error:  # noqa: BLE001  it would be a traceback
             faults = [f"traceback: {error!r}"]
+            capsys.readouterr()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            for timer, _ in LIMITS:
+                signal.setitimer(timer, 0)
         left = [] if case.good else sorted(name for name, _ in listing(work).items() ^ before.items())
         left += os.listdir(temporary)
         if faults or left:
@@ -119,8 +125,9 @@ def run_cases(count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.chdir(folder)
         shutil.rmtree(work)
         shutil.rmtree(temporary)
-    signal.signal(signal.SIGALRM, before_signal)
-    assert failed == []
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert not failed, "\n".join(failed)
     assert len(cases) == count
 
 
