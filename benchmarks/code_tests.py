@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.verifiable.suites import humaneval, mbpp
-from posttrain.graders.code.grader import Checks, Walls, judge_all
+from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.sandbox.sandbox import Bounds, refusal
 from posttrain.types import Example

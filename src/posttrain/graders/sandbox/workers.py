@@ -217,12 +217,8 @@ class _Worker:
             answer = json.loads(data)
             if isinstance(answer, dict) and not answer.keys().isdisjoint(keys):
                 return answer
-        except TimeoutError:
-            is_late = True
-        except ConnectionError:
-            has_ended = True
-        except (OSError, ValueError):  # this is no JSON
-            pass
+        except (OSError, ValueError) as error:  # the process is gone or late, or this is no JSON
+            is_late, has_ended = isinstance(error, TimeoutError), isinstance(error, ConnectionError)
         return {"code": self.end(has_ended=has_ended), "is_late": is_late}
 
     def end(self, *, has_ended: bool = False) -> int:
