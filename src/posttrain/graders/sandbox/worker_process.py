@@ -11,11 +11,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
 from typing import IO, Any
+
+try:
+    import resource
+except ImportError:  # Windows, where this is read and never run
+    resource = None  # type: ignore[assignment]
 
 MAX_REASON_CHARS = 300
 STATM = "/proc/self/statm"

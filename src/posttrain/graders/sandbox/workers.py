@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -205,11 +206,12 @@ class _Worker:
         ``is_late``.
         """
         is_late = has_ended = False
-        data = bytearray()
+        data, deadline = bytearray(), time.monotonic() + seconds
         self._channel.settimeout(seconds)
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
             while not data.endswith(b"\n") and len(data) <= 2 * MAX_RESULT_BYTES:
+                self._channel.settimeout(max(0.001, deadline - time.monotonic()))
                 part = self._channel.recv(MAX_RESULT_BYTES)
                 data += part
                 if not part:
