@@ -66,6 +66,7 @@ def test_a_name_on_one_side_only_is_a_difference_unless_it_was_renamed(script: M
     assert comparison.used == {"loss"}
 
 
+@pytest.mark.slow
 def test_the_smallest_form_runs(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(ROOT / "src", other / "src", ignore=shutil.ignore_patterns("__pycache__"))

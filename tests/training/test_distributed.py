@@ -362,7 +362,8 @@ def test_shards_train_as_one_process(
     check_same(alone(case, dtype), tmp_path, dtype)
 
 
-@pytest.mark.parametrize("case", ["grpo", *slow("sft", "ppo", "lora", "kto")])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "sft", "ppo", "lora", "kto"])
 def test_answers_of_a_server_leave_each_process_its_part(case: str, several: ProcessGroup, tmp_path: Path) -> None:
     """Weights go out and the probe is computed tensor by tensor, with all processes: none has a whole model.
 
@@ -408,7 +409,8 @@ def test_a_whole_model_stays_next_to_the_parts_where_something_samples(case: str
     assert [of[0] for of in shapes] == [of[0] for of in shard_case(SINGLE_PROCESS, plain)[0]]
 
 
-@pytest.mark.parametrize(("staleness", "scale"), [pytest.param(1, {}, marks=pytest.mark.slow), (2, SHARDED)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "scale"), [(1, {}), (2, SHARDED)])
 def test_several_processes_sample_ahead_as_one(
     staleness: int, scale: dict[str, Any], several: ProcessGroup, tmp_path: Path
 ) -> None:
