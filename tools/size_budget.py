@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "commands": (3454, 6418),
     "data": (3322, 6104),
     "evaluation": (1814, 3443),
-    "graders": (2867, 4964),
+    "graders": (2871, 4970),
     "ground": (1127, 2798),
     "interpret": (2379, 4328),
     "models": (1990, 3617),
