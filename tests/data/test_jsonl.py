@@ -226,6 +226,23 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
         ([*QUESTION, {**calling(), "tool_calls": [{"function": {}}]}, output("1"), ANSWER], "1 name' must be text"),
         ([*QUESTION, {**calling(), "tool_calls": [None]}, output("1"), ANSWER], "1 name' must be text"),
         ([*QUESTION, calling("1", content=3), output("1"), ANSWER], "messages 3 content' must be text"),  # type: ignore[arg-type]
+        (
+            [*QUESTION, {**calling(), "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}, output("1"), ANSWER],
+            "unknown key 'parameters' of a call",
+        ),
+        (
+            [
+                *QUESTION,
+                {**calling(), "tool_calls": [{"function": {"name": "f", "strict": True}}]},
+                output("1"),
+                ANSWER,
+            ],
+            "unknown key 'strict' of a call",
+        ),
+        (
+            [*QUESTION, {**calling(), "tool_calls": [{"name": "f", "type": "retrieval"}]}, output("1"), ANSWER],
+            "only functions are called here",
+        ),
         ([*QUESTION, None, calling("1"), output("1"), ANSWER], "message 3: needs the keys"),
     ],
 )

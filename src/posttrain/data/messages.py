@@ -14,6 +14,7 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
 _TRAINED_KEYS = ("weight", "train")
+_CALL_KEYS = ("name", "arguments", "function", "id", "type", "index")
 _OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *_TRAINED_KEYS)
 
 
@@ -118,7 +119,8 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, Any]) -> bool:
 
 def _read_call(row: Row, place: str, fields: Any) -> Call:
     """A call: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
-    function = fields.get("function", fields) if isinstance(fields, Mapping) else {}
+    fields = fields if isinstance(fields, Mapping) else {}
+    function = fields.get("function", fields)
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
         arguments = _decoded(arguments or "{}")
@@ -127,6 +129,14 @@ def _read_call(row: Row, place: str, fields: Any) -> Call:
     row.refuse_if(
         not isinstance(arguments, dict), f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}'
     )
+    for part, known in ((fields, _CALL_KEYS), (function, _CALL_KEYS if function is fields else _CALL_KEYS[:2])):
+        for key in (k for k, v in part.items() if v is not None and k not in {*known, *row.ignored}):
+            raise row.fail(
+                f"{place!r}: unknown key {key!r} of a call.{suggest(key, known)} Known: {', '.join(known)}. Rename it, "
+                "take it out of the row, or name it in task.ignore_keys"
+            )
+    kind = fields.get("type") or "function"
+    row.refuse_if(kind != "function", f"{place!r}: only functions are called here; got the type {kind!r}")
     name = row.checked(function.get("name"), f"{place} name")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
