@@ -10,6 +10,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 TAKE_AWAY = """
 import os, signal, sys
+os._posttrain_fork = os.fork  # the tests' own, to end a process that holds a lock
 import psutil, torch.distributed.elastic.timer  # choose by the name of the system, which stays the same
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
@@ -65,3 +66,25 @@ def test_commands_without_posix_end_well(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "runs" / "two-steps" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if '"step": 2' in line]
+
+
+def test_lock_without_posix_ends_with_its_holder(tmp_path: Path) -> None:
+    """The file stays, and names the holder; what a killed process left is free."""
+    code = """
+import subprocess
+from pathlib import Path
+from posttrain.store.locks import Held, hold, holder
+path = Path("run.lock")
+with hold(path):
+    assert holder(path).startswith(f"pid {os.getpid()} "), holder(path)
+assert path.exists() and holder(path) is None
+child = os._posttrain_fork()
+if child == 0:
+    with hold(path):
+        os.kill(os.getpid(), 9)
+os.waitpid(child, 0)
+with hold(path):
+    pass
+"""
+    done = without_posix(tmp_path, code)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -205,6 +205,15 @@ def calling(arguments: str) -> dict[str, Any]:
         ({"messages": [*QUESTION, calling("[1"), TOOL_RESULT]}, "messages", "tool_calls 1': a call is"),
         ({"messages": [QUESTION[0] | {"wieght": 1}]}, "messages", "unknown key 'wieght'. Did you mean 'weight'?"),
         ({"messages": [*QUESTION, SAID | {"weight": 0}]}, "messages", "nothing is trained here"),
+        (
+            {"messages": [*QUESTION, REPLY | {"tool_calls": [CALLED, CALLED]}]},
+            "messages",
+            "message 2: each of its calls",
+        ),
+        ({"messages": [*QUESTION, REPLY | {"tool_calls": [CALLED | {"id": [1]}]}]}, "messages", "an 'id' of its own"),
+        ({"messages": [*QUESTION, REPLY | {"tool_calls": "abc"}]}, "messages", "'tool_calls' are a list of calls"),
+        ({"messages": [*QUESTION, REPLY, {"role": "tool", "content": "4"}]}, "messages", "has a 'tool_call_id'"),
+        ({"messages": [{"from": "human", "value": "4?"}]}, "messages", "message 1: needs a 'role'"),
     ],
 )
 def test_what_cannot_be_done_with_tools_is_reported_by_name(

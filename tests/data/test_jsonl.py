@@ -145,6 +145,7 @@ def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path:
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 20 plus 22?"}]
 ANSWER = {"role": "assistant", "content": "It is 42."}
+ONE = {"function": {"name": "f", "arguments": {}}}
 
 
 def calling(*expressions: str, content: str | None = None, as_text: bool = True) -> dict[str, Any]:
@@ -243,7 +244,11 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
             [*QUESTION, {**calling(), "tool_calls": [{"name": "f", "type": "retrieval"}]}, output("1"), ANSWER],
             "only functions are called here",
         ),
-        ([*QUESTION, None, calling("1"), output("1"), ANSWER], "message 3: needs the keys"),
+        (
+            [*QUESTION, {**calling(), "tool_calls": [{**ONE, "id": "a"}, ONE]}, output("1"), output("2"), ANSWER],
+            "message 4: 'tool_call_id' 'c' is not that of the call in its place",
+        ),
+        ([*QUESTION, {**calling(), "tool_calls": [{**ONE, "id": [1]}]}, output("1"), ANSWER], "ids of calls and of"),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], what: str) -> None:

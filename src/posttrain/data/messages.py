@@ -15,6 +15,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
 _TRAINED_KEYS = ("weight", "train")
 _CALL_KEYS = ("name", "arguments", "function", "id", "type", "index")
+_FUNCTION_KEYS = ("name", "arguments", "parsed_arguments")  # OpenAI's client adds the last, which says the same
 _OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *_TRAINED_KEYS)
 
 
@@ -129,7 +130,7 @@ def _read_call(row: Row, place: str, fields: Any) -> Call:
     row.refuse_if(
         not isinstance(arguments, dict), f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}'
     )
-    for part, known in ((fields, _CALL_KEYS), (function, _CALL_KEYS if function is fields else _CALL_KEYS[:2])):
+    for part, known in ((fields, _CALL_KEYS), (function, _CALL_KEYS if function is fields else _FUNCTION_KEYS)):
         for key in (k for k, v in part.items() if v is not None and k not in {*known, *row.ignored}):
             raise row.fail(
                 f"{place!r}: unknown key {key!r} of a call.{suggest(key, known)} Known: {', '.join(known)}. Rename it, "
@@ -161,7 +162,17 @@ def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Messa
             continue
         ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
         named = [items[i].get("tool_call_id") for i in range(at + 1, at + 1 + len(message.calls))]
-        if None in ids or None in named or len(set(ids)) < len(ids):
+        row.refuse_if(
+            not all(isinstance(one, str | int | None) for one in [*ids, *named]),
+            f"{key!r}, message {at + 1}: the ids of calls and of their results are texts",
+        )
+        if None in ids or None in named or len(set(ids)) < len(ids):  # by their places, which no id may contradict
+            for place, (own, name) in enumerate(zip(ids, named, strict=True), start=at + 2):
+                row.refuse_if(
+                    name is not None and name != own and (own is not None or name in ids),
+                    f"{key!r}, message {place}: 'tool_call_id' {name!r} is not that of the call in its place, and not "
+                    "all calls and results have an id of their own",
+                )
             continue
         if set(ids) != set(named):
             wrong = next((name for name in named if name not in ids), named[0])

@@ -69,11 +69,12 @@ def holder(path: Path) -> str | None:
 
 def _acquire(path: Path, timeout_seconds: float) -> BaseFileLock:
     """Return the held lock; a claim where the file system has no locks."""
-    try:
-        return FileLock(path, timeout=timeout_seconds, **_OPTIONS).acquire(poll_interval=0.05).lock
-    except (NotImplementedError, OSError) as error:  # older versions of filelock raise the first for ENOSYS
-        if getattr(error, "errno", errno.ENOSYS) not in _REFUSALS:
-            raise
+    if FileLock is not SoftFileLock:  # a system with fcntl; elsewhere its lock would be the file itself
+        try:
+            return FileLock(path, timeout=timeout_seconds, **_OPTIONS).acquire(poll_interval=0.05).lock
+        except (NotImplementedError, OSError) as error:  # older versions of filelock raise the first for ENOSYS
+            if getattr(error, "errno", errno.ENOSYS) not in _REFUSALS:
+                raise
     path.touch()
     return SoftFileLock(_claim_of(path), timeout=timeout_seconds).acquire(poll_interval=0.05).lock
 

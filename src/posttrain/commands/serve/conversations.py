@@ -16,17 +16,18 @@ from posttrain.data.render.assistant import encode_turn, reply_frame
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template import mark
 from posttrain.data.render.template_calls import call_form
-from posttrain.errors import DataError
+from posttrain.errors import DataError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.sampling.environments.tools import by_name, properties_of, read_text
 from posttrain.sampling.episodes import show_tools
 from posttrain.sampling.models import OpenedModel, plays
-from posttrain.types import Call, Message, Turn
+from posttrain.types import Message, Turn
 
 MAX_REMEMBERED = 4096  # answers with calls whose ids are kept
 
 Schemas = Sequence[Mapping[str, Any]]
+Written = tuple[str, list[tuple[Any, Any]]]  # content and functions of an answer, by which it is known again
 
 
 class Conversations:
@@ -43,7 +44,7 @@ class Conversations:
         recipe = opened.source.recipe
         rollout = recipe.rollout if recipe and plays(opened.source, Component(name=self.template.name)) else None
         self.shows = rollout is None or bool(rollout.show_tools)
-        self._sampled: dict[str, tuple[tuple[str, ...], list[int]]] = {}  # content and ids, by the first call's id
+        self._sampled: dict[str, tuple[Written, list[int]]] = {}  # by the first call's id
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[int]:
         """Encode a conversation as a prompt, up to where the model continues.
@@ -65,7 +66,13 @@ class Conversations:
                 )
             ids += self._answer_ids(turn, messages[at], ids)
             roles, tags = (("tool", "user"), self.form.results) if turn.calls else (("user",), ("", ""))
-            frame = reply_frame(self.tokenizer, template, roles)
+            try:
+                frame = reply_frame(self.tokenizer, template, roles)
+            except UsageError as error:
+                if turn.calls:
+                    raise
+                what = f"messages, message {at + 2}: leave out the messages about tools of earlier questions: {error}"
+                raise BadRequest(what, "messages") from None
             ids += frame.encode(self.tokenizer, template, [one.content for one in replies], tags, ids[-1])
             at += 1 + len(replies)
         return ids
@@ -74,13 +81,12 @@ class Conversations:
         """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
         opening, tools = self.template.opening, answer.job.tools
         text = answer.text.removeprefix(opening)
-        calls, made = list[dict[str, Any]](), list[Call]()
+        calls: list[dict[str, Any]] = []
         outside, at = [opening], 0
         for request in read_calls(text, self.form) if answer.finish == "stop" and tools else []:
             if (arguments := _arguments(request, tools)) is not None:
                 outside.append(text[at : request.place[0]])
                 at = request.place[1]
-                made.append(Call(request.tool, arguments, "", "ok"))
                 function = {"name": request.tool, "arguments": arguments}
                 calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -88,7 +94,7 @@ class Conversations:
             content = "".join([*outside, text[at:]])
             message |= {"content": content or None, "tool_calls": calls}
             if answer.ids[-1] in answer.job.sampling.stop_ids:  # and not at a stop text
-                self._sampled[calls[0]["id"]] = (_content_of(content, made), answer.ids)
+                self._sampled[calls[0]["id"]] = (_as_written(message), answer.ids)
                 if len(self._sampled) > MAX_REMEMBERED:
                     del self._sampled[next(iter(self._sampled))]
         return message
@@ -104,8 +110,8 @@ class Conversations:
 
     def _answer_ids(self, turn: Message, given: Mapping[str, Any], prompt: Sequence[int]) -> list[int]:
         first = str((given.get("tool_calls") or [{}])[0].get("id"))
-        known, ids = self._sampled.get(first, ((), []))
-        if turn.calls and known == _content_of(turn.text, turn.calls):
+        known, ids = self._sampled.get(first, (None, []))
+        if turn.calls and known == _as_written(given):
             return list(ids)
         written = Turn(turn.text.removeprefix(self.template.opening).strip(), turn.calls)
         return encode_turn(self.tokenizer, self.template, written, self.form, prompt)
@@ -117,18 +123,37 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]
     Raises:
         BadRequest: what is no message, or a tool's results that fit no calls.
     """
+    _check_ids(messages)
+    messages = [{key: value for key, value in one.items() if key != "name"} for one in messages]  # OpenAI's; not shown
     try:
         read = read_messages(Row("messages", 1, {"messages": messages}), "messages")
     except DataError as error:
-        raise BadRequest(str(error).partition(": ")[2], "messages") from None
+        what = str(error).partition(": ")[2].replace(" of the row, or name it in task.ignore_keys", "")
+        raise BadRequest(what, "messages") from None
     if not all(one.is_trained for one in read):
         raise BadRequest("messages: nothing is trained here; leave out 'train' and 'weight'", "messages")
     return read
 
 
-def _content_of(text: str, calls: Sequence[Call]) -> tuple[str, ...]:
-    """Return the texts by which an answer is known again: its own, and those of its calls."""
-    return text.strip(), *(part for call in calls for part in (call.tool, call.raw_arguments))
+def _as_written(message: Mapping[str, Any]) -> Written:
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return text, [(one.get("name"), one.get("arguments")) for one in functions]
+
+
+def _check_ids(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what a row may leave out and a conversation may not: roles, and an id of its own for each call."""
+    for number, one in enumerate(messages, start=1):
+        calls, where = one.get("tool_calls") or [], f"messages, message {number}"
+        is_listed = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+        if "role" not in one or not is_listed:
+            raise BadRequest(f"{where}: needs a 'role', and its 'tool_calls' are a list of calls", "messages")
+        ids = [call.get("id") for call in calls]
+        if not all(isinstance(one_id, str) and one_id for one_id in ids) or len(set(ids)) < len(ids):
+            raise BadRequest(f"{where}: each of its calls has an 'id' of its own, a text", "messages")
+        if (one["role"] == "tool") != isinstance(one.get("tool_call_id"), str):
+            raise BadRequest(f"{where}: a message of the role tool, and no other, has a 'tool_call_id'", "messages")
 
 
 def _arguments(request: Request, tools: Schemas) -> str | None:
