@@ -123,6 +123,16 @@ def test_a_worker_that_is_killed_from_outside_costs_nobody_the_result() -> None:
         killer.join()
 
 
+def test_a_worker_that_is_stopped_is_not_started_again() -> None:
+    """As at Ctrl-C and at the end of the program; otherwise the item would be computed once more, for 30 s."""
+    with closing(WorkerPool(TARGET, 1, PATIENT)) as pool:
+        assert values(pool.run(echo(1))) == [1]
+        begun = time.monotonic()
+        threading.Timer(0.3, pool._kill).start()
+        (result,) = pool.run([["sleep", 14]])
+        assert (result.kind, time.monotonic() - begun < 8) == ("crash", True)
+
+
 def test_a_worker_that_keeps_too_much_memory_is_replaced() -> None:
     with closing(WorkerPool(TARGET, 1, PATIENT)) as pool:
         pids = values(pool.run([["keep", 60 * 2**20]] * 9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,21 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
         Judge("http://judge.example")
 
 
+def test_threads_ask_one_judge_at_a_time_of_their_own() -> None:
+    with FakeJudge(by_length) as server:
+        judge, found = Judge(server.url), dict[str, list[float | None]]()
+
+        def ask(name: str) -> None:
+            found[name] = [one.value for one in judge.ask(ratings(*(name * n for n in range(1, 9))))]
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found["a"] == found["b"]
+
+
 # What is kept
 
 
@@ -215,6 +231,11 @@ def test_opinions_are_kept_by_content(tmp_path: Path) -> None:
         assert len(server.chats) == 3, "another judge is another opinion"
         Judge(server.url, folder=tmp_path).ask([rate("Why?", "a", rubric="Be brief.", scale=(1, 10))])
         assert len(server.chats) == 4, "and another rubric another question"
+        cache = tmp_path / CACHE
+        cache.write_bytes(cache.read_bytes().rstrip(b"\n"))
+        Judge(server.url, folder=tmp_path).ask(ratings("abc"))
+        last = [rate("Why?", "a", rubric="Be brief.", scale=(1, 10))]
+        assert Judge(server.url, folder=tmp_path).ask(last)[0].tokens_in == 0, "a whole line without its end is kept"
     (tmp_path / CACHE).write_bytes(b'{"question": "x", "value": "much"}\n')
     with pytest.raises(DataError, match=r"judge.jsonl:1: is not what a judge said"):
         Judge("http://127.0.0.1:1", folder=tmp_path)

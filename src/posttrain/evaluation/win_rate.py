@@ -256,11 +256,11 @@ def run_head_to_head(
         UsageError: no item that both answered, or none with a gold answer and no judge.
     """
     request = plan.request
-    models = [
-        open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
-        for source, template in zip(plan.sources, plan.templates, strict=True)
-    ]
-    evaluations = [measure(model, plan.task, plan.drawing, progress=progress) for model in models]
+    models, evaluations = [], []
+    for source, template in zip(plan.sources, plan.templates, strict=True):
+        model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
+        models.append(model)
+        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")

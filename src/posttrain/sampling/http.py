@@ -82,7 +82,7 @@ class HttpServer:
         async def connected() -> Result:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
             timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
-            self._places = asyncio.Semaphore(self.concurrency)
+            self._places = asyncio.Semaphore(max(1, self.concurrency))
             async with httpx2.AsyncClient(
                 headers=self._headers, limits=limits, timeout=timeout, trust_env=False
             ) as self._client:

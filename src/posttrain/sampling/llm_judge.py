@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import statistics
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.registry import find, register
 from posttrain.sampling.http import HttpServer, Interrupted, Refused, ServerError, Unanswered, all_of, first_fault
 from posttrain.sampling.vllm.client import read_models
-from posttrain.store.durable import cut_torn_line, storage_errors
+from posttrain.store.durable import storage_errors
 from posttrain.store.reading import read_record
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Example
@@ -234,7 +236,9 @@ class Judge:
             UsageError: no answer, a refused key, or several models and none named.
         """
         try:
-            known = [one.name for one in self._server.call("GET", "/v1/models", read=read_models, retries=retries)]
+            known = [
+                one.name for one in copy(self._server).call("GET", "/v1/models", read=read_models, retries=retries)
+            ]
         except ServerError as error:
             if isinstance(error, Refused) and error.status in (404, 405) and self.model:
                 return self.model  # the server lists no models
@@ -266,8 +270,8 @@ class Judge:
         fresh = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
         judged: dict[str, Opinion] = {}
         if fresh:
-            model = self.model or self.find_model()
-            opinions = self._server.session(lambda: all_of(partial(self._ask, model), fresh.values()))
+            model, server = self.model or self.find_model(), copy(self._server)  # threads ask by clients of their own
+            opinions = server.session(lambda: all_of(partial(self._ask, server, model), fresh.values()))
             judged = dict(zip(fresh, opinions, strict=True))
             self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
             self.tokens_in += sum(opinion.tokens_in for opinion in opinions)
@@ -288,10 +292,11 @@ class Judge:
             lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
             self.folder.mkdir(exist_ok=True)
             with storage_errors("what the judge said", path), open(path, "ab+") as file:
-                cut_torn_line(file.fileno())
+                if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":
+                    lines = f"\n{lines}"  # torn by a kill, or another process is writing it
                 file.write(lines.encode())
 
-    async def _ask(self, model: str, question: Question) -> Opinion:
+    async def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
         spent = [0, 0]
 
         def read(content: object) -> float:
@@ -306,7 +311,7 @@ class Judge:
             return question.read(text.encode("utf-8", "replace").decode())  # half of a surrogate pair cannot be stored
 
         try:
-            value = await self._server.ask("POST", "/v1/chat/completions", self.body(model, question), read=read)
+            value = await server.ask("POST", "/v1/chat/completions", self.body(model, question), read=read)
         except Unanswered as error:
             return Opinion(None, "timeout" if "no answer within" in str(error) else "crash", str(error), *spent)
         except Refused as error:

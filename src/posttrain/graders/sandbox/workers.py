@@ -159,7 +159,9 @@ class _Worker:
 
     def _answer(self, item: Any) -> Result:
         answer: dict[str, Any] = {"code": 0}
-        for _ in range(0 if self.is_stopped else NUM_ATTEMPTS):
+        for _ in range(NUM_ATTEMPTS):
+            if self.is_stopped:
+                break
             if self.process is None:
                 self._start()
             answer = self._ask(item, self.limits.wall_seconds + GRACE_SECONDS, ("value", "crash"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from posttrain.models.forward.forward import causal_lm
 from posttrain.randomness import generator
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 
@@ -51,11 +53,13 @@ def probe(
     numbers = generator(0, "engine probe").integers(0, int(weight.shape[0]), (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
     ways = decode(rows, steps)
+    takes_few = "logits_to_keep" in signature(causal_lm(model).forward).parameters
+    options = {"logits_to_keep": steps} if takes_few else {}
     difference = spread = 0.0
     for i, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=weight.device)
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
-        expected = logits[-steps:].log_softmax(-1)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **options).logits
+        expected = logits[0, -steps:].float().log_softmax(-1)
         difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in ways))
         spread = max(spread, float(expected.std(-1).max()))
     return difference, 1e-2 + 0.1 * spread if dtype.itemsize < 4 else 1e-5 + 1e-3 * spread
