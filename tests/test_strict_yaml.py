@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def test_anchors_are_copies_and_merges_give_way() -> None:
     ("text", "message"),
     [
         ("a: 1\nb: 010", "mine.yaml:2: 010 is octal to some and decimal to others"),
+        ("a: 01_", "mine.yaml:1: 01_ is octal to some and decimal to others"),
         ("a: 1\na: 2", "mine.yaml:2: a: this key stands twice; leave one of them out"),
         ("a:\n- {b: 1, b: 2}", "mine.yaml:2: a.0.b: this key stands twice"),
         ("a: *x", "mine.yaml:1: not valid YAML: found undefined alias 'x'"),
@@ -90,6 +92,25 @@ def test_what_is_refused(text: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         read(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["!!str [1]", "!<plain> [1]", "!!str {b: 1}", "!!seq 3"])
+def test_a_tag_of_another_kind_of_node_is_refused_with_its_line(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"mine\.yaml:2: .*the tag"):
+        read(f"a: 1\nkey: {text}")
+
+
+def test_a_quoted_merge_key_is_a_key_and_a_depth_counts_collections() -> None:
+    assert read('"<<": {b: 1}\nc: 2') == {"<<": {"b": 1}, "c": 2}
+    assert read(f"key: {'[' * MAX_DEPTH}1{']' * MAX_DEPTH}")
+    with pytest.raises(RecipeError, match=r"mine\.yaml:4: << takes a mapping"):
+        read("a: 1\nb: 2\nc:\n  <<: 5\n")
+
+
+def test_a_long_word_of_digits_is_read_in_linear_time() -> None:
+    begun = time.process_time()
+    assert read(f"key: {'1' * 100_000}x")["key"].endswith("x")
+    assert time.process_time() - begun < 1.0
 
 
 def test_an_alias_bomb_is_counted_as_written_out() -> None:

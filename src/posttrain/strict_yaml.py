@@ -17,7 +17,8 @@ MAX_CHARS, MAX_VALUES, MAX_DEPTH, MAX_KEY_CHARS, MAX_DIGITS = 2**19, 50_000, 50,
 _TAG = "tag:yaml.org,2002:"
 _PLAIN, _TEXT = "plain", f"{_TAG}str"
 _NUMBER = re.compile(
-    r"[-+]?(0x(?P<hex>[0-9a-fA-F]+)|(?P<whole>[0-9]+(_[0-9]+)*)|(\.[0-9]|[0-9][0-9_]*\.?)[0-9_]*([eE][-+]?[0-9]+)?)"
+    r"[-+]?(0x(?P<hex>[0-9a-fA-F]+)|(?P<whole>0[0-9_]*|[1-9][0-9]*(_[0-9]+)*)"
+    r"|(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?)"
 )
 _NAMED = dict.fromkeys(("", "~", "null", "Null", "NULL")) | {"true": True, "True": True, "TRUE": True}
 _NAMED |= {"false": False, "False": False, "FALSE": False}
@@ -121,14 +122,17 @@ class _Reader(yaml.SafeLoader):
         over = f"more than {MAX_VALUES:,} values, aliases written out; a recipe must be smaller"
         self._check(self.num_values <= MAX_VALUES, node, over)
         self._check(node not in above, node, "an anchor holds itself; write its value out")
-        self._check(len(above) <= MAX_DEPTH, node, f"nested more than {MAX_DEPTH} deep; a recipe must be flatter")
+        is_word = isinstance(node, yaml.ScalarNode)
+        self._check(
+            is_word or len(above) <= MAX_DEPTH, node, f"nested more than {MAX_DEPTH} deep; a recipe must be flatter"
+        )
         kind, inside = (type(node), node.tag), (*above, node)
         if kind == (yaml.SequenceNode, f"{_TAG}seq"):
             self.lines |= {f"{prefix}{index}": item.start_mark.line + 1 for index, item in enumerate(node.value)}
             return [self._build(item, f"{prefix}{index}.", inside) for index, item in enumerate(node.value)]
         if kind == (yaml.MappingNode, f"{_TAG}map"):
             return self._mapping(node, prefix, inside)
-        if node.tag not in (_PLAIN, _TEXT):
+        if not is_word or node.tag not in (_PLAIN, _TEXT):
             what = f"the tag {node.tag.replace(_TAG, '!!')} is not for this"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         try:
@@ -138,6 +142,7 @@ class _Reader(yaml.SafeLoader):
 
     def _mapping(self, node: yaml.MappingNode, prefix: str, above: tuple[Any, ...]) -> dict[str, Any]:
         own: dict[str, Any] = {}
+        merged: list[Any] = []
         for key, held in node.value:
             is_word = isinstance(key, yaml.ScalarNode) and key.tag in (_PLAIN, _TEXT)
             self._check(is_word, key, "a key must be a plain word, such as `train`")
@@ -145,12 +150,14 @@ class _Reader(yaml.SafeLoader):
             self._check(size <= MAX_KEY_CHARS, key, f"a key of {size:,} characters; one has at most {MAX_KEY_CHARS}")
             self._check(key.value not in own, key, f"{where}: this key stands twice; leave one of them out")
             self.lines[where] = key.start_mark.line + 1
-            own[key.value] = self._build(held, f"{where}.", above)
-        merged = own.pop("<<", [])
-        parts = merged if isinstance(merged, list) else [merged]
-        are_mappings = all(isinstance(part, dict) for part in parts)
-        self._check(are_mappings, node, "<< takes a mapping in, or a list of mappings; give one")
-        return {name: item for part in [*reversed(parts), own] for name, item in part.items()}
+            own[key.value] = value = self._build(held, f"{where}.", above)
+            if key.value == "<<" and key.tag == _PLAIN:
+                merged = [own, *reversed(value if isinstance(value, list) else [value])]
+                are_mappings = all(isinstance(part, dict) for part in merged)
+                self._check(are_mappings, key, "<< takes a mapping in, or a list of mappings; give one")
+        if merged:
+            del own["<<"]
+        return {name: item for part in [*merged[1:], own] for name, item in part.items()}
 
 
 class _Writer(yaml.SafeDumper):

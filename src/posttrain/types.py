@@ -328,6 +328,7 @@ def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) 
 
     assert samples, "an empty batch is refused by the source"
     assert len(samples) % rows_per_unit == 0, "units are whole"
+    assert all(s.fields.keys() == samples[0].fields.keys() for s in samples), "every sample has the same fields"
     lengths = [len(s.ids) for s in samples]
 
     def padded(rows: Sequence[Any], dtype: torch.dtype, filler: int = 0) -> Tensor:

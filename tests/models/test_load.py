@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from posttrain.data.render import decode_response, end_id, stop_ids
 from posttrain.data.render.template import further_ends
 from posttrain.data.render.templates import plain
 from posttrain.errors import UsageError
-from posttrain.models.load import load_model, load_tokenizer
+from posttrain.models.load import choose_device, load_model, load_tokenizer
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
@@ -207,3 +208,17 @@ def test_end_tokens_of_the_generation_config_all_stop_and_the_templates_own_is_t
         text = decode_response(tokenizer, plain(), [*tokenizer.encode("Tom"), *further])
         assert text == "Tom"
         assert other not in stop_ids(tokenizer, plain())
+
+
+def test_a_cpu_that_is_asked_for_starts_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> bool:
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_attention_that_was_removed_is_answered_with_what_is_left(name: str) -> None:
+    with pytest.raises(ValidationError, match=rf"'{name}' was removed\. Use sdpa"):
+        ModelSection(attention=name)

@@ -181,8 +181,8 @@ def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole
     test = [e for e in tests.examples if _opening(e) not in held_out]
     if len(test) < len(tests.examples):
         whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
-    num_train = min(len(train), round(len(test) * (1 - share) / share))
-    num_test = min(len(test), round(len(train) * share / (1 - share)))
+    num_train = round(min(len(train), len(test) * (1 - share) / share))
+    num_test = round(min(len(test), len(train) * share / (1 - share)))
     kept: list[Example] = []
     for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
         if n < len(examples):

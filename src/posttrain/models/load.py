@@ -405,7 +405,8 @@ def choose_device(name: str) -> torch.device:
     Raises:
         UsageError: there is no such GPU.
     """
-    is_mps, is_cuda = torch.backends.mps.is_available(), torch.cuda.is_available()
+    is_mps = name == "mps" and torch.backends.mps.is_available()
+    is_cuda = name in ("auto", "cuda") and torch.cuda.is_available()  # which starts the driver
     if (name == "mps" and not is_mps) or (name == "cuda" and not is_cuda):
         why = "torch sees no GPU" if name == "cuda" else "this torch sees no Apple GPU"
         if name == "mps" and not torch.backends.mps.is_built():

@@ -98,7 +98,7 @@ def describe_reach(model: Model) -> list[str]:
     tuner = model.base_model
     targets = {*(f"{name}.weight" for name in tuner.targeted_module_names), *tuner.targeted_parameter_names}
     for name, parameter in model.get_base_model().named_parameters():
-        if parameter.ndim < 2 or ".lora_" in name or name.endswith("bias"):
+        if parameter.ndim < 2 or ".lora_" in name or ".trainable_tokens_" in name or name.endswith("bias"):
             continue
         name = name.replace(".base_layer", "")
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdecimal()]

@@ -402,9 +402,9 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         raise RecipeError(f"command line: {shown}: there is no such key; write it like train.lr")
     target: Any = data
     for i, part in enumerate(parts):
-        path = ".".join(parts[: i + 1])
-        place = _place_in(target, part, path)
+        place = _place_in(target, part, ".".join(parts[: i + 1]))
         parts[i] = str(place)
+        path = ".".join(parts[: i + 1])
         if i + 1 == len(parts):
             break
         child = target.get(place) if isinstance(target, dict) else target[place]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
 from posttrain.errors import RecipeError
@@ -222,6 +222,13 @@ class ModelSection(Section):
     def runs_remote_code(self) -> bool:
         """True if the model's own Python may run. Files cannot allow that (``untrusted``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_attention(cls, value: object) -> object:
+        if value in ("flash", "efficient"):
+            raise ValueError(f"{value!r} was removed. Use sdpa, which takes torch's fastest, or flash_attention_2")
+        return value
 
     @model_validator(mode="after")
     def _check_bits(self) -> Self:

@@ -17,7 +17,6 @@ from posttrain.registry import register
 from posttrain.types import Example, Message
 
 _CLOSING = re.compile(r"</(think|reasoning)>")
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # the innermost
 _OPENING = re.compile(r"\s*<(think|reasoning)>")
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel|>analysis", "<|channel|>final<|message|>"))
 # The end of a worked solution without tags or boxes: GSM8K's mark, and the sentence of most instruction data.
@@ -53,8 +52,11 @@ def tagged_answer(text: str, reasoning: str) -> str | None:
 
 
 def _first_complete(text: str) -> str | None:
-    found = _ANSWER.search(text)
-    return None if found is None or is_blank(found[1]) else found[1].strip()
+    for part in text.split("</answer>")[:-1]:
+        _, opened, answer = part.rpartition("<answer>")
+        if opened:
+            return None if is_blank(answer) else answer.strip()
+    return None
 
 
 def behind_thinking(text: str) -> str | None:
