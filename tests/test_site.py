@@ -84,7 +84,8 @@ def run(command: str, folder: Path) -> None:
         timeout=60 * MINUTES,
         check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    is_unwritten = command.startswith("posttrain exercise check") and "not yet" in done.stdout  # the reader's part
+    assert done.returncode == is_unwritten, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def test_site_is_built_strictly_without_a_warning(tmp_path: Path) -> None:

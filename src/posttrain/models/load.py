@@ -268,10 +268,10 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     if stored is None and section.load_bits is None:
         model, loading_info = AutoModelForCausalLM.from_pretrained(source, **options)
     else:
-        from posttrain.models.quantize import load_quantized
-
         if section.device == "mps":
             raise UsageError("model.device: mps cannot multiply quantized weights; use cpu, or leave load_bits out")
+        from posttrain.models.quantize import load_quantized
+
         bits = section.load_bits if stored is None else None
         model, loading_info = load_quantized(source, bits, choose_device(section.device), options)
     _check_weights(source, loading_info)
