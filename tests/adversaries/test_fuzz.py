@@ -22,6 +22,7 @@ import fuzz_data
 import fuzz_keys
 import fuzz_texts
 import pytest
+import torch  # noqa: F401  its libraries take addresses, which are not those of a case
 from fuzz_case import Case
 
 from posttrain import cli, registry
@@ -104,6 +105,7 @@ def run_cases(
         raise DidNotEnd
 
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # which importing torch makes, once
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
     failed = []
     cases = make_cases(seed, count)
