@@ -282,6 +282,14 @@ def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_n
     assert all(map(math.isnan, one.logprobs))
 
 
-def test_engine_options_of_several_servers_are_refused_with_what_replaced_them() -> None:
-    with pytest.raises(RecipeError, match=r"rollout.engine.servers: this key was removed. Use gpus"):
-        registry.find("engine", "vllm").options({"servers": 2}, "rollout.engine")
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
+        ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
+        ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
+    ],
+)
+def test_engine_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        registry.find("engine", "vllm").options(engine, "rollout.engine")
