@@ -115,6 +115,8 @@ def test_run_shows_its_evaluations_checkpoints_and_files(run: Run, tmp_path: Pat
     with pytest.raises(UsageError, match=r"no checkpoint 'bset'\. Did you mean 'best'\? .* There: 2"):
         run.checkpoint("bset")
     assert same(run.export(tmp_path / "out"), run.checkpoint("best"))
+    with pytest.raises(UsageError, match="has no adapter"):
+        run.export(tmp_path / "merged", merge=True)
 
 
 def test_load_run_by_path_or_name_finds_it(run: Run):

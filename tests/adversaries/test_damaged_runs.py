@@ -129,10 +129,10 @@ FILES = ["recipe.yaml", "env.json", "status.json", "metrics.jsonl"]
 def test_commands_with_a_damaged_run_list_the_others(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "bad" / name
     path.unlink()
-    os.mkfifo(path)  # opening one would wait for a writer
-    assert "this is no file" in (summarize_run(root / "bad").problem or "")
-    path.unlink()
     path.mkdir()
+    assert "this is no file" in (summarize_run(root / "bad").problem or "")
+    path.rmdir()
+    os.mkfifo(path)  # opening one would wait for a writer
     check_listed(root, "this is no file", capsys)
 
 

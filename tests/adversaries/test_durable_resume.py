@@ -118,7 +118,7 @@ def test_what_is_not_as_the_checkpoint_left_it_is_named_and_nothing_changes(
     status = RunDirectory(folder).read_status()
     assert status is not None
     assert (status.state, status.step) == ("finished", 4)
-    if damage == "edited recipe":
+    if damage in ("edited recipe", "cut metrics", "cut rollouts"):
         assert resume() == 0  # the newest checkpoint remembers what it was accepted with
 
 

@@ -161,6 +161,7 @@ def test_a_rollout_batch_that_no_run_writes(change: Callable[[Any], Any], forge:
     ("place", "value"),
     [
         ((0, "batch"), 1e300),
+        ((0, "accepted"), None),
         ((0, "chosen"), ["first"]),
         ((0, "sampled", 0), []),
         ((0, "sampled", 0, 0, "parts"), {}),
@@ -169,6 +170,7 @@ def test_a_rollout_batch_that_no_run_writes(change: Callable[[Any], Any], forge:
         ((0, "sampled", 0, 0, "completion", "ids"), [10**6] * 4),
         ((0, "sampled", 0, 0, "completion", "logprobs"), DELETED),
         ((0, "sampled", 0, 0, "completion", "logprobs"), [-1.0]),
+        ((0, "sampled", 0, 0, "completion", "version"), -1),
         ((0, "sampled", 0, 0, "completion", "own"), []),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import signal
 import tempfile
@@ -21,6 +22,7 @@ import fuzz_data
 import fuzz_keys
 import fuzz_texts
 import pytest
+import torch  # noqa: F401  its libraries take addresses, which are not those of a case
 from fuzz_case import Case
 
 from posttrain import cli, registry
@@ -30,6 +32,7 @@ FEW, MANY = 120, 5000
 # Limits of one case: of CPU time, and of all time, since other work may hold the cores.
 LIMITS = ((signal.ITIMER_PROF, 20.0), (signal.ITIMER_REAL, 300.0))
 LONGEST_MESSAGE = 6000
+MOST_MEMORY = 2 << 30  # bytes of addresses that the cases may add to those of the process
 GENERATORS = (
     fuzz_keys.key_cases,
     fuzz_keys.option_cases,
@@ -48,6 +51,10 @@ REMEDY = re.compile(
     r"set|import|makes one|try|no such|leave|expected|run it with|lists|invalid choice|unrecognized|instead|required|"
     r"has no|takes|holds|save|get it again|download|wait|name|train it with|is no|lower|drop|work on|means?|says)\b"
 )
+
+
+class DidNotEnd(BaseException):
+    """What ends a case that hangs: nothing that a command handles, as it handles errors of the system."""
 
 
 def make_cases(seed: int, count: int) -> list[Case]:
@@ -72,18 +79,20 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def judge(case: Case, code: int, text: str) -> list[str]:
+def judge(case: Case, code: int, out: str, text: str) -> list[str]:
     """What is wrong with how the command ended."""
-    if case.good:
-        return [] if code == 0 else [f"good input ended with {code}"]
     message = text.lower()
-    faults = {
-        f"exit code {code}": code != 2,
-        "not one message": len(re.findall(r"^posttrain(?: [a-z -]+)?: ", text, re.MULTILINE)) != 1,
-        "no place": not any(name.lower() in message for name in case.names),
-        "no remedy": not REMEDY.search(message),
-        f"a message of {len(text)} characters": len(text) > LONGEST_MESSAGE,
-    }
+    if case.good:
+        faults = {f"good input ended with {code}": code != 0}
+    else:
+        faults = {
+            f"exit code {code}": code != 2,
+            "not one message": len(re.findall(r"^posttrain(?: [a-z -]+)?: ", text, re.MULTILINE)) != 1,
+            "no place": not any(name.lower() in message for name in case.names),
+            "no remedy": not REMEDY.search(message),
+            f"a message of {len(text)} characters": len(text) > LONGEST_MESSAGE,
+        }
+    faults["a traceback is shown"] = "Traceback" in out or "Traceback" in text
     return [fault for fault, is_there in faults.items() if is_there]
 
 
@@ -93,40 +102,47 @@ def run_cases(
     """Run each case in a folder of its own; what did not end as it should is shown."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("did not end")
+        raise DidNotEnd
 
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # which importing torch makes, once
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
     failed = []
     cases = make_cases(seed, count)
-    for index, case in enumerate(cases):
-        work, temporary = folder / str(index), folder / "temporary"
-        work.mkdir()
-        temporary.mkdir()
-        monkeypatch.chdir(work)
-        case.lay_out(work)
-        before = listing(work)
-        for timer, seconds in LIMITS:
-            signal.setitimer(timer, seconds)
-        try:
-            faults = judge(case, cli.main([*case.words]), capsys.readouterr().err)
-        except SystemExit as end:
-            faults = judge(case, int(end.code or 0), capsys.readouterr().err)
-        except Exception as error:  # noqa: BLE001  it would be a traceback
-            faults = [f"traceback: {error!r}"]
-            capsys.readouterr()
-        finally:
-            for timer, _ in LIMITS:
-                signal.setitimer(timer, 0)
-        left = [] if case.good else sorted(name for name, _ in listing(work).items() ^ before.items())
-        left += os.listdir(temporary)
-        if faults or left:
-            failed.append(f"{case.kind}: {faults} left: {left[:4]} {[word[:200] for word in case.words]}")
-        monkeypatch.chdir(folder)
-        shutil.rmtree(work)
-        shutil.rmtree(temporary)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MOST_MEMORY, limits[1]))
+    try:
+        for index, case in enumerate(cases):
+            work, temporary = folder / str(index), folder / "temporary"
+            work.mkdir()
+            temporary.mkdir()
+            monkeypatch.chdir(work)
+            case.lay_out(work)
+            before = listing(work)
+            for timer, seconds in LIMITS:
+                signal.setitimer(timer, seconds)
+            try:
+                faults = judge(case, cli.main([*case.words]), *capsys.readouterr())
+            except SystemExit as end:
+                faults = judge(case, int(end.code or 0), *capsys.readouterr())
+            except (Exception, DidNotEnd) as error:  # noqa: BLE001  it would be a traceback, or was stopped
+                faults = [f"traceback: {error!r}"]
+                capsys.readouterr()
+            finally:
+                for timer, _ in LIMITS:
+                    signal.setitimer(timer, 0)
+            left = [] if case.good else sorted(name for name, _ in listing(work).items() ^ before.items())
+            left += os.listdir(temporary)
+            if faults or left:
+                failed.append(f"{case.kind}: {faults} left: {left[:4]} {[word[:200] for word in case.words]}")
+            monkeypatch.chdir(folder)
+            shutil.rmtree(work)
+            shutil.rmtree(temporary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert not failed, "\n".join(failed)
     assert len(cases) == count
 

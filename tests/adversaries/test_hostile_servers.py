@@ -151,7 +151,7 @@ OF_CHOICE = ("choices", 0)
         (COMPLETE, (*OF_CHOICE, "logprobs"), [-1.0]),
         *(
             (COMPLETE, (*OF_CHOICE, "logprobs", "token_logprobs", 0), value)
-            for value in (-(10**400), float("nan"), 0.5, False, None)
+            for value in (-(10**400), -float("inf"), float("nan"), 0.5, False, None)
         ),
         *((COMPLETE, (*OF_CHOICE, "token_ids"), value) for value in ([True] * 4, [-1] * 4, [*IDS, 5], [])),
         (COMPLETE, ("choices",), [CHOICE, CHOICE]),

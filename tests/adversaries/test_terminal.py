@@ -152,6 +152,7 @@ def test_hostile_arguments_of_every_command(path: tuple[str, ...], show: Show) -
     assert sum(SEEN in text for text in shown) >= 3  # it is told what was wrong, in characters that can be seen
 
 
+@pytest.mark.parametrize("show", ["pipe", "terminal"], indirect=True)
 def test_hostile_runs(show: Show, stage: Path) -> None:
     (named,) = (name for name in os.listdir(stage / "runs") if name.startswith("eq"))
     show(["runs", "--format", "json"])

@@ -92,6 +92,7 @@ CASES += [
     for kind in ("trains", "mixes", "plays")
     for name, place in (("train", 3), ("sweep", 2), ("evaluate", 0), ("runs show", 0), ("runs resume", 0))
 ]
+CASES.append(("plays", "train", ["runs/evil/better.yaml", "--dry-run"]))
 
 
 @pytest.fixture

@@ -97,6 +97,18 @@ def test_a_second_name_of_a_file_is_not_written_to(
             assert f"{name}: this is a file with a second name elsewhere" in capsys.readouterr().err
 
 
+def test_every_file_that_is_written_in_place_is_refused_with_a_second_name(tmp_path: Path) -> None:
+    mine, folder = tmp_path / "mine", tmp_path / "run"
+    mine.write_bytes(b"mine")
+    folder.mkdir()
+    for name in ("log.txt", "metrics.jsonl", "rollouts.db", ".lock", "curves.png"):
+        os.link(mine, folder / name)
+        with pytest.raises(UsageError, match=f"{name}: this is a file with a second name elsewhere"):
+            refuse_links(folder)
+        (folder / name).unlink()
+    refuse_links(folder)
+
+
 def test_links_of_ones_own_are_fine(tmp_path: Path) -> None:
     """A runs folder on another disk, ``best``, and what W&B keeps."""
     disk = tmp_path / "big-disk"

@@ -109,6 +109,11 @@ def test_what_stands_outside_the_mask_does_not_count():
         assert torch.equal(gradient, results[0][1])
 
 
+def test_a_soft_label_mixes_both_losses():
+    hard = [kto(*one_row(0.9, label, 0.2)).values.item() for label in (1.0, 0.0)]
+    assert kto(*one_row(0.9, 0.25, 0.2)).values.item() == pytest.approx(0.25 * hard[0] + 0.75 * hard[1], abs=1e-15)
+
+
 @pytest.mark.parametrize("whose", ["policy", "reference", "both"])
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_an_impossible_token_is_refused(whose: str, label: float):

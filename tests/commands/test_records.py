@@ -209,6 +209,25 @@ def test_manage_takes_the_actions_line_by_line_and_shows_mistakes(
     assert (lines, run_names("runs")) == ([], ["sft"])
 
 
+@pytest.mark.parametrize("end", ["q", "exit", None])
+def test_manage_ends_with_a_letter_and_at_the_end_of_input(
+    end: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def read(prompt: str) -> str:
+        asked.append(prompt)
+        assert len(asked) == 1, "it had ended"
+        if end is None:
+            raise EOFError
+        return end
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main(["runs", "manage", "--runs-dir", str(tmp_path)]) == 0
+    assert len(asked) == 1
+
+
 def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert out("resume", "sft", "--quiet") == "run:    runs/sft\n"  # it had finished
     out("resume", "sft", "--steps", "5", "--quiet")

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.cli import main
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.requests import SamplingParams
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import OpenedModel, open_model
+from serving import free_port
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
@@ -228,6 +230,23 @@ def test_access_with_a_key_admits_who_sends_it() -> None:
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     headers = {"host": "my-machine", "authorization": "Bearer a-key-that-nobody-guesses"}
     assert ask(gate, headers)[0] == 200
+
+
+def test_serve_with_api_key_refuses_who_does_not_send_it_and_does_not_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    key, port, served = "a-key-that-nobody-guesses", free_port(), list[Any]()
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.app))
+    assert main(["serve", "tiny", "--port", str(port), "--api-key", key, "--runs-dir", str(tmp_path)]) == 0
+    here = {"host": f"127.0.0.1:{port}"}
+    for sent in ({}, {"authorization": "Bearer wrong"}, {"authorization": key}):
+        status, body = ask(served[0], here | sent)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    assert ask(served[0], here | {"authorization": f"Bearer {key}"})[0] == 200
+    shown = capsys.readouterr()
+    assert f":{port}/v1" in shown.out
+    assert key not in shown.out + shown.err, "who gave a key has it"
 
 
 def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_wrong_paths(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             list(read_file(tmp_path / name))
+
+
+def test_files_without_an_end_and_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "zeros.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "circle.jsonl").symlink_to("circle.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, message in (("zeros", "this is a device"), ("circle", "no such file"), ("pipe", "this is a pipe")):
+        with pytest.raises(DataError, match=rf"{name}\.jsonl: {message}"):
+            list(read_file(tmp_path / f"{name}.jsonl"))
 
 
 def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,29 @@ def test_a_parent_that_is_gone_before_the_child_looks(tmp_path: Path) -> None:
     assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, "2 2"),
+        ({"OMP_NUM_THREADS": "7"}, "7 7"),
+        ({"MKL_NUM_THREADS": "3"}, "2 3"),
+        ({"OMP_NUM_THREADS": "4,2", "MKL_NUM_THREADS": "3"}, "4,2 3"),
+        ({"OMP_NUM_THREADS": "", "MKL_NUM_THREADS": ""}, "2 2"),
+    ],
+)
+def test_start_child_threads_of_the_environment_win(
+    ours: dict[str, str], theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    show = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
+    child = start_child([sys.executable, "-S", "-c", show], tmp_path / "log", "a child", 2)
+    assert wait_for(lambda: child.poll() is not None)
+    assert child.log.read_text() == f"{theirs}\n"
+
+
 def test_a_child_that_ends_gives_its_pipe_back(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     child = start_child([sys.executable, "-S", "-c", "print(3)"], tmp_path / "log", "a child", 1)

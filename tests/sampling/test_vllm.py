@@ -174,6 +174,14 @@ def with_choice(**changes):
     return change
 
 
+def with_logprobs(*values):
+    def change(content):
+        content["choices"][0]["logprobs"]["token_logprobs"] = list(values)
+        return content
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -181,6 +189,9 @@ def with_choice(**changes):
         (with_choice(token_ids=[1, 2, 3, -4]), r"token_ids\.3: Input should be greater than or equal to 0; got -4"),
         (with_choice(prompt_token_ids=[1]), "a prompt of 1 tokens that is not the one sent, of 2"),
         (with_choice(logprobs=None), "log-probabilities of other tokens than those .*, or none"),
+        (with_logprobs(-0.5, -0.5, -0.5), "3 log-probabilities for 4 tokens"),
+        (with_logprobs(-0.5, -0.5, -math.inf, -0.5), r"token_logprobs\.2: Input should be greater"),
+        (with_choice(token_ids=[4, 3, 2, 1]), "log-probabilities of other tokens"),
         (with_choice(token_ids=[1, 2, 3]), r"3 tokens that ends with id 3 \(length\), where 4 tokens"),
         (with_choice(finish_reason="stop"), r"ends with id 4 \(stop\).*--generation-config vllm"),
     ],

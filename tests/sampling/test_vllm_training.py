@@ -23,7 +23,7 @@ from posttrain.process_group import ProcessGroup
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm.training import Trained, checkpoint_weights, save_weights, save_without_weights, untied
-from small_runs import Events, make_recipe, recorded, run, steps_of, watched
+from small_runs import Events, make_recipe, one_layer_recipe, recorded, run, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 SAMPLING = Sampling(max_tokens=6)
@@ -172,6 +172,15 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
 # In a run.
 
 
+def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
+    """With two updates a batch, the weights before the first of them."""
+    evaluation = {"every": 3, "num_examples": 2, "max_tokens": 4}
+    run(tmp_path / "own", one_layer_recipe("grpo", eval=evaluation, train={"ppo_epochs": 2, "steps": 4}))
+    training, evaluations = recorded(tmp_path / "own")
+    assert {(row.step, row.version) for row in training} == {(1, 0), (3, 2)}
+    assert {(row.step, row.version) for row in evaluations} == {(0, 0), (3, 3), (4, 4)}
+
+
 def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower, tmp_path: Path) -> None:
     place = {"engine": {"name": "vllm", "url": server.url}}
     evaluation = {"every": 2, "num_examples": 2, "max_tokens": 4}
@@ -273,6 +282,14 @@ def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_n
     assert all(map(math.isnan, one.logprobs))
 
 
-def test_engine_options_of_several_servers_are_refused_with_what_replaced_them() -> None:
-    with pytest.raises(RecipeError, match=r"rollout.engine.servers: this key was removed. Use gpus"):
-        registry.find("engine", "vllm").options({"servers": 2}, "rollout.engine")
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
+        ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
+        ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
+    ],
+)
+def test_engine_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        registry.find("engine", "vllm").options(engine, "rollout.engine")

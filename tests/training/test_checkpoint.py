@@ -294,7 +294,7 @@ def test_a_real_write_error_of_the_system(tmp_path: Path) -> None:
     model, old_limit = make_model(3), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))
     try:
-        with pytest.raises(StorageError, match=r"the disk is full.*What had been saved before is untouched"):
+        with pytest.raises(StorageError, match=r"the disk is full.*Free some space.*saved before is untouched"):
             save(tmp_path, 20, model=model)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)

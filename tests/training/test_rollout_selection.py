@@ -16,7 +16,7 @@ from posttrain.data.render import encode_prompt
 from posttrain.registry import register
 from posttrain.training.sources.rollouts import NO_GOLD, NOTHING_SELECTED
 from posttrain.types import Batch, Loss, Outputs, Rollout
-from small_runs import Events, one_layer_recipe, run, saved_tensors, shallow, steps_of, watched
+from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, shallow, steps_of, watched
 
 ALL_OF_THE_DATA = ("margins", "labels", "rewards")
 
@@ -163,6 +163,12 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
             assert row["grad_norm"] > 0
         states.append(weights)
     assert 2 <= idle <= 5
+    # an interrupted run that stood at such a step goes on as if nothing had happened
+    first_idle = next(step for step, row in enumerate(rows, start=1) if row["trained_tokens"] == 0)
+    sparing = recipe.model_copy(update={"train": recipe.train.model_copy(update={"save_every": 0})})
+    run(tmp_path / "cut", sparing, stop_after=first_idle)
+    run(tmp_path / "cut", sparing, resume=True)
+    assert same_bits(saved_tensors(tmp_path, 7), saved_tensors(tmp_path / "cut", 7))
 
 
 def saved_optimizer(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from posttrain.models.scorer import classifier_class, save_scorer
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
 from posttrain.types import Sample, collate
-from small_runs import make_recipe, one_layer_recipe, run
+from small_runs import make_recipe, one_layer_recipe, run, same_bits, saved_tensors
 
 ROWS = [[5, 9, 31, 7, 2], [5, 9, 8, 2], [11, 2]]
 END = 2
@@ -118,3 +118,11 @@ def test_a_reward_models_adapter_is_one_that_peft_loads_on_a_classifier(tmp_path
     torch.testing.assert_close(theirs(input_ids=torch.tensor(ROWS[:1])).logits[:, 0], ours, atol=1e-5, rtol=1e-5)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+
+def test_a_reward_model_with_an_adapter_resumes_with_its_head(tmp_path: Path) -> None:
+    recipe = one_layer_recipe("judged", train={"steps": 2}, model={"adapter": {"rank": 4}})
+    run(tmp_path / "whole", recipe)
+    assert run(tmp_path / "cut", recipe, stop_after=1).reason == "interrupted"
+    assert run(tmp_path / "cut", recipe, resume=True).step == 2
+    assert same_bits(saved_tensors(tmp_path / "whole", 2), saved_tensors(tmp_path / "cut", 2))

@@ -161,6 +161,27 @@ def test_pairs_of_given_answers(tokenizer, template) -> None:
             assert batch.fields["margins"][2 * u : 2 * u + 2].tolist() == [better.score - worse.score] * 2
 
 
+def test_labels_of_pairs_are_of_the_better_and_the_worse_answer(tokenizer, template) -> None:
+    task = pairs_task(4)  # scores 1.0, 1.25, 1.5 against 0.25, and one pair of equal scores
+    source = given(tokenizer, template, task, "judged", data={"batch_size": 6})
+    batch = source(1).batch
+    assert source.num_examples == 6
+    assert source.dropped == {"both answers of a pair have the same score": 2}
+    assert batch.rows_per_unit == 1
+    expected = {}
+    for item in task.examples[:3]:
+        for response in item.responses:
+            ids, start = encoded(tokenizer, template, item, response.text)
+            expected[ids] = (start, float(response.score >= 1.0))
+    assert set(rows_of(batch)) == set(expected)
+    for b, ids in enumerate(rows_of(batch)):
+        start, label = expected[ids]
+        assert batch.fields["labels"][b] == label
+        assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
+        assert int(batch.prefix[b]) == start  # where its prompt ends: answers to other prompts are put behind it
+    assert len(set(batch.group.tolist())) == 6
+
+
 def rated(*scores: Sequence[float]) -> Task:
     """Items with one answer for each of the scores."""
     examples = [

@@ -73,7 +73,8 @@ def start_child(
         StorageError: the log cannot be written, or the process not started.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads)  # the environment decides; MKL goes with OMP
-    environment = {"MKL_NUM_THREADS": threads, **os.environ, "OMP_NUM_THREADS": threads, **(settings or {})}
+    counts = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads}
+    environment = {**os.environ, **counts, **(settings or {})}
     with storage_errors(f"the log of {what}", log), log.open("ab") as output:
         start = output.tell()
         process = subprocess.Popen(

@@ -131,7 +131,11 @@ def test_at_most_so_many_run_at_a_time() -> None:
 
 def test_what_cannot_be_used_is_refused_at_the_start() -> None:
     for name, message in (
-        ("Untyped", r"tool 'guess': parameter 'number' has no type; annotate it, as in number: int"),
+        (
+            "Untyped",
+            r"environment 'example_environments:Untyped', tool 'guess': parameter 'number' has no type; "
+            r"annotate it, as in number: int",
+        ),
         ("Undescribed", r"tool 'guess': it has no docstring"),
         ("NoReset", r"it has no method reset"),
     ):
