@@ -105,6 +105,11 @@ async def waits(text: str) -> float:
     return 1.0
 
 
+def ending(code: int | str | None) -> Callable[[str], float]:
+    """A reward that ends the program with a code."""
+    return lambda text: sys.exit(code)
+
+
 def ends(text: str) -> float:
     sys.exit(3)
 
@@ -114,7 +119,7 @@ def ends(text: str) -> float:
     [
         (lambda text: 1 / 0, r"raised ZeroDivisionError: division by zero\. Correct it \(--traceback"),
         (ends, r"raised SystemExit: 3\. Correct it"),
-        *((lambda text, code=code: sys.exit(code), "raised SystemExit") for code in (0, 1, None, "bye")),
+        *((ending(code), "raised SystemExit") for code in (0, 1, None, "bye")),
         (lambda text: float("nan"), r"returned nan \(float\), which is not finite; have it return a number there"),
         (lambda text: float("-inf"), r"returned -inf \(float\), which is not finite"),
         (lambda text: 10**400, r"returned an integer of 1329 bits \(int\), which is not finite"),

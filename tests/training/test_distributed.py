@@ -169,7 +169,8 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded:
 @pytest.fixture(scope="module", autouse=True)
 def _models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Make the teacher and the adapter of the cases that name them."""
-    chosen = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    chosen = {item.callspec.params.get("case") for item in items}
     if "teacher" in chosen:
         CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
     if "kto on an adapter" in chosen:
