@@ -176,7 +176,7 @@ def _decimals(results: Results, name: str) -> str:
 
 # The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
 # no model has a number is left out, and so is a table without columns.
-PARTS: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] = {
+TABLES: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] = {
     "pairs": [
         ("pairs", "n", [
             ("pair accuracy", "pair_accuracy", show_share),
@@ -229,7 +229,7 @@ def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable
     """The tables of each task and what was measured on it, one line for each model."""
     tables = []
     for (name, view), own in _groups(rows).items():
-        for about, count, every in PARTS[view]:
+        for about, count, every in TABLES[view]:
             columns = [column for column in every if any(column[1] in e.results for _, e in own)]
             lines = [
                 [label, show_number(e.results, count), *(show(e.results, key) for _, key, show in columns)]
@@ -277,7 +277,7 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
 def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, object]) -> str:
     """Return the page of one evaluation, as Markdown."""
     results = evaluation.results
-    shown = {name for _, _, columns in PARTS[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}
+    shown = {name for _, _, columns in TABLES[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}
     further = [name for name in results if name not in shown and not name.endswith(("_low", "_high"))]
     tables = [
         *score_tables([(label, evaluation)]),

@@ -231,7 +231,7 @@ class NativeEngine(Engine):
         for batch in batches[1:]:
             try:
                 found.append(probe(self.model, decode, dtype, reach, batch))
-            except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+            except torch.OutOfMemoryError:  # of the comparison; sampling may need less
                 tokens = max(batch)
                 self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
         difference, tolerance = max(found, key=lambda one: one[0] - one[1])
