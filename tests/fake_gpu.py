@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from posttrain.models.forward import attention
+from posttrain.sampling.native import recorded
 
 MPS, CUDA = torch.device("mps"), torch.device("cuda", 0)
 _INSIDE = torch.device(
@@ -287,6 +288,7 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
         "current_stream": lambda *_: stream,
         "stream": lambda stream: nullcontext(),
         "is_current_stream_capturing": lambda: False,
+        "graph_pool_handle": lambda: (0, 0),
     }
 
     def in_any_memory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -298,6 +300,7 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, in_any_memory(getattr(torch, name)))
         patch.setattr(torch, "compile", lambda compute, **_: compute)
+        patch.setattr(recorded, "record", lambda step, *_: step)  # a graph is what it would have recorded, called
         attention.kernel_for.cache_clear()
         try:
             yield counts

@@ -87,6 +87,16 @@ def test_tokens_are_those_of_the_cpu(tiny_random, architecture):
     assert [[c.ids for c in g] for g in on_gpu] == [[c.ids for c in g] for g in on_cpu]
 
 
+def test_steps_as_graphs_follow_a_cache_that_grows(tiny_random):
+    """More rows than slots, several windows of columns, a cache that is built anew, and fewer and fewer rows."""
+    model = tiny_random("qwen3").cuda()
+    prompts, keys = make_work(group=9)
+    sampling = Sampling(max_tokens=300, stop_ids=frozenset(range(2)))
+    completions = NativeEngine(model, slots=20).generate(prompts, keys, sampling)
+    assert float(differences(model, prompts, completions).max()) <= 1e-5
+    assert len({len(c.ids) for group in completions for c in group}) > 4
+
+
 def test_a_step_of_the_optimizer_is_seen(tiny_random):
     model, (prompts, keys) = tiny_random("qwen3").cuda(), make_work()
     engine = NativeEngine(model)

@@ -23,7 +23,7 @@ needs_device = pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_av
 on_cuda = pytest.mark.skipif(PLACE != "cuda", reason="counts what a GPU does")
 VOCABULARY = 301
 # What a launch, a graph's launch and a wait of the host are called in a profile of CUDA.
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 

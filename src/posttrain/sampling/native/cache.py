@@ -174,6 +174,39 @@ class SlotCache:
         self.refresh(self.count)
 
 
+class Window:
+    """Columns ``first`` to ``end`` of a cache as a step reads them, in the place of the cache in ``Decoder.decode``.
+
+    Args:
+        rows: slots that take part.
+        column: ``int64 [1]``, the column that the step writes.
+        starts: ``int64 [num_slots]``, the first column that each row sees.
+    """
+
+    shared = None
+
+    def __init__(self, cache: SlotCache, rows: int, first: int, end: int, column: Tensor, starts: Tensor) -> None:
+        self.cache, self.rows, self.first, self.width = cache, rows, first, end - first
+        self.column, self.starts = column, starts[:rows, None]
+
+    def mask(self) -> Tensor:
+        """Return ``[rows, 1, 1, width]``: 0 where a row may look, -inf elsewhere."""
+        columns = torch.arange(self.first, self.first + self.width, device=self.column.device)
+        hidden = (columns < self.starts) | (columns > self.column)
+        bias = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=hidden.device)
+        return bias.masked_fill_(hidden, -torch.inf)[:, None, None, :]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ``[rows, heads, dim]`` at the column; return the window's views, as ``SlotCache.write`` does."""
+        views = []
+        sides = (self.cache.keys[layer], keys, self.cache.key_axis), (self.cache.values[layer], values, VALUE_AXIS)
+        for whole, new, axis in sides:
+            rows = whole[: self.rows]
+            rows.index_copy_(axis, self.column, new.unsqueeze(axis))
+            views.append(rows.narrow(axis, self.first, self.width))
+        return views[0], views[1]
+
+
 def aligned(mask: Tensor) -> Tensor:
     """Copy ``mask [R, 1, 1, W]`` to memory whose strides are multiples of 16.
 

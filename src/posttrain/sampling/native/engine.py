@@ -34,7 +34,8 @@ from posttrain.sampling.base import (
 from posttrain.sampling.native.cache import Decoder, LayerShape
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import Decode, decode_in_slots, probe, probe_lengths
-from posttrain.sampling.native.schedule import Schedule, check_finite
+from posttrain.sampling.native.recorded import RecordedSteps
+from posttrain.sampling.native.schedule import LONGEST_BURST, Schedule, check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +150,8 @@ class NativeEngine(Engine):
                 with torch.inference_mode(path == "lean"):
                     work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
                     work.is_abandoned = self.is_abandoned
+                    if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda":
+                        work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, LONGEST_BURST)
                     work.run()
         for row in rows:
             check_finite(row)

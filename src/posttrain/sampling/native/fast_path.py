@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
-from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, pad_right
+from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, Window, pad_right
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -96,6 +96,7 @@ class FastDecoder:
         cos, sin = base.rotary_emb(self.embedding[:1], torch.arange(max_positions, device=self.device)[None])
         sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
         sign[: self.head_dim // 2] = -1
+        self.max_positions = max_positions
         # [max_positions, 1, head_dim]; sin has the sign of the half turn.
         self.cos, self.sin = cos[0, :, None, :], (sin[0] * sign)[:, None, :]
         self._work: Workspace | None = None
@@ -137,7 +138,7 @@ class FastDecoder:
             hidden = self._block(index, layer, hidden, attend)
         return Prefix(keys, values, [len(p) for p in prompts])
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache | Window) -> Tensor:
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         bias, rows = cache.mask(), len(tokens)
 
@@ -207,6 +208,9 @@ class FastDecoder:
         rotated = rotated * cos
         q = torch.addcmul(rotated[:, :count], turned[:, :count], sin)
         return q, torch.addcmul(rotated[:, count:], turned[:, count:], sin)
+
+    def forget_workspace(self) -> None:
+        self._work = None
 
     def _workspace(self, rows: int) -> Workspace:
         """The buffer for ``rows``, kept while the number of rows stays the same."""
@@ -312,10 +316,11 @@ class Projection:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize by the root mean square of the last dimension (Zhang & Sennrich 2019), in fp32, or x's float64."""
-    if x.dtype.itemsize < 4:
+    if x.dtype.itemsize < 4 and x.device.type != "cuda":
         return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
-    if x.device.type == "cuda" and weight.ndim == 1 and x.dtype == weight.dtype:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)  # one kernel; of half precision the modules round in between
+    # Of half precision, computed in fp32 inside, the modules round in between.
+    if x.device.type == "cuda" and weight.ndim == 1 and x.dtype == weight.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)  # one kernel
     if x.device.type != "cpu" or x.dtype == torch.float64:
         return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
     # F.rms_norm is composed of slower steps on a CPU (8.2 against 5.7 microseconds).

@@ -26,6 +26,7 @@ from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Respondent, Sampling, check_ids, turn_key
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
+from posttrain.sampling.native.recorded import RecordedSteps
 from posttrain.sampling.native.sampler import draw
 from posttrain.types import Finish, with_float64
 
@@ -65,8 +66,10 @@ class Schedule:
         self.batch: list[Conversation] = []
         self.cut: list[Conversation] = []  # ended for want of room; their last reply is not fed
         self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
+        self.recorded: RecordedSteps | None = None
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
-        limit, device = max(row.limit for row in rows), decoder.device
+        self.limit = limit = max(row.limit for row in rows)
+        device = decoder.device
         # Per slot: how many tokens it may still be fed, and how many ids of a reply are among them; ...
         self.remaining, self.unsaid = np.zeros((2, num_slots), dtype=np.int64)
         # ... the token to feed next; its position, and the number of tokens drawn; ...
@@ -113,16 +116,12 @@ class Schedule:
     def _step(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times; ids and log-probabilities as ``[steps][rows]``."""
         rows = len(self.batch)
+        if self.recorded is not None:
+            return self.recorded.run(self, rows, steps)
         tokens, counters = self.tokens[:rows], self.counters[:, :rows]
-        draws = None if self.draws is None else self.draws[:rows]
         ids, probabilities = [], []
         for _ in range(steps):
-            logits = self.decoder.decode(tokens, counters[0], self.cache)
-            uniform = None if draws is None else draws.gather(1, counters[1, :, None].to(draws.device))
-            tokens, probability = draw(logits, uniform, self.sampling)
-            if self.forced_ids is not None:
-                forced = self.forced_ids[:rows].gather(1, counters[1, :, None])[:, 0]
-                tokens = torch.where(forced < 0, tokens, forced)
+            tokens, probability = self.draw_next(self.decoder.decode(tokens, counters[0], self.cache), counters[1])
             ids.append(tokens)
             probabilities.append(probability)
             counters.add_(1)
@@ -131,6 +130,17 @@ class Schedule:
         if steps == 1:
             return [ids[0].tolist()], [probabilities[0].log_().tolist()]
         return torch.stack(ids).tolist(), torch.stack(probabilities).log_().tolist()
+
+    def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next token of the first R slots and its probability; ``drawn [R]`` tokens were drawn before."""
+        rows, uniform, forced_ids = len(drawn), None, self.forced_ids
+        if self.draws is not None:
+            uniform = self.draws[:rows].gather(1, drawn[:, None].to(self.draws.device))
+        tokens, probability = draw(logits, uniform, self.sampling)
+        if forced_ids is not None:
+            forced = forced_ids[:rows].gather(1, drawn[:, None])[:, 0]
+            tokens = torch.where(forced < 0, tokens, forced)
+        return tokens, probability
 
     def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
         self.remaining[: len(self.batch)] -= len(ids)

@@ -1,0 +1,134 @@
+"""Decode steps as CUDA graphs: one launch for a step, which otherwise makes more than 20 for every layer.
+
+A graph repeats the same kernels on the same memory. So the column of the cache that a step writes is a number on the
+device, and the step reads a fixed window of columns under a mask. There is a graph for each number of rows (the slots,
+a half of them, a quarter ...) and each window. Whatever a graph reads belongs to the schedule, its decoder, its cache,
+``RecordedSteps`` or the graph itself, so that none of it is given back before the graph is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.sampling.native.cache import SlotCache, Window
+
+if TYPE_CHECKING:
+    from posttrain.sampling.native.fast_path import FastDecoder
+LEAST_ROWS = 8  # fewer rows have no graph of their own
+LEAST_COLUMNS = 128  # a window ends at a multiple of this, or of a quarter to an eighth of its width
+MOST_GRAPHS = 64  # at a time
+
+
+class Rows(Protocol):
+    """What a step reads and changes of a ``Schedule``."""
+
+    cache: SlotCache
+    tokens: Tensor
+    counters: Tensor
+
+    def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Schedule.draw_next``."""
+
+
+class RecordedSteps:
+    """The decode steps of one ``Schedule``: called the first time, then recorded and replayed.
+
+    On a CPU they are called every time, which tests compare with the schedule's own steps.
+    """
+
+    def __init__(self, decoder: FastDecoder, num_slots: int, limit: int, most_steps: int) -> None:
+        device, dtype = decoder.device, torch.promote_types(decoder.dtype, torch.float32)
+        self.decoder = decoder
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.starts = torch.zeros(num_slots, dtype=torch.long, device=device)
+        # Slots without a row count on beyond their end.
+        self.last = torch.tensor([[decoder.max_positions - 1], [limit - 1]], device=device)
+        # What was drawn since the host last looked, and in how many steps.
+        self.ids = torch.zeros((most_steps, num_slots), dtype=torch.long, device=device)
+        self.probabilities = torch.zeros((most_steps, num_slots), dtype=dtype, device=device)
+        self.num_steps = torch.zeros(1, dtype=torch.long, device=device)
+        self._graphs: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self._keys: Tensor | None = None  # of the cache's first layer; a cache that grew or was shifted has others
+        self._memory: Any = None
+
+    def run(self, schedule: Rows, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Decode and draw ``steps`` times for the first ``rows`` slots; ids and log-probabilities ``[steps][rows]``."""
+        cache, size = schedule.cache, rows_of_graph(rows, len(self.starts))
+        self.num_steps.zero_()
+        done = 0
+        while done < steps:
+            # A slot without a row sees at least one column, so that what it writes is finite.
+            self.starts.copy_(torch.from_numpy(cache.starts.clip(max=cache.cursor)))
+            self.column.fill_(cache.cursor)
+            if self._keys is not cache.keys[0] or len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
+                self._keys, self._memory = cache.keys[0], None  # the graphs' memory ends with the last of them
+            first, end = window_of(cache)
+            count = min(steps - done, end - cache.cursor)
+            for _ in range(count):
+                self._step(schedule, size, first, end)
+            for _ in range(count):
+                cache.advance()
+            done += count
+        return self.ids[:steps, :rows].tolist(), self.probabilities[:steps, :rows].log().tolist()
+
+    def _step(self, schedule: Rows, size: int, first: int, end: int) -> None:
+        replay = self._graphs.get((size, first, end))
+        if replay is not None:
+            replay()
+            return
+
+        def step() -> None:
+            self._compute(schedule, size, Window(schedule.cache, size, first, end, self.column, self.starts))
+
+        step()  # which the libraries need to prepare themselves
+        if self.column.device.type == "cuda":
+            self._memory = self._memory or torch.cuda.graph_pool_handle()
+            self._graphs[size, first, end] = record(step, self.column.device, self._memory)
+
+    def _compute(self, schedule: Rows, size: int, window: Window) -> None:
+        """Make one step of the first ``size`` slots. Those without a row compute, too: nothing reads what they draw."""
+        tokens, counters = schedule.tokens[:size], schedule.counters[:, :size]
+        positions, drawn = torch.minimum(counters, self.last)
+        self.decoder.forget_workspace()  # a graph has one in its own memory
+        ids, probability = schedule.draw_next(self.decoder.decode(tokens, positions, window), drawn)
+        self.decoder.forget_workspace()
+        self.ids[:, :size].index_copy_(0, self.num_steps, ids[None])
+        self.probabilities[:, :size].index_copy_(0, self.num_steps, probability[None])
+        tokens.copy_(ids)
+        for counter in (counters, self.column, self.num_steps):
+            counter.add_(1)
+
+
+def rows_of_graph(rows: int, num_slots: int) -> int:
+    """Return the smallest of all slots, a half of them, a quarter ..., that holds ``rows``."""
+    size = num_slots
+    while size // 2 >= max(rows, LEAST_ROWS):
+        size //= 2
+    return size
+
+
+def window_of(cache: SlotCache) -> tuple[int, int]:
+    """Return (first, end) of the columns that a step at the cursor reads; few windows follow one another."""
+    grain = max(LEAST_COLUMNS, 1 << max(0, (cache.cursor + 1).bit_length() - 3))
+    first = cache.first // (4 * grain) * (4 * grain)
+    return first, min(cache.capacity, (cache.cursor // grain + 1) * grain)
+
+
+def record(step: Callable[[], None], device: torch.device, memory: Any) -> Callable[[], None]:
+    """Return ``step`` as the replay of a CUDA graph; nothing is computed meanwhile. Other threads may use the GPU."""
+    with torch.cuda.device(device):
+        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
+    return graph.replay

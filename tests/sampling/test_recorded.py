@@ -1,0 +1,76 @@
+"""Steps as a CUDA graph has them, called on a CPU: they draw what the schedule's own steps draw."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.randomness import derive_key
+from posttrain.sampling.base import Completion, Sampling, begin
+from posttrain.sampling.native.fast_path import FastDecoder
+from posttrain.sampling.native.recorded import RecordedSteps, rows_of_graph, window_of
+from posttrain.sampling.native.schedule import LONGEST_BURST, Schedule
+from sampling.respondents import Scripted, wordy
+
+SAMPLINGS = {
+    "stops": Sampling(max_tokens=40, stop_ids=frozenset(range(0, 300, 9))),
+    "no stops": Sampling(max_tokens=40),
+    "growth": Sampling(max_tokens=300, stop_ids=frozenset(range(3))),
+    "greedy": Sampling(max_tokens=20, temperature=0.0),
+    "truncated": Sampling(max_tokens=20, temperature=0.7, top_k=5, stop_ids=frozenset(range(0, 300, 9))),
+    "turns": Sampling(max_tokens=60, stop_ids=frozenset(range(40))),
+}
+
+
+def completions(model: Any, case: str, slots: int, *, as_recorded: bool) -> list[Completion]:
+    numbers, sampling = np.random.default_rng(1), SAMPLINGS[case]
+    prompts = [numbers.integers(8, 300, n).tolist() for n in (5, 1, 140, 3)]
+    keys = [[derive_key(0, "test", i, j) for j in range(3)] for i in range(len(prompts))]
+    groups = begin(prompts, keys, sampling.max_tokens, 512)
+    decoder = FastDecoder.bind(model, 512)
+    assert decoder is not None
+    decoder.can_share = False  # as on a GPU
+    respondent = Scripted(wordy(range(40, 300))) if case == "turns" else None
+    rows = [row for group in groups for row in group]
+    with torch.inference_mode():
+        schedule = Schedule(decoder, prompts, rows, sampling, slots, respondent, 512)
+        if as_recorded:
+            schedule.recorded = RecordedSteps(decoder, schedule.num_slots, schedule.limit, LONGEST_BURST)
+        schedule.run()
+    return [row.completion(0) for row in rows]
+
+
+@pytest.mark.parametrize("slots", [3, 12])
+@pytest.mark.parametrize("case", SAMPLINGS)
+def test_recorded_steps_sample_what_the_schedule_samples(tiny_random: Any, case: str, slots: int) -> None:
+    """Rows of several lengths, more of them than slots, a cache that grows, turns."""
+    model = tiny_random("qwen3")
+    expected, found = (completions(model, case, slots, as_recorded=way) for way in (False, True))
+    assert [(c.ids, c.own, c.finish) for c in found] == [(c.ids, c.own, c.finish) for c in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert len({len(c.ids) for c in expected}) > (1 if "stop" in {c.finish for c in expected} else 0)
+
+
+def test_rows_of_graph_halves_the_slots_while_the_rows_fit() -> None:
+    assert [rows_of_graph(rows, 64) for rows in (64, 33, 32, 17, 9, 8, 1)] == [64, 64, 32, 32, 16, 8, 8]
+    assert [rows_of_graph(rows, 5) for rows in (5, 1)] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("first", "cursor", "capacity", "window"),
+    [
+        (0, 127, 400, (0, 128)),
+        (0, 128, 400, (0, 256)),
+        (0, 390, 400, (0, 400)),
+        (600, 1000, 2000, (512, 1024)),
+        (0, 3000, 8000, (0, 3072)),  # from 2,048 on the grain is 512
+    ],
+)
+def test_window_of_a_step_holds_its_columns(first: int, cursor: int, capacity: int, window: tuple[int, int]) -> None:
+    cache: Any = SimpleNamespace(first=first, cursor=cursor, capacity=capacity)
+    assert window_of(cache) == window
