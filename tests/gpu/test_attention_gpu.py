@@ -194,7 +194,7 @@ def test_memory_of_an_update_is_what_was_planned(checkpointing: bool, tmp_path: 
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     keys = {
-        "model.name": str(tmp_path), "model.dtype": "bfloat16", "model.adapter.rank": "8", "model.device": "cuda",
+        "model.name": str(tmp_path), "model.dtype": "bf16", "model.adapter.rank": "8", "model.device": "cuda",
         "rollout.num_prompts": "1", "rollout.group_size": "8", "rollout.max_tokens": "700",
         "prompt.max_prompt_tokens": "300",
         "train.gradient_checkpointing": str(checkpointing).lower(), "eval.every": "0", "task.size": "40",
@@ -230,7 +230,7 @@ def work_for(groups: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
 
 @on_cuda
 def test_launches_and_waits_of_a_token() -> None:
-    """With 64 rows: at most 45 launches a layer (28 operations, some of them two kernels), a wait every 8 tokens."""
+    """With 64 rows: a step is a graph, but for the first in each window of columns; a wait every 8 tokens."""
     layers, tokens = 4, 128
     engine = NativeEngine(wide_model(layers=layers))
     prompts, keys = work_for(16, 4)
@@ -240,7 +240,7 @@ def test_launches_and_waits_of_a_token() -> None:
     events = profiled(lambda: engine.generate(prompts, keys, sampling))
     launches, waits = (number_of(events, *names) / tokens for names in (LAUNCHES, WAITS))
     print(f"{launches:.1f} launches and {waits:.2f} waits a token step, {layers} layers, 64 rows")
-    assert 10 * layers < launches < 45 * layers + 60
+    assert 1 <= launches < 6 * layers  # one by one they are more than 20 a layer
     assert waits <= 1.0
     assert not [name for name in events if "cudnn" in name.lower() and "attention" in name.lower()]
     assert not [name for name in events if name == "aten::_scaled_dot_product_attention_math"]
@@ -254,5 +254,5 @@ def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: 
     engine = NativeEngine(model, slots=10)
     completions = engine.generate(prompts, keys, Sampling(max_tokens=tokens, stop_ids=frozenset({3})))
     lengths = check_scores(model, prompts, completions)
-    assert max(lengths) == tokens
+    assert max(lengths) > tokens * 0.9  # of rows that end by chance
     assert len(set(lengths)) > 1

@@ -41,7 +41,12 @@ def test_the_weights_are_those_of_the_cpu(
     try:
         with torch.no_grad():
             expected, found = (m(input_ids=IDS.to(m.device)).logits.log_softmax(-1).cpu() for m in (here, there))
-        torch.testing.assert_close(found, expected, atol=1e-2, rtol=0)
+        for one, other in zip(here.modules(), there.modules(), strict=True):
+            if hasattr(one, "dequantized"):  # a number between two levels may go to either
+                weight = one.dequantized(torch.float32)
+                moved = (weight - other.dequantized(torch.float32).cpu()).abs() > 0.02 * weight.abs().max()
+                assert float(moved.float().mean()) < 1e-2
+        torch.testing.assert_close(found, expected, atol=1e-2 if bits == 8 else 2e-2, rtol=0)
         assert NativeEngine(there).path == "modules"
         trained = apply_adapter(there, AdapterSection(rank=2), seed=0)
         trained(input_ids=IDS.cuda()).logits.square().mean().backward()

@@ -42,23 +42,20 @@ def test_values_worked_by_hand():
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["lora", "checkpointed"])
-@pytest.mark.parametrize("family", ["qwen3"])
-def test_fused_layers_under_autocast_round_no_worse_than_the_modules(
-    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
-):
-    """As on a GPU, where they are fused under autocast: gradients of both against those in fp32."""
-    model = random_model(family)
-    if kind == "lora":
+@pytest.mark.parametrize("kind", ["lora", "checkpointed", "weights in bf16", "lora over bf16"])
+def test_fused_layers_in_16_bits_round_no_worse_than_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where they are fused, too: gradients of both against those in fp32."""
+    model = random_model("qwen3", torch.bfloat16 if "bf16" in kind else torch.float32)
+    if "lora" in kind:
         model = add_adapter(model)
-    exact, batch = Forward(model), ragged_batch()
-    weighted_backward(exact, batch, [])
-    truth, errors = gradients(model), {}
+    exact, batch = copy.deepcopy(model).float(), ragged_batch()
+    weighted_backward(Forward(exact), batch, [])
+    truth, errors = gradients(exact), {}
     for fused_on in (set[str](), {"cpu"}):
-        monkeypatch.setattr(fused, "AUTOCAST_FUSED_ON", fused_on)
+        monkeypatch.setattr(fused, "HALF_FUSED_ON", fused_on)
         model.zero_grad()
         calls: list[str] = []
-        forward = Forward(model, precision="bf16")
+        forward = Forward(model, precision="fp32" if kind == "weights in bf16" else "bf16")
         with monkeypatch.context() as patch:
             patch.setattr(fused, "Rotate", Counted(calls))
             weighted_backward(forward, batch, [model] if kind == "checkpointed" else [])

@@ -135,7 +135,7 @@ class Forward:
         self.scores_only = scores_only
         own = causal_lm(model).config._attn_implementation
         self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
-        self.layers = FusedLayers(causal_lm(model))
+        self.layers = FusedLayers(causal_lm(model), lambda: self.precision == "bf16")
         self.attention = "mask"  # the kernel of the packed path, see ``active``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"

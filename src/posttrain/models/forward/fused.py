@@ -3,8 +3,8 @@
 They take fewer passes over memory than autograd's steps, and keep only their inputs: without them forward and backward
 of the embedded model take 1.34 times as long (rows of 150 tokens in groups), and 1.24 times (rows of 320).
 ``FusedLayers`` puts them into modules that it knows exactly, while a packed batch is computed in fp32; on a GPU also
-under autocast: norms, rotary embedding and residuals in fp32, products and SwiGLU in autocast's type. ``ENABLED =
-False`` switches them off, for comparison; a gradient differs by fp32 rounding.
+of weights in 16 bits, and of fp32 weights under autocast: norms, rotary embedding and residuals in fp32, products and
+SwiGLU in autocast's type. ``ENABLED = False`` switches them off, for comparison; a gradient differs by rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.models.config import Model
 from posttrain.models.forward.attention import active, attend
 
 ENABLED = True
-AUTOCAST_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run under autocast
+HALF_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run in 16 bits and under autocast
 # The families whose modules are these: name of the module of transformers, prefix of its classes.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -137,20 +137,28 @@ class FusedLayers:
     computed, which takes a tenth off a step of a reward model.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, is_autocast: Callable[[], bool] = lambda: False) -> None:
         self.replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self.is_autocast = is_autocast
+        self.adapters: list[Any] = []
         for module in model.modules():
             forward = _fused_forward(module)
             if forward is not None:
                 self.replaced.append((module, partial(forward, module)))
+            if hasattr(module, "cast_input_dtype_enabled"):
+                self.adapters.append(module)
 
     def __enter__(self) -> None:
         for module, forward in self.replaced if ENABLED else ():
             module.__dict__["forward"] = forward
+        for adapter in self.adapters:  # peft casts their inputs to fp32, and autocast would cast them back
+            adapter.cast_input_dtype_enabled = not self.is_autocast()
 
     def __exit__(self, *_: object) -> None:
         for module, _forward in self.replaced:
             module.__dict__.pop("forward", None)
+        for adapter in self.adapters:
+            adapter.cast_input_dtype_enabled = True
 
 
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
@@ -174,9 +182,14 @@ def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
     return same and not torch.is_autocast_enabled(x.device.type)
 
 
-def _is_autocast_fused(x: Tensor, weight: Tensor) -> bool:
+def _product_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the 16-bit type in which ``x`` meets ``weight`` on a device of ``HALF_FUSED_ON``; None elsewhere."""
     kind = x.device.type
-    return kind in AUTOCAST_FUSED_ON and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    if kind not in HALF_FUSED_ON or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype if x.dtype == weight.dtype == torch.bfloat16 else None
 
 
 def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
@@ -184,16 +197,21 @@ def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
 
 
 def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
-    if _is_autocast_fused(hidden_states, module.weight):
-        return F.rms_norm(hidden_states.float(), module.weight.shape, module.weight, module.variance_epsilon)
-    if not _is_fp32(hidden_states, module.weight):
+    weight, eps = module.weight, module.variance_epsilon
+    if _product_type(hidden_states, weight) is None:
+        if _is_fp32(hidden_states, weight):
+            return RmsNorm.apply(hidden_states, weight, eps)
         return type(module).forward(module, hidden_states)
-    return RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
+    if weight.dtype == torch.float32:
+        return F.rms_norm(hidden_states.float(), weight.shape, weight, eps)
+    return F.rms_norm(hidden_states, weight.shape, None, eps) * weight  # the modules round in between
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
+    kind = _product_type(x, module.gate_proj.weight)
+    x = x if kind is None else x.to(kind)  # once for both products
     gate, up = module.gate_proj(x), module.up_proj(x)
-    is_fused = _is_fp32(gate, up) or _is_autocast_fused(x, module.gate_proj.weight)
+    is_fused = kind is not None or _is_fp32(gate, up)
     return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
 
 
@@ -221,12 +239,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     packing, (cos, sin) = active.packing, position_embeddings
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
-    is_fused = _is_fp32(hidden_states, cos) or _is_autocast_fused(hidden_states, module.q_proj.weight)
-    if not knows or not is_fused:
+    kind = _product_type(hidden_states, module.q_proj.weight)
+    if not knows or (kind is None and not _is_fp32(hidden_states, cos)):
         return type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
     assert packing is not None
+    hidden_states = hidden_states if kind is None else hidden_states.to(kind)  # once for three products
     shape = (hidden_states.shape[1], -1, module.head_dim)
     q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
     q = _norm_and_rotate(q, cos[0], sin[0], getattr(module, "q_norm", None))
