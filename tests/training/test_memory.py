@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.sampling.base import Reply, Sampling
 from posttrain.sampling.native import engine as native_engine
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.schedule import Schedule
 from posttrain.training.build import TrainerState, prepare
-from posttrain.training.memory import Memory, Micro, _logits, estimate_memory
+from posttrain.training.memory import Memory, Micro, _logits, estimate_memory, memory_of
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 from sampling.respondents import Scripted
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {
@@ -340,3 +344,44 @@ def test_logits_of_a_large_vocabulary_worked_by_hand():
     assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * (896 + 2048) * 151_936
     few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
     assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936
+
+
+QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "num_key_value_heads": 8}
+QWEN3_SHAPES = {
+    "0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12_288},
+    "14b": {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17_408},
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "rollout"),
+    [
+        ("sft-0.6b-8k", None),
+        ("rl-0.6b-16k", (1, 2, 512, 15_872)),
+        ("rl-0.6b-lora-16k", (1, 2, 512, 15_872)),
+        ("rl-8b-lora", (2, 8, 512, 1024)),
+        ("rl-14b-lora", (1, 8, 512, 3584)),
+    ],
+)
+def test_plan_of_an_update_is_within_15_percent_of_what_an_h100_took(
+    row: str, rollout: tuple[int, int, int, int] | None
+) -> None:
+    """The rows of ``benchmarks/gpu.py``, as recipes; products in bf16."""
+    size, is_lora = row.split("-")[1], "lora" in row
+    prompts, group, prompt, answer = rollout or (2, 1, 64, 8192)
+    recipe: dict[str, Any] = {
+        "model": {"name": "tiny"} | ({"dtype": "bf16", "adapter": {"rank": 32}} if is_lora else {}),
+        "task": {"name": "stories", "size": 64},
+        "prompt": {"max_prompt_tokens": prompt},
+        "train": {"precision": "bf16", "gradient_checkpointing": size != "0.6b"},
+    }
+    if rollout is None:
+        recipe |= {"objective": "cross_entropy", "data": {"batch_size": prompts, "max_length": answer}}
+    else:
+        sampled = {"num_prompts": prompts, "group_size": group, "max_tokens": answer, "old_logprobs": "trainer"}
+        recipe |= {"objective": "grpo", "rewards": ["correct"], "rollout": sampled}
+    config = AutoConfig.for_model("qwen3", **QWEN3, **QWEN3_SHAPES[size], tie_word_embeddings=size == "0.6b")
+    measured = json.loads((RESULTS / "gpu-nvidia-h100-80gb-hbm3.json").read_text())["rows"][row]["peak_gib"]
+    planned = memory_of(validate_recipe(recipe).resolve(), config, int(79.18 * 2**30)).update / 2**30
+    assert planned == pytest.approx(measured, rel=0.15)

@@ -11,6 +11,10 @@ attention widths a and k, s bytes of a weight, a layer keeps for the backward pa
 - attention: s · (2aQ + 2kK) + 4 · heads · Q, and the mask, s · Q · keys of a row, where a prompt is shared;
 - under an adapter, norms in 4 bytes, and of every adapted layer an input in 4 bytes next to 4 · rank.
 
+Those families on a GPU with products in 16 bits (weights in bf16, or ``train.precision: bf16``) keep, with r bytes of a
+residual (those of a weight), r · N · 2d and r · N · (a + k) for the inputs of norms, 2 · N · (2d + 3f) for those of
+products and SwiGLU, and no mask; under an adapter, in place of products' inputs, one for each adapted layer.
+
 With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
 """
 
@@ -172,7 +176,7 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     has_critic = components.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
     logits = 0 if components.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
     reads = "reference" in components.parts or bool(recipe.eval.num_kl_prompts)
-    activations = _activations(recipe, config, micro, size, weights, logits)
+    activations = _activations(recipe, config, micro, size, weights, logits, on_gpu=gpu_memory is not None)
     return Memory(
         weights=base + 4 * sum(w.numel for w in low_rank),
         gradients=4 * sum(w.numel for w in trained),
@@ -279,7 +283,14 @@ def _head_bytes(components: Components, config: PretrainedConfig, critic: list[W
 
 
 def _activations(
-    recipe: Recipe, config: PretrainedConfig, micro: Micro, size: int, weights: list[Weight], logits: int
+    recipe: Recipe,
+    config: PretrainedConfig,
+    micro: Micro,
+    size: int,
+    weights: list[Weight],
+    logits: int,
+    *,
+    on_gpu: bool,
 ) -> int:
     """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
     adapter, layers, width = recipe.model.adapter, config.num_hidden_layers, config.hidden_size
@@ -287,20 +298,31 @@ def _activations(
     head_dim = getattr(config, "head_dim", None) or width // heads
     queries, keys = heads * head_dim, head_dim * (getattr(config, "num_key_value_heads", None) or heads)
     inner = (config.n_inner or 4 * config.n_embd) if is_gpt2 else config.intermediate_size
-    is_fused = size == 4 and config.model_type in FAMILIES
+    is_autocast = recipe.train.precision == "bf16"
+    is_half = on_gpu and (size == 2 or is_autocast)
+    is_fused = (size == 4 or is_half) and config.model_type in FAMILIES
     within = inner * (2 if is_fused else 3)
     if is_gpt2:
         within = inner * (4 if config.activation_function == "gelu_new" else 1)
     tokens = _up_to(ROUND_TOKENS, micro.queries)
     inputs = 2 * width + queries + inner
     normed = 2 * width + (queries + keys if QK_NORMS[config.model_type] else 0)
-    of_layer = size * (2 * queries * micro.queries + 2 * keys * micro.keys) + 4 * heads * micro.queries
-    if micro.prompt:  # the mask
+    product = 2 if is_half else size
+    of_layer = product * (2 * queries * micro.queries + 2 * keys * micro.keys) + 4 * heads * micro.queries
+    if micro.prompt and not is_half:  # the mask
         of_layer += size * micro.rows * micro.answer * (micro.prompt + micro.answer)
-    if adapter is None:
+    targets = [] if adapter is None else [w.shape[1] for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
+    if is_half and is_fused:
+        of_layer += tokens * (size * normed + 2 * 2 * inner)
+        if adapter is None:
+            of_layer += tokens * 2 * (2 * width + inner)
+        else:
+            copies = 2 if is_autocast else 4
+            of_layer += tokens * (copies * (sum(targets) + adapter.rank * len(targets)))
+            of_layer += tokens * 5 * sum(targets) if adapter.dropout else 0
+    elif adapter is None:
         of_layer += tokens * size * (inputs + normed * (1 if is_gpt2 or is_fused else 2) + within)
     else:
-        targets = [w.shape[1] for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
         own = 4 * adapter.rank * len(targets) + (5 * sum(targets) if adapter.dropout else 0)
         own += 4 * inputs if size == 4 else 0 if adapter.dropout else 4 * sum(targets)
         of_layer += tokens * (own + (size if is_gpt2 else 4) * normed + size * within)
