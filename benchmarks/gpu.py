@@ -43,16 +43,19 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.errors import UsageError
+from posttrain.models.forward.forward import gpu_memory_of
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.training.build import TrainerState
+from posttrain.training.memory import memory_of
 from posttrain.training.step import accumulate, apply_update
 from posttrain.types import Batch, Sample, collate
 from training import is_installed, our_parts
@@ -62,7 +65,7 @@ Row = dict[str, Any]
 KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 VOCABULARY, GROUP = 151_936, 8
 DATA_SHEET_RATE = 989e12  # dense bf16 products of an H100 or H200, FLOP/s
-PROFILED_TOKENS = 8  # of each row; a profile of 256 has 230,000 events
+PROFILED_TOKENS = 64  # of each row
 # Architecture, the numbers of KEYS, the size of a head, and whether the LM head is the embedding.
 SHAPES: dict[str, tuple[str, tuple[int, ...], int, bool]] = {
     "0.6b": ("qwen3", (1024, 28, 16, 8, 3072), 128, True),
@@ -80,18 +83,22 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_model(size: str) -> Any:
-    """Random weights in bf16 (``smallest``: a vocabulary of 768)."""
+def config_of(size: str) -> Any:
+    """The configuration of a model of ``SHAPES`` (``smallest``: a vocabulary of 768)."""
     architecture, numbers, head, tied = SHAPES[size]
     vocabulary = 768 if size == "smallest" else VOCABULARY
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         architecture, **dict(zip(KEYS, numbers, strict=True)), **ends, head_dim=head, vocab_size=vocabulary,
         tie_word_embeddings=tied, max_position_embeddings=32_768,
     )  # fmt: skip
+
+
+def make_model(size: str) -> Any:
+    """Random weights in bf16."""
     torch.manual_seed(0)
     with device():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16).eval()
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -143,24 +150,34 @@ def model_flops(config: Any, groups: int, group: int, prompt: int, answer: int, 
     return groups * forward * (1 + backward)
 
 
-def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
-    settings: Row = {
-        "model": {"name": folder} | ({"dtype": "bf16", "adapter": {"rank": 32}} if lora else {}),
-        "task": {"name": "stories", "size": 64},
-        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-        "train": {"steps": 100, "lr": 1e-6, "precision": "bf16", "gradient_checkpointing": checkpointing},
-    }
-    if kind == "sft":
-        return settings | {"objective": "cross_entropy", "data": {"batch_size": 8, "train_on": "all"}}
-    rollout = {"num_prompts": 8, "group_size": GROUP, "max_tokens": 64, "old_logprobs": "trainer"}
-    return settings | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
-
-
 # Rows of a batch: groups, rows of a group, tokens of their prompt, tokens of each answer.
 Shape = tuple[int, int, int, int]
 SHORT_ROWS: dict[str, Shape] = {"sft": (8, 1, 0, 2048), "rl": (2, GROUP, 512, 1024)}
 ROWS_OF_8K: Shape = (2, 1, 0, 8192)
 ROWS_OF_16K: Shape = (2, 1, 512, 15_872)
+
+
+def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool, shape: Shape) -> Row:
+    """Return a recipe whose batches have this shape; its tokens are never read."""
+    groups, group, prompt, answer = shape
+    settings: Row = {
+        "model": {"name": folder} | ({"dtype": "bf16", "adapter": {"rank": 32}} if lora else {}),
+        "task": {"name": "stories", "size": 64},
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}, "max_prompt_tokens": max(prompt, 64)},
+        "train": {"steps": 100, "lr": 1e-6, "precision": "bf16", "gradient_checkpointing": checkpointing},
+    }
+    if kind == "sft":
+        data = {"batch_size": groups, "train_on": "all", "max_length": max(answer, 512)}
+        return settings | {"objective": "cross_entropy", "data": data}
+    groups, group = (groups, group) if group > 1 else (groups // 2, 2)  # the fewest answers that GRPO compares
+    rollout = {"num_prompts": groups, "group_size": group, "max_tokens": answer, "old_logprobs": "trainer"}
+    return settings | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
+
+
+def planned_gib(recipe: Any, config: Any) -> float | None:
+    """Return what ``--dry-run --memory`` says of an update on this device; None on a CPU."""
+    device_memory = gpu_memory_of(device())
+    return None if device_memory is None else memory_of(recipe, config, device_memory).update / 2**30
 
 
 def update(
@@ -177,9 +194,8 @@ def update(
     if smallest:
         size, groups, prompt, answer = "smallest", 2, min(prompt, 8), 16
     rate = measured_rate()
-    with tempfile.TemporaryDirectory() as folder:
-        config = save_model(size, folder)
-        recipe, parts = our_parts(recipe_of(kind, folder, lora, checkpointing))
+    shape = groups, group, prompt, answer
+    recipe, parts, config = parts_of(size, lambda folder: recipe_of(kind, folder, lora, checkpointing, shape))
     batch = make_batch(config.vocab_size, groups, group, prompt, answer)
     step = partial(one_step, recipe, parts, batch)
     reset_peak()
@@ -195,16 +211,14 @@ def update(
         "share_of_measured_rate": flops / rate,
         "share_of_data_sheet": flops / DATA_SHEET_RATE,
         "peak_gib": peak_gib(),
-        "attention": list_kernels(partial(step, 2 + steps), "attention", "flash", "fmha"),
+        "planned_gib": planned_gib(recipe, config),
     }
 
 
 def grpo_step(steps: int, smallest: bool, size: str) -> Row:
     """A GRPO step as a run makes it: 64 answers of 256 tokens are sampled, graded, scored and learned from."""
     size, tokens = ("smallest", 16) if smallest else (size, 256)
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(size, folder)
-        recipe, parts = our_parts(recipe_of("rl", folder, False, False))
+    recipe, parts, _ = parts_of(size, lambda folder: recipe_of("rl", folder, False, False, (8, GROUP, 64, tokens)))
     source = parts.source
     source.sampling = Sampling(max_tokens=tokens, stop_ids=frozenset())
     reset_peak()
@@ -231,12 +245,20 @@ def grpo_step(steps: int, smallest: bool, size: str) -> Row:
     }
 
 
-def save_model(size: str, folder: str) -> Any:
-    """Save random weights and a tokenizer; return the configuration."""
+def parts_of(size: str, recipe: Callable[[str], Row]) -> tuple[Any, TrainerState, Any]:
+    """Return a resolved recipe, what trains by it, and the configuration, with random weights made on the device.
+
+    ``recipe`` gets the name of the model's folder, which has no weights: 28 GB would be written and read again.
+    """
     model = make_model(size)
-    model.save_pretrained(folder)
-    load_tokenizer("tiny").save_pretrained(folder)
-    return model.config
+
+    def load(_: str, dtype: torch.dtype, **__: Any) -> tuple[Any, dict[str, set[str]]]:
+        return model.to(dtype), {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(AutoModelForCausalLM, "from_pretrained", load):
+        model.config.save_pretrained(folder)
+        load_tokenizer("tiny").save_pretrained(folder)
+        return *our_parts(recipe(folder)), model.config
 
 
 def reset_peak() -> None:
@@ -261,11 +283,6 @@ def profiled(work: Callable[[], Any]) -> dict[str, int]:
     with torch.profiler.profile(activities=kinds) as profile:
         seconds_of(work)
     return {event.key: event.count for event in profile.key_averages()}
-
-
-def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
-    """Names of operations and kernels that have one of ``words`` in them."""
-    return sorted(name[:120] for name in profiled(work) if any(word in name.lower() for word in words))
 
 
 def decode(steps: int, smallest: bool, rows: int) -> Row:
@@ -403,7 +420,8 @@ def line(row: Row) -> str:
         if (baseline := row["vllm_tokens_per_second"]) is not None:
             written.append(f"vLLM {baseline:,.0f}, {row['ratio']:.2f} of it")
     if row["peak_gib"] is not None:
-        written.append(f"{row['peak_gib']:.1f} GiB at most")
+        planned = "" if row.get("planned_gib") is None else f" ({row['planned_gib']:.1f} planned)"
+        written.append(f"{row['peak_gib']:.1f} GiB at most{planned}")
     return f"{row['work']}: {', '.join(written)}"
 
 

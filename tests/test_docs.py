@@ -203,6 +203,7 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tool, "RESULTS", tmp_path)
     assert tool.gpu_texts() == []
     update = {"work": "sft", "tokens_per_second": 26_001.4, "model_flops_per_second": 1.25e14, "peak_gib": 30.04}
+    update |= {"planned_gib": 31.0}
     decode = {"work": "decode", "tokens_per_second": 9_000, "peak_gib": 5, "launches_per_step": 1.5}
     rows = {
         "sft": update | {"share_of_measured_rate": 0.251, "share_of_data_sheet": 0.126},
@@ -212,9 +213,9 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "X", "versions": {"torch": "2.11"}, "rows": rows}))
     (text,) = tool.gpu_texts()
     assert text.splitlines()[-3:] == [
-        "| sft | 26,001 | 125.0 | 25% | 13% | 30.0 | – | – |",
-        "| decode (at first) | 9,000 | – | – | – | 5.0 | 2 | 12,000 (0.75 of it) |",
-        "| rl | failed: OutOfMemoryError | – | – | – | – | – | – |",
+        "| sft | 26,001 | 125.0 | 25% | 13% | 30.0 | 31.0 | – | – |",
+        "| decode (at first) | 9,000 | – | – | – | 5.0 | – | 2 | 12,000 (0.75 of it) |",
+        "| rl | failed: OutOfMemoryError | – | – | – | – | – | – | – |",
     ]
     assert text.startswith("## Speed on one X\n")
 

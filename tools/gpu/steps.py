@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _milliseconds(work: Callable[[], Any], times: int = 5) -> float:
 
 
 def profile(smallest: bool) -> Result:
-    """Return the operations that take longest on the device: of eight decode steps, and of an optimizer step."""
+    """Return the operations that take longest on the device: of 40 decode steps, and of an optimizer step."""
     import torch
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -95,11 +96,14 @@ def profile(smallest: bool) -> Result:
     on_gpu = torch.cuda.is_available()
     kinds = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])
     time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    for name, work in (
-        ("decode-64", _decoding(gpu, smallest, 64)),
-        ("decode-512", _decoding(gpu, smallest, 512)),
-        ("update", _updating(gpu, smallest)),
+    for name, prepare in (
+        ("decode-64", partial(_decoding, gpu, smallest, 64)),
+        ("decode-512", partial(_decoding, gpu, smallest, 512)),
+        ("decode-64-fp32", partial(_decoding, gpu, smallest, 64, torch.float32)),
+        ("update", partial(_updating, gpu, smallest, lora=False)),
+        ("update-lora", partial(_updating, gpu, smallest, lora=True)),
     ):
+        work = prepare()
         work()
         seconds = gpu.seconds_of(work)
         with torch.profiler.profile(activities=kinds) as seen:
@@ -112,24 +116,22 @@ def profile(smallest: bool) -> Result:
     return found
 
 
-def _decoding(gpu: Any, smallest: bool, rows: int) -> Callable[[], Any]:
+def _decoding(gpu: Any, smallest: bool, rows: int, dtype: Any = None) -> Callable[[], Any]:
     from posttrain.randomness import derive_key
     from posttrain.sampling.base import Sampling
     from posttrain.sampling.native.engine import NativeEngine
 
     _, rows, _, model, prompts = gpu.decoded(smallest, rows)
-    engine = NativeEngine(model, slots=rows)
+    engine = NativeEngine(model if dtype is None else model.to(dtype), slots=rows)
     keys = [[derive_key(i, "profile", j) for j in range(gpu.GROUP)] for i in range(len(prompts))]
-    return lambda: engine.generate(prompts, keys, Sampling(max_tokens=8, stop_ids=frozenset()))
+    return lambda: engine.generate(prompts, keys, Sampling(max_tokens=40, stop_ids=frozenset()))
 
 
-def _updating(gpu: Any, smallest: bool) -> Callable[[], Any]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = gpu.save_model("smallest" if smallest else "0.6b", folder)
-        recipe, parts = gpu.our_parts(gpu.recipe_of("rl", folder, False, False))
-    batch = gpu.make_batch(config.vocab_size, *((1, 8, 8, 16) if smallest else gpu.SHORT_ROWS["rl"]))
+def _updating(gpu: Any, smallest: bool, lora: bool) -> Callable[[], Any]:
+    shape = (2, 1, 8, 16) if smallest else gpu.ROWS_OF_16K
+    size = "smallest" if smallest else "0.6b"
+    recipe, parts, config = gpu.parts_of(size, lambda folder: gpu.recipe_of("rl", folder, lora, False, shape))
+    batch = gpu.make_batch(config.vocab_size, *shape)
     return lambda: gpu.one_step(recipe, parts, batch, 1)
 
 
@@ -214,8 +216,9 @@ CHECK = [
         tests_step("attention", "test_attention_gpu.py", 3),
         tests_step("engine", "test_engine_gpu.py", 3),
         tests_step("training", "test_training_gpu.py", 2),
+        tests_step("quantize", "test_quantize_gpu.py", 1),
+        tests_step("recipes", "test_recipes_cuda.py", 8),
     ],
-    [tests_step("recipes", "test_recipes_cuda.py", 8)],
 ]
 MEASURE = [
     *([row_step(name, 100)] for name in ("decode-64", "sft-0.6b-8k", "rl-0.6b-16k", "grpo-0.6b", "decode-512")),
@@ -223,6 +226,7 @@ MEASURE = [
     *([row_step(name, 100)] for name in ("generate-64", "sft-0.6b", "rl-0.6b", "rl-0.6b-lora-16k", "generate-512")),
     [demo_step(170)],
     *([row_step(name, 120)] for name in ("rl-8b-lora", "decode-256", "sft-8b-lora", "sft-1.5b", "rl-1.5b")),
+    [row_step("rl-14b-lora", 200)],
 ]
 CALLS = {"check": (CHECK, 355), "measure": (MEASURE, 555)}
 
@@ -331,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", nargs="?", choices=list(CALLS), default="check")
     parser.add_argument("--seconds", type=float, help="for the whole call")
-    parser.add_argument("--jobs", type=int, default=9, help="steps that run at the same time (default: 9)")
+    parser.add_argument("--jobs", type=int, default=12, help="steps that run at the same time (default: 12)")
     parser.add_argument("--only", default="", help="names of steps, separated by commas")
     parser.add_argument("--smallest", action="store_true", help="the same steps on a CPU, as small as possible")
     parser.add_argument("--step", help="run this step in this process")
