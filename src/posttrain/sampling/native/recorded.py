@@ -24,7 +24,7 @@ MOST_GRAPHS = 64  # at a time
 
 
 class Rows(Protocol):
-    """What a step reads and changes of a ``Schedule``."""
+    """The part of a ``Schedule`` that a step reads and changes."""
 
     cache: SlotCache
     tokens: Tensor
