@@ -81,14 +81,22 @@ def test_usage_errors_are_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["train"], ["evaluate", "tiny", "--limit", "0"], ["generate", "tiny", "--temperature", "-1"], ["sae"]],
+    ("arguments", "message"),
+    [
+        (["train"], "usage: posttrain"),
+        (["evaluate", "tiny", "--limit", "0"], "usage: posttrain"),
+        (["generate", "tiny", "--temperature", "-1"], "usage: posttrain"),
+        (["sae"], "usage: posttrain"),
+        (["exercise", "chekc"], "there is no 'chekc'. Did you mean check?"),
+    ],
 )
-def test_what_argparse_refuses_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_argparse_refuses_exits_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as done:
         main(arguments)
     assert done.value.code == 2
-    assert "usage: posttrain" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_options_with_underscores_are_those_with_dashes() -> None:

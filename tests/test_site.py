@@ -62,7 +62,7 @@ def as_tested(page: Path, command: str) -> str:
         return f"posttrain {words[1]} --help"
     if words[1] == "train" and not is_embedded(words[2]):
         return f"{command} --dry-run"
-    if words[1] == "train" and not stands and "--train.steps" not in words:
+    if words[1] == "train" and not stands and not {"--train.steps", "--train.num_epochs"} & set(words):
         return f"{command} --train.steps 2"
     if words[1] == "sweep" and "--dry-run" not in words and not (stands and "--train.steps" in words):
         return f"{command} --dry-run"  # whole sweeps take up to hours

@@ -75,6 +75,7 @@ def test_examples_are_values_of_their_keys() -> None:
         ("uniform_groups", ["uniform_groups  metric, share; better: lower", "no signal"]),
         ("kl_ref", ["kl_ref  metric, nats", "KL to the reference model per token"]),
         ("lora", ["model.adapter.kind  key of a recipe"]),
+        ("rewards.0.weight", ["rewards.0.weight  key of a recipe", "default: 1.0", "example: --rewards.0.weight 1.0"]),
     ],
 )
 def test_explain_answers(name: str, answers: list[str], capsys: pytest.CaptureFixture[str]) -> None:

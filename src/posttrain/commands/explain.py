@@ -24,7 +24,7 @@ from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
-from posttrain.recipes.sections import Component, Section, task_components
+from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
 from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest
 from posttrain.store.metric_names import METRICS, find_metric
 from posttrain.sweeps.file import training_recipe_names
@@ -185,19 +185,27 @@ def section_keys() -> dict[str, Option]:
     """Return every key of a section by its dotted path."""
     return {
         option.name if name == "recipe" else f"{name}.{option.name}": option
-        for name, section in sections().items()
+        for name, section in (sections() | {"rewards.0": RewardComponent}).items()
         for option in section_options(section)
+        if (name, option.name) != ("rewards.0", "name")
     }
 
 
 def keys_with(name: str) -> dict[str, Option]:
     """Return the keys of sections that are called ``lr`` or ``train.lr``, or whose value may be ``lora``."""
-    return {key: option for key, option in section_keys().items() if name in (option.name, key, *option.choices)}
+    name = without_places(name)
+    keys = section_keys().items()
+    return {key: option for key, option in keys if name in (option.name, without_places(key), *option.choices)}
+
+
+def without_places(name: str) -> str:
+    """Return ``rewards.weight`` for ``rewards.0.weight``."""
+    return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
 def components_with(name: str) -> list[tuple[Entry, Option]]:
     """Return the components with an option: named alone, or after the component or the key where it stands."""
-    place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
+    place, _, key = without_places(name).rpartition(".")
     return [
         (entry, option)
         for group in all_components().values()

@@ -72,6 +72,11 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
         return values
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices and (near := nearest(str(value), action.choices)):
+            raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> Any:
         """End with the usage, the message and exit code 2."""
         message = message.replace("ignored explicit argument", "it takes no value, so leave out")

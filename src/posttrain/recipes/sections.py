@@ -61,7 +61,11 @@ def read_component(value: object, where: str) -> Component:
 
 
 class RewardComponent(Component):
-    """A reward with the weight that it has in the sum."""
+    """A reward with the weight that it has in the sum.
+
+    Args:
+        weight: of this reward in the weighted sum.
+    """
 
     weight: float = 1.0
 
