@@ -11,6 +11,7 @@ import torch
 
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Completion, Sampling, begin
+from posttrain.sampling.native import recorded
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.recorded import RecordedSteps, rows_of_graph, window_of
 from posttrain.sampling.native.schedule import LONGEST_BURST, Schedule
@@ -26,7 +27,10 @@ SAMPLINGS = {
 }
 
 
-def completions(model: Any, case: str, slots: int, *, as_recorded: bool) -> list[Completion]:
+def completions(
+    model: Any, case: str, slots: int, *, as_recorded: bool, told: list[str] | None = None
+) -> list[Completion]:
+    """Those of four prompts, three of each. ``told``: what is said where a GPU cannot record a step."""
     numbers, sampling = np.random.default_rng(1), SAMPLINGS[case]
     prompts = [numbers.integers(8, 300, n).tolist() for n in (5, 1, 140, 3)]
     keys = [[derive_key(0, "test", i, j) for j in range(3)] for i in range(len(prompts))]
@@ -39,7 +43,9 @@ def completions(model: Any, case: str, slots: int, *, as_recorded: bool) -> list
     with torch.inference_mode():
         schedule = Schedule(decoder, prompts, rows, sampling, slots, respondent, 512)
         if as_recorded:
-            schedule.recorded = RecordedSteps(decoder, schedule.num_slots, schedule.limit, LONGEST_BURST)
+            say = [].append if told is None else told.append
+            schedule.recorded = RecordedSteps(decoder, schedule.num_slots, schedule.limit, LONGEST_BURST, say)
+            schedule.recorded.can_record = told is not None
         schedule.run()
     return [row.completion(0) for row in rows]
 
@@ -54,6 +60,23 @@ def test_recorded_steps_sample_what_the_schedule_samples(tiny_random: Any, case:
     for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     assert len({len(c.ids) for c in expected}) > (1 if "stop" in {c.finish for c in expected} else 0)
+
+
+def test_recorded_steps_that_cannot_be_recorded_are_launched_one_by_one(
+    tiny_random: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorded, "record", refuse)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    told: list[str] = []
+    found = completions(tiny_random("qwen3"), "stops", 12, as_recorded=True, told=told)
+    assert found == completions(tiny_random("qwen3"), "stops", 12, as_recorded=True)
+    assert told == [
+        "decode steps are launched one by one, for no CUDA graph can be made: operation not permitted when stream is "
+        "capturing"
+    ]
 
 
 def test_rows_of_graph_halves_the_slots_while_the_rows_fit() -> None:

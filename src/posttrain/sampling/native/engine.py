@@ -151,7 +151,7 @@ class NativeEngine(Engine):
                     work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
                     work.is_abandoned = self.is_abandoned
                     if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda":
-                        work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, LONGEST_BURST)
+                        work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, LONGEST_BURST, self._say)
                     work.run()
         for row in rows:
             check_finite(row)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from posttrain.errors import first_line
 from posttrain.sampling.native.cache import SlotCache, Window
 
 if TYPE_CHECKING:
@@ -37,12 +38,16 @@ class Rows(Protocol):
 class RecordedSteps:
     """The decode steps of one ``Schedule``: called the first time, then recorded and replayed.
 
-    On a CPU they are called every time, which tests compare with the schedule's own steps.
+    On a CPU they are called every time, which tests compare with the schedule's own steps; so they are on a GPU that
+    cannot record them, which ``say`` is told.
     """
 
-    def __init__(self, decoder: FastDecoder, num_slots: int, limit: int, most_steps: int) -> None:
+    def __init__(
+        self, decoder: FastDecoder, num_slots: int, limit: int, most_steps: int, say: Callable[[str], None]
+    ) -> None:
         device, dtype = decoder.device, torch.promote_types(decoder.dtype, torch.float32)
-        self.decoder = decoder
+        self.decoder, self.say = decoder, say
+        self.can_record = device.type == "cuda"
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.starts = torch.zeros(num_slots, dtype=torch.long, device=device)
         # Slots without a row count on beyond their end.
@@ -86,9 +91,13 @@ class RecordedSteps:
             self._compute(schedule, size, Window(schedule.cache, size, first, end, self.column, self.starts))
 
         step()  # which the libraries need to prepare themselves
-        if self.column.device.type == "cuda":
-            self._memory = self._memory or torch.cuda.graph_pool_handle()
-            self._graphs[size, first, end] = record(step, self.column.device, self._memory)
+        if self.can_record:
+            try:
+                self._memory = self._memory or torch.cuda.graph_pool_handle()
+                self._graphs[size, first, end] = record(step, self.column.device, self._memory)
+            except RuntimeError as error:
+                self.can_record = False
+                self.say(f"decode steps are launched one by one, for no CUDA graph can be made: {first_line(error)}")
 
     def _compute(self, schedule: Rows, size: int, window: Window) -> None:
         """Make one step of the first ``size`` slots. Those without a row compute, too: nothing reads what they draw."""
