@@ -87,6 +87,7 @@ def test_usage_errors_are_one_message_and_exit_code_2(
         (["evaluate", "tiny", "--limit", "0"], "usage: posttrain"),
         (["generate", "tiny", "--temperature", "-1"], "usage: posttrain"),
         (["sae"], "usage: posttrain"),
+        (["quantize", "tiny", "--bits", "5"], "invalid choice: 5"),
         (["exercise", "chekc"], "there is no 'chekc'. Did you mean check?"),
     ],
 )

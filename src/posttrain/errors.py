@@ -59,7 +59,7 @@ GONE = {
     "python.level": "sandbox: bubblewrap (the default) or sandbox: process",
     "python.image": "sandbox: bubblewrap (the default); docker is no longer supported",
     "judge.key_variable": "the environment variable JUDGE_API_KEY",
-    "native.cuda_graphs": "the defaults: steps are not recorded",
+    "native.cuda_graphs": "the defaults: on CUDA steps are recorded by themselves",
     "vllm.colocate": "a server on the trainer's own GPU, which sleeps while it computes (leave gpus out)",
     "vllm.collectives": "the defaults: NCCL to a server with a GPU of its own, else files in memory",
     "vllm.transfer": "the defaults: NCCL to a server with a GPU of its own, else files in memory",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -176,3 +178,28 @@ def test_the_modules_are_as_they_were_outside_of_a_pass():
     Forward(model)(ragged_batch())
     assert not any("forward" in vars(module) for module in model.modules())
     copy.deepcopy(model)
+
+
+def test_casts_of_adapters_are_off_inside_of_autocast_and_as_they_were_outside():
+    model, batch = add_adapter(random_model("qwen3", torch.bfloat16)), ragged_batch()
+    layers = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
+    forward, inside = Forward(model, precision="bf16"), list[bool]()
+    layers[0].cast_input_dtype_enabled = False
+    hook = layers[1].register_forward_pre_hook(lambda module, _: inside.append(module.cast_input_dtype_enabled))
+    forward(batch)
+    hook.remove()
+    assert inside == [False]
+    assert [layer.cast_input_dtype_enabled for layer in layers] == [False, *[True] * (len(layers) - 1)]
+
+
+def test_a_model_ends_with_the_last_that_names_it():
+    model = random_model("qwen3")
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        forward = Forward(model)
+        forward(ragged_batch())
+        del forward, model
+        assert gone() is None
+    finally:
+        gc.enable()

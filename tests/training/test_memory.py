@@ -22,6 +22,7 @@ from posttrain.sampling.base import Reply, Sampling
 from posttrain.sampling.native import engine as native_engine
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.schedule import Schedule
+from posttrain.training import memory
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.memory import Memory, Micro, _logits, estimate_memory, memory_of
 from posttrain.training.step import Method, accumulate
@@ -365,9 +366,10 @@ QWEN3_SHAPES = {
     ],
 )
 def test_plan_of_an_update_is_within_15_percent_of_what_an_h100_took(
-    row: str, rollout: tuple[int, int, int, int] | None
+    row: str, rollout: tuple[int, int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of ``benchmarks/gpu.py``, as recipes; products in bf16."""
+    """The rows of ``benchmarks/gpu.py``, as recipes; products in bf16, torch 2.11."""
+    monkeypatch.setattr(memory, "_repeats_keys", lambda: True)
     size, is_lora = row.split("-")[1], "lora" in row
     prompts, group, prompt, answer = rollout or (2, 1, 64, 8192)
     recipe: dict[str, Any] = {

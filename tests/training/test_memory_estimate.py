@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from posttrain.cli import main
 from posttrain.recipes.recipe import load_recipe
+from posttrain.training import memory
 from posttrain.training.memory import estimate_memory, memory_of
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "how-to" / "fit-in-memory.md"
@@ -40,7 +41,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 ROWS = {
     "grpo-gsm8k": {},
     "grpo-gsm8k with train.gradient_checkpointing false": {"train.gradient_checkpointing": "false"},
+    "grpo-gsm8k-qwen3-4b": {},
+    "grpo-gsm8k-qwen3-0.6b": {},
     "rm-hh-qwen3-0.6b": {},
+    "orm-gsm8k-own": {},
     "ppo-hh-gpt2": {},
 }
 
@@ -48,15 +52,16 @@ ROWS = {
 def row_of(name: str, overrides: dict[str, str]) -> str:
     recipe = load_recipe(name.partition(" ")[0], list(overrides.items())).resolve()
     architecture, sizes = PUBLISHED[recipe.model.name]
-    memory = memory_of(recipe, AutoConfig.for_model(architecture, **sizes), 80 * 2**30)
-    held = memory.update - memory.activations - memory.logits
-    shown = (held, memory.activations + memory.logits, memory.kv_cache, memory.update)
+    parts = memory_of(recipe, AutoConfig.for_model(architecture, **sizes), 80 * 2**30)
+    held = parts.update - parts.activations - parts.logits
+    shown = (held, parts.activations + parts.logits, parts.kv_cache, parts.update)
     numbers = " | ".join(f"{num_bytes / 2**30:.1f}" if num_bytes else "" for num_bytes in shown)
     return f"| `{name.partition(' ')[0]}`{name[len(name.partition(' ')[0]) :]}, {recipe.model.name} | {numbers} |"
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_documents_table_is_what_the_function_states(name: str) -> None:
+def test_the_documents_table_is_what_the_function_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_repeats_keys", lambda: False)  # as since torch 2.12
     assert row_of(name, ROWS[name]) in PAGE.read_text(encoding="utf-8").splitlines()
 
 

@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices and (near := nearest(str(value), action.choices)):
+        choices = action.choices or ()
+        if value not in choices and (near := nearest(str(value), map(str, choices))):
             raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")
         super()._check_value(action, value)
 

@@ -13,7 +13,7 @@ attention widths a and k, s bytes of a weight, a layer keeps for the backward pa
 
 Those families on a GPU with products in 16 bits (weights in bf16, or ``train.precision: bf16``) keep, with r bytes of a
 residual (those of a weight), r · N · 2d and r · N · (a + k) for the inputs of norms, 2 · N · (2d + 3f) for those of
-products and SwiGLU, and no mask; under an adapter, in place of products' inputs, one for each adapted layer.
+products and SwiGLU, and no mask; an adapter without autocast has an input of 4 bytes for each of its layers.
 
 With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
 """
@@ -21,9 +21,11 @@ With ``train.gradient_checkpointing`` that is one layer's, as far as it is more 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -300,26 +302,28 @@ def _activations(
     inner = (config.n_inner or 4 * config.n_embd) if is_gpt2 else config.intermediate_size
     is_autocast = recipe.train.precision == "bf16"
     is_half = on_gpu and (size == 2 or is_autocast)
-    is_fused = (size == 4 or is_half) and config.model_type in FAMILIES
+    is_fused = (size == 4 or (is_half and not recipe.model.load_bits)) and config.model_type in FAMILIES
     within = inner * (2 if is_fused else 3)
     if is_gpt2:
         within = inner * (4 if config.activation_function == "gelu_new" else 1)
     tokens = _up_to(ROUND_TOKENS, micro.queries)
     inputs = 2 * width + queries + inner
     normed = 2 * width + (queries + keys if QK_NORMS[config.model_type] else 0)
-    product = 2 if is_half else size
-    of_layer = product * (2 * queries * micro.queries + 2 * keys * micro.keys) + 4 * heads * micro.queries
+    product, seen = (2, queries if _repeats_keys() else keys) if is_half else (size, keys)
+    of_layer = product * (2 * queries * micro.queries + 2 * seen * micro.keys) + 4 * heads * micro.queries
     if micro.prompt and not is_half:  # the mask
         of_layer += size * micro.rows * micro.answer * (micro.prompt + micro.answer)
-    targets = [] if adapter is None else [w.shape[1] for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
+    factors = [] if adapter is None else [w for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
+    targets = [w.shape[1] for w in factors]
     if is_half and is_fused:
         of_layer += tokens * (size * normed + 2 * 2 * inner)
         if adapter is None:
             of_layer += tokens * 2 * (2 * width + inner)
-        else:
-            copies = 2 if is_autocast else 4
-            of_layer += tokens * (copies * (sum(targets) + adapter.rank * len(targets)))
-            of_layer += tokens * 5 * sum(targets) if adapter.dropout else 0
+        else:  # under autocast without dropout those of one place share their input; attention keeps its own output
+            places = {(w.name.rsplit(".", 3)[0], w.shape[1]) for w in factors if ".o_proj." not in w.name}
+            own = sum(n for _, n in places) if is_autocast and not adapter.dropout else sum(targets)
+            of_layer += tokens * (2 if is_autocast else 4) * (own + adapter.rank * len(targets))
+            of_layer += tokens * sum(targets) if adapter.dropout else 0
     elif adapter is None:
         of_layer += tokens * size * (inputs + normed * (1 if is_gpt2 or is_fused else 2) + within)
     else:
@@ -332,6 +336,14 @@ def _activations(
         of_layers = size * width * tokens * layers + max(again - logits, 0)
     final = 2 if adapter is None and not is_gpt2 and not is_fused else 1
     return int(of_layers + size * width * (final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
+
+
+@cache
+def _repeats_keys() -> bool:
+    """Return True where variable-length attention wants a key for every query head (torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" not in inspect.signature(varlen_attn).parameters
 
 
 def _logits(config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:

@@ -275,14 +275,13 @@ class Learner:
     def loss(self, batch: Tensor, step: int) -> Tensor:
         """Return the loss of raw rows [n, d] at a step; keep which features fired, and the running threshold."""
         sae = self.dictionary
-        precision = self.settings.precision or ("bf16" if batch.device.type == "cuda" else "fp32")
         loss, self.measured = sae_loss(
             sae,
             sae.scaled(batch),
             progress=step / self.settings.steps,
             auxk=self.auxk,
             dead=sae.since_fired > self.dead_rows if self.auxk else None,
-            dtype=DTYPES[precision],
+            dtype=DTYPES[self.settings.precision],
         )
         sae.since_fired.add_(len(batch)).masked_fill_(self.measured.fired, 0)
         if self.measured.threshold is not None:

@@ -72,8 +72,8 @@ class SaeTrainSection(Section):
     ``lr``: by default 3e-4·√(2¹⁴/F), at most 1e-3; it rises over the first ``warmup`` and falls over the last
     ``decay`` share of the steps. ``auxk``: weight of the loss that revives features that have not fired for
     ``dead_after`` · steps · batch rows; by default 1/32 for kinds in which features compete, else 0. ``precision``:
-    of the matrix products, by default bf16 on a GPU and fp32 on a CPU, of which many are ten times slower in bf16;
-    weights and sums are fp32. ``save_every: 0``: at the end only.
+    of the matrix products; weights and sums are fp32. bf16 suits GPUs; many CPUs take ten times as long in it.
+    ``save_every: 0``: at the end only.
     """
 
     steps: int = Field(default=2000, ge=1)
@@ -84,7 +84,7 @@ class SaeTrainSection(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     auxk: float | None = Field(default=None, ge=0)
     dead_after: float = Field(default=0.02, gt=0)
-    precision: Dtype | None = None
+    precision: Dtype = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Seed = 0
     log_every: int = Field(default=20, ge=1)

@@ -135,7 +135,7 @@ class Forward:
         self.scores_only = scores_only
         own = causal_lm(model).config._attn_implementation
         self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
-        self.layers = FusedLayers(causal_lm(model), lambda: self.precision == "bf16")
+        self.layers = FusedLayers(causal_lm(model))
         self.attention = "mask"  # the kernel of the packed path, see ``active``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"
@@ -263,6 +263,7 @@ class Forward:
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
+        self.layers.is_autocast = self.precision == "bf16"
         with packed_attention(packing), self.layers, fast_linear(), self._products():
             hidden = decoder_of(base)(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False

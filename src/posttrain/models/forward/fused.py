@@ -137,28 +137,30 @@ class FusedLayers:
     computed, which takes a tenth off a step of a reward model.
     """
 
-    def __init__(self, model: Model, is_autocast: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, model: Model) -> None:
         self.replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
-        self.is_autocast = is_autocast
+        self.is_autocast = False
         self.adapters: list[Any] = []
+        self._casts: list[bool] = []
         for module in model.modules():
             forward = _fused_forward(module)
             if forward is not None:
                 self.replaced.append((module, partial(forward, module)))
-            if hasattr(module, "cast_input_dtype_enabled"):
+            if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
                 self.adapters.append(module)
 
     def __enter__(self) -> None:
         for module, forward in self.replaced if ENABLED else ():
             module.__dict__["forward"] = forward
-        for adapter in self.adapters:  # peft casts their inputs to fp32, and autocast would cast them back
-            adapter.cast_input_dtype_enabled = not self.is_autocast()
+        self._casts = [adapter.cast_input_dtype_enabled for adapter in self.adapters]
+        for adapter in self.adapters if ENABLED and self.is_autocast else ():
+            adapter.cast_input_dtype_enabled = False  # peft casts to fp32, and autocast would cast back
 
     def __exit__(self, *_: object) -> None:
         for module, _forward in self.replaced:
             module.__dict__.pop("forward", None)
-        for adapter in self.adapters:
-            adapter.cast_input_dtype_enabled = True
+        for adapter, casts in zip(self.adapters, self._casts, strict=True):
+            adapter.cast_input_dtype_enabled = casts
 
 
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
@@ -204,7 +206,8 @@ def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
         return type(module).forward(module, hidden_states)
     if weight.dtype == torch.float32:
         return F.rms_norm(hidden_states.float(), weight.shape, weight, eps)
-    return F.rms_norm(hidden_states, weight.shape, None, eps) * weight  # the modules round in between
+    with torch.autocast(hidden_states.device.type, enabled=False):  # which takes fp32 since torch 2.12
+        return F.rms_norm(hidden_states, weight.shape, None, eps) * weight  # the modules round in between
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor:

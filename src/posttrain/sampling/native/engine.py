@@ -76,6 +76,7 @@ class NativeEngine(Engine):
     def __init__(self, model: PreTrainedModel, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
         self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
+        self._can_record = True  # decode steps, on a GPU
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
         # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
         self.is_abandoned: Callable[[int], bool] | None = None
@@ -150,9 +151,10 @@ class NativeEngine(Engine):
                 with torch.inference_mode(path == "lean"):
                     work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
                     work.is_abandoned = self.is_abandoned
-                    if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda":
+                    if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and self._can_record:
                         work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, LONGEST_BURST, self._say)
                     work.run()
+                    self._can_record = work.recorded is None or work.recorded.can_record
         for row in rows:
             check_finite(row)
 

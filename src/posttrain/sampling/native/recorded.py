@@ -36,10 +36,10 @@ class Rows(Protocol):
 
 
 class RecordedSteps:
-    """The decode steps of one ``Schedule``: called the first time, then recorded and replayed.
+    """The decode steps of one ``Schedule``: called the first time in a window, then recorded and replayed.
 
     On a CPU they are called every time, which tests compare with the schedule's own steps; so they are on a GPU that
-    cannot record them, which ``say`` is told.
+    cannot record them, with a notice by ``say``.
     """
 
     def __init__(
@@ -56,9 +56,11 @@ class RecordedSteps:
         self.ids = torch.zeros((most_steps, num_slots), dtype=torch.long, device=device)
         self.probabilities = torch.zeros((most_steps, num_slots), dtype=dtype, device=device)
         self.num_steps = torch.zeros(1, dtype=torch.long, device=device)
-        self._graphs: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int, int], Callable[[], None] | None] = {}  # None: called once
         self._keys: Tensor | None = None  # of the cache's first layer; a cache that grew or was shifted has others
+        # Memory of all graphs, and the one stream on which they are recorded: another would get none of it.
         self._memory: Any = None
+        self._stream: Any = None
 
     def run(self, schedule: Rows, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times for the first ``rows`` slots; ids and log-probabilities ``[steps][rows]``."""
@@ -82,22 +84,31 @@ class RecordedSteps:
         return self.ids[:steps, :rows].tolist(), self.probabilities[:steps, :rows].log().tolist()
 
     def _step(self, schedule: Rows, size: int, first: int, end: int) -> None:
-        replay = self._graphs.get((size, first, end))
-        if replay is not None:
-            replay()
-            return
+        place, cache = (size, first, end), schedule.cache
+        if self.can_record and place in self._graphs:
+            self._graphs[place] = replay = self._graphs[place] or self._recorded(
+                lambda: self._compute(schedule, size, Window(cache, size, first, end, self.column, self.starts))
+            )
+            if replay is not None:
+                replay()
+                return
+        # The libraries prepare themselves in the first step.
+        self._compute(schedule, size, Window(cache, size, first, end, self.column, self.starts))
+        self._graphs[place] = None
 
-        def step() -> None:
-            self._compute(schedule, size, Window(schedule.cache, size, first, end, self.column, self.starts))
-
-        step()  # which the libraries need to prepare themselves
-        if self.can_record:
-            try:
-                self._memory = self._memory or torch.cuda.graph_pool_handle()
-                self._graphs[size, first, end] = record(step, self.column.device, self._memory)
-            except RuntimeError as error:
-                self.can_record = False
-                self.say(f"decode steps are launched one by one, for no CUDA graph can be made: {first_line(error)}")
+    def _recorded(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Return the replay of ``step``, or None from now on where this GPU cannot record it."""
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self.column.device)
+        try:
+            return record(step, self.column.device, self._stream, self._memory)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.can_record = False
+            self.say(f"decode steps are launched one by one, for no CUDA graph can be made: {first_line(error)}")
+            return None
 
     def _compute(self, schedule: Rows, size: int, window: Window) -> None:
         """Make one step of the first ``size`` slots. Those without a row compute, too: nothing reads what they draw."""
@@ -128,10 +139,10 @@ def window_of(cache: SlotCache) -> tuple[int, int]:
     return first, min(cache.capacity, (cache.cursor // grain + 1) * grain)
 
 
-def record(step: Callable[[], None], device: torch.device, memory: Any) -> Callable[[], None]:
+def record(step: Callable[[], None], device: torch.device, stream: Any, memory: Any) -> Callable[[], None]:
     """Return ``step`` as the replay of a CUDA graph; nothing is computed meanwhile. Other threads may use the GPU."""
     with torch.cuda.device(device):
-        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=memory, capture_error_mode="thread_local")
