@@ -302,7 +302,7 @@ def _activations(
     inner = (config.n_inner or 4 * config.n_embd) if is_gpt2 else config.intermediate_size
     is_autocast = recipe.train.precision == "bf16"
     is_half = on_gpu and (size == 2 or is_autocast)
-    is_fused = (size == 4 or (is_half and not recipe.model.load_bits)) and config.model_type in FAMILIES
+    is_fused = config.model_type in FAMILIES and (not recipe.model.load_bits if is_half else size == 4)
     within = inner * (2 if is_fused else 3)
     if is_gpt2:
         within = inner * (4 if config.activation_function == "gelu_new" else 1)
