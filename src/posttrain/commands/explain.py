@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -233,6 +234,7 @@ def _choices(annotation: object) -> list[object]:
     return [choice for one in inner for choice in _choices(one)]
 
 
+@cache
 def recipes_by_component() -> dict[tuple[str, str], list[str]]:
     """Return the shipped recipes that use each component, by (kind, name)."""
     from posttrain.training import checks  # torch, which a list of the recipes does without

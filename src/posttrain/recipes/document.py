@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -278,8 +279,12 @@ def is_place(key: str) -> bool:
 
 def recipe_names(shelf: str = "") -> list[str]:
     """Return the names of the shipped recipes, such as ``tiny/grpo``; only those of one ``shelf/``, if it is given."""
-    names = [path.relative_to(_SHIPPED).with_suffix("").as_posix() for path in _SHIPPED.rglob("*.yaml")]
-    return sorted(name for name in names if name.startswith(shelf))
+    return [name for name in _shipped_names() if name.startswith(shelf)]
+
+
+@cache
+def _shipped_names() -> tuple[str, ...]:
+    return tuple(sorted(path.relative_to(_SHIPPED).with_suffix("").as_posix() for path in _SHIPPED.rglob("*.yaml")))
 
 
 def interpretation_names(section: str | None = None) -> list[str]:
@@ -341,6 +346,10 @@ def _read_file(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}); give a file that can") from None
 
 
+# Lists of recipes and what recipes extend are read again and again within one command.
+_read_once = lru_cache(maxsize=128)(read_yaml)
+
+
 def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the mapping in ``text`` and the 1-based line of every dotted key.
 
@@ -349,7 +358,7 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     Raises:
         RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).
     """
-    data, lines = read_yaml(text, place)
+    data, lines = copy.deepcopy(_read_once(text, place))
     if not isinstance(data, dict):
         raise RecipeError(f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write it as one")
     if is_own and kind_of_file(place) == "file" and not is_stored(place):
