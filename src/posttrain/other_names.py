@@ -237,7 +237,7 @@ _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 _SECTIONS = {key.partition(".")[0] for key in _CALLED}
 
 
-def short_dtype(value: Any) -> Any:
+def short_dtype(value: object) -> Any:
     """Return ``bf16`` for ``bfloat16`` or ``torch.bfloat16``; any other value as it is."""
     return _TYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 

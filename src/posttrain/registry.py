@@ -148,7 +148,7 @@ class Entry:
                 f"{self.kind} {self.name!r}: its options cannot be read; give them types ({reason})"
             ) from error
 
-    def options(self, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    def options(self, options: Mapping[str, object], where: str = "") -> dict[str, Any]:
         """Return all options with defaults filled in.
 
         Raises:
@@ -171,7 +171,7 @@ class Entry:
         complete = self.traits.get("complete")
         return filled if complete is None else complete(filled, where or self.kind)
 
-    def bind(self, options: Mapping[str, Any], where: str = "") -> partial[Any]:
+    def bind(self, options: Mapping[str, object], where: str = "") -> partial[Any]:
         """Return the function with its options filled in; a parameter ``where`` gets the key of the recipe."""
         place = {"where": where or self.kind} if "where" in self.provided else {}
         return partial(self.function, **self.options(options, where), **place)
@@ -191,7 +191,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in COMPONENT_MODULES}
 
 
 def register(
-    kind: str, *, name: str | None = None, **traits: Any
+    kind: str, *, name: str | None = None, **traits: object
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function under its own name in ``kind``.
 

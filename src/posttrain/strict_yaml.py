@@ -140,7 +140,7 @@ class _Reader(yaml.SafeLoader):
         except ValueError as error:
             self._check(False, node, str(error))
 
-    def _mapping(self, node: yaml.MappingNode, prefix: str, above: tuple[Any, ...]) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, prefix: str, above: tuple[object, ...]) -> dict[str, Any]:
         own: dict[str, Any] = {}
         merged: list[Any] = []
         for key, held in node.value:

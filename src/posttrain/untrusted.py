@@ -285,7 +285,7 @@ def refuse_remote_code(document: object, overridden: Collection[str], place_of: 
         )
 
 
-def without_remote_code(document: Any) -> Any:
+def without_remote_code(document: object) -> Any:
     """Return the document without any ``trust_remote_code``."""
     if isinstance(document, Mapping):
         return {key: without_remote_code(value) for key, value in document.items() if key != REMOTE_CODE}

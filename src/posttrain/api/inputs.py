@@ -55,7 +55,7 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, Any]:
     return {"name": "preferences" if "chosen" in first else "jsonl", "path": str(path)}
 
 
-def store_rows(rows: Iterable[Mapping[str, Any]], runs_dir: Place) -> tuple[Mapping[str, Any], Path]:
+def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[Mapping[str, Any], Path]:
     """Write rows to a file named by their content, so that other processes find them; return the first, and its path.
 
     Raises:
@@ -83,14 +83,14 @@ def store_rows(rows: Iterable[Mapping[str, Any]], runs_dir: Place) -> tuple[Mapp
     return first, path
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Leave out keys without a value, as columns of a table have them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return arrays and numbers of numpy or torch as lists and numbers, functions and paths as their names."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -152,7 +152,7 @@ def reward_words(rewards: Rewards) -> list[dict[str, Any]]:
     return words
 
 
-def overrides_of(keys: Mapping[str, Any]) -> list[Override]:
+def overrides_of(keys: Mapping[str, object]) -> list[Override]:
     """Return keywords as dotted keys of a recipe, with their values as the command line would have them.
 
     ``lr`` is ``train.lr``, as no other section has it; ``rollout__max_tokens``, ``rollout={"max_tokens": 96}`` and
@@ -164,7 +164,7 @@ def overrides_of(keys: Mapping[str, Any]) -> list[Override]:
     return [pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)]
 
 
-def _flat(key: str, value: Any) -> list[Override]:
+def _flat(key: str, value: object) -> list[Override]:
     if isinstance(value, Mapping) and value and "name" not in value:
         return list(chain.from_iterable(_flat(f"{key}.{name}", part) for name, part in value.items()))
     try:

@@ -101,8 +101,8 @@ def evaluate(
     top_k: int | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
-    template: str | Mapping[str, Any] | None = None,
-    engine: str | Mapping[str, Any] = "native",
+    template: str | Mapping[str, object] | None = None,
+    engine: str | Mapping[str, object] = "native",
     best_of: Place | None = None,
     out: Place | None = None,
     runs_dir: Place = "runs",
@@ -185,7 +185,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
-    template: str | Mapping[str, Any] | None = None,
+    template: str | Mapping[str, object] | None = None,
     runs_dir: Place = "runs",
 ) -> list[Answer]:
     """Sample ``n`` answers to each prompt, as ``posttrain generate`` does; those of the first prompt come first.

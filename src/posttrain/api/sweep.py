@@ -40,7 +40,7 @@ class Sweep:
 
 
 def sweep(
-    spec: str | Mapping[str, Any],
+    spec: str | Mapping[str, object],
     *,
     data: Data | None = None,
     eval_data: Data | None = None,
@@ -50,7 +50,7 @@ def sweep(
     run: str | None = None,
     runs_dir: Place = "runs",
     progress: bool = True,
-    **keys: Any,
+    **keys: object,
 ) -> Sweep:
     """Train rows x seeds and compare them, as ``posttrain sweep`` does; finished trials of an earlier call are kept.
 
@@ -86,7 +86,7 @@ def sweep(
     return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
 
 
-def _read_over(over: Any) -> tuple[str, list[str]] | None:
+def _read_over(over: object) -> tuple[str, list[str]] | None:
     if over is None:
         return None
     if not isinstance(over, Mapping) or len(over) != 1 or not all(isinstance(v, list | tuple) for v in over.values()):

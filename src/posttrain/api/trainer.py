@@ -66,12 +66,12 @@ class Trainer:
     def __init__(
         self,
         model: Model,
-        recipe: str | os.PathLike[str] | Mapping[str, Any] = BASE,
+        recipe: str | os.PathLike[str] | Mapping[str, object] = BASE,
         *,
         data: Data | None = None,
         rewards: Rewards | None = None,
         runs_dir: Place = "runs",
-        **keys: Any,
+        **keys: object,
     ) -> None:
         stop_import()
         name = dict(recipe) if isinstance(recipe, Mapping) else os.fspath(recipe)

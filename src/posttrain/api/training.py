@@ -81,7 +81,7 @@ class Callbacks:
 
 
 def train(
-    recipe: str | os.PathLike[str] | Mapping[str, Any],
+    recipe: str | os.PathLike[str] | Mapping[str, object],
     *,
     data: Data | None = None,
     eval_data: Data | None = None,
@@ -95,7 +95,7 @@ def train(
     on_step: Callback | None = None,
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
-    **keys: Any,
+    **keys: object,
 ) -> Run:
     """Train by a recipe, as ``posttrain train`` does, and return the run; curves and report are written.
 

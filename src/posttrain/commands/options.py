@@ -32,7 +32,7 @@ Argument = tuple[str, dict[str, Any]]
 Groups = Mapping[str, Sequence[Argument]]
 
 
-def option(name: str, **settings: Any) -> Argument:
+def option(name: str, **settings: object) -> Argument:
     """Return an argument of a command and its settings, those of ``add_argument``."""
     return name, settings
 
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
         return values
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = action.choices or ()
         if value not in choices and (near := nearest(str(value), map(str, choices))):
             raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")

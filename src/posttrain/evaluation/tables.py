@@ -376,7 +376,7 @@ def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, d
     return compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed), apart
 
 
-def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
+def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[object, object]]) -> None:
     """``comparison.json``.
 
     Raises:

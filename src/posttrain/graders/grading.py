@@ -63,7 +63,7 @@ class Measured:
     failure: Literal["timeout", "crash"] | None = None
 
 
-def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, Any] | None = None) -> list[Verdict]:
+def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, object] | None = None) -> list[Verdict]:
     """The verdicts of the grader ``name``, in order.
 
     Raises:

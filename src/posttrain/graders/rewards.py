@@ -56,12 +56,12 @@ class BoundReward:
     parameters: tuple[str, ...]
     batched: bool = False
 
-    def __call__(self, available: Mapping[str, Any], example_id: str = "") -> float:
+    def __call__(self, available: Mapping[str, object], example_id: str = "") -> float:
         """The reward for one completion; see ``grade``."""
         reward = self.grade([available], [example_id])[0]
         return reward if isinstance(reward, float) else reward.value
 
-    def grade(self, available: Sequence[Mapping[str, Any]], example_ids: Sequence[str]) -> list[Result]:
+    def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[Result]:
         """The rewards for many completions, in order.
 
         Args:
@@ -88,7 +88,7 @@ class BoundReward:
             ]
         return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
 
-    def _call(self, arguments: Mapping[str, Any], place: str) -> Any:
+    def _call(self, arguments: Mapping[str, object], place: str) -> Any:
         try:
             return self.function(**arguments)
         except PosttrainError:
@@ -100,7 +100,7 @@ class BoundReward:
             ) from error
 
 
-def bind_reward(reward: Entry, options: Mapping[str, Any] | None = None, where: str = "") -> BoundReward:
+def bind_reward(reward: Entry, options: Mapping[str, object] | None = None, where: str = "") -> BoundReward:
     """Fill in the recipe's options and check that the reward asks only for what there is.
 
     ``where``: the recipe's key (``rewards.0``), for messages.
@@ -124,7 +124,7 @@ def takes_columns(function: Callable[..., Any]) -> bool:
 
 
 def _call_with_columns(
-    reward: partial[Any], prompt: Sequence[str], text: Sequence[str], example: Sequence[Example]
+    reward: partial[object], prompt: Sequence[str], text: Sequence[str], example: Sequence[Example]
 ) -> Any:
     """Call a reward in TRL's form: with ``prompts``, ``completions`` and a list for each key of the rows.
 
@@ -177,7 +177,7 @@ def format_part(template: str, *, has_tags: bool) -> str | None:
 
 
 def _requested_arguments(
-    name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]
+    name: str, function: Callable[..., Any], where: str, bound: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The names that the function asks for, next to those that are ``bound`` already."""
     if takes_columns(function):
@@ -257,7 +257,7 @@ def correct(
     extracted: Sequence[str | None],
     answer: Sequence[str | None],
     grader: Sequence[str],
-    meta: Sequence[Mapping[str, Any]],
+    meta: Sequence[Mapping[str, object]],
     *,
     mode: str | dict[str, Any] = "auto",
     tolerance: Annotated[float, Field(ge=0)] = 0.0,

@@ -94,7 +94,7 @@ class Document(Generic[T]):
 
     @classmethod
     def load(
-        cls, model: type[T], name_or_path: str | Mapping[str, Any], *, is_own: bool = True, shelf: str = ""
+        cls, model: type[T], name_or_path: str | Mapping[str, object], *, is_own: bool = True, shelf: str = ""
     ) -> Document[T]:
         """Return the file of a path, or of a shipped recipe's name, as it stands; ``shelf``: whose names to suggest.
 
@@ -164,7 +164,7 @@ class Document(Generic[T]):
         return replace(self, content=content, overridden={*self.overridden, *keys})
 
     def part(
-        self, model: type[C], key: str, content: Mapping[str, Any], overridden: Collection[str] = ()
+        self, model: type[C], key: str, content: Mapping[str, object], overridden: Collection[str] = ()
     ) -> Document[C]:
         """Return what stands below a key (or was made of it) as a document whose messages name the same places.
 
@@ -239,7 +239,7 @@ def known_keys(model: Any, path: Sequence[str]) -> list[str]:
     return list(model.model_fields) if model is not None else []
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a section, component or value as plain data; see ``Content.dump``."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
@@ -266,7 +266,7 @@ def complete_component(component: Any, kind: str, where: str) -> Any:
     return type(component)(**fixed, **json.loads(json.dumps(options)))
 
 
-def decisive(dump: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def decisive(dump: Mapping[str, object], above: str = "") -> dict[str, Any]:
     """Return a recipe's plain data without the ``PLACE_KEYS``."""
     kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
     return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
@@ -476,7 +476,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
     return merged
 
 
-def _displace(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+def _displace(below: dict[str, Any], above: Mapping[str, object]) -> None:
     """Remove a length from ``below`` where ``above`` has another one."""
     lengths = [key for key in LENGTHS if above.get(key) is not None]
     for key in LENGTHS:

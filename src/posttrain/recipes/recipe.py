@@ -169,7 +169,7 @@ class Recipe(Content):
             UnallowedCode: a stored recipe names code.
         """
 
-        def complete(component: Any, kind: str, where: str) -> Any:
+        def complete(component: object, kind: str, where: str) -> Any:
             try:
                 return complete_component(component, kind, where)
             except UnallowedCode:
@@ -241,7 +241,7 @@ class Recipe(Content):
         return self.head is not None and self.data is not None if traits is None else traits.get("head") == "score"
 
 
-def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
+def stored_recipe(stored: Mapping[str, object], place: str) -> Recipe:
     """Return the recipe that a run has stored, to read from: it allows no code, neither its own nor a model's.
 
     Raises:
@@ -251,7 +251,7 @@ def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
 
 
 def load_recipe(
-    name_or_path: str | Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True
+    name_or_path: str | Mapping[str, object], overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True
 ) -> Recipe:
     """Read a recipe, apply dotted overrides, validate. Components are checked by ``resolve``.
 
@@ -267,7 +267,7 @@ def load_recipe(
     return document.extend().override(overrides).check()
 
 
-def lost_options(name_or_path: str | Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
+def lost_options(name_or_path: str | Mapping[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Return a line for each component that the command line replaces, with the options of the recipe that go."""
     below = Document.load(Recipe, name_or_path).extend()
     after, lines = below.override(overrides).content, []
@@ -285,7 +285,7 @@ def lost_options(name_or_path: str | Mapping[str, Any], overrides: Sequence[tupl
     return lines
 
 
-def _value_at(content: Mapping[str, Any], key: str) -> Any:
+def _value_at(content: Mapping[str, object], key: str) -> Any:
     """Return the value under a dotted key; None where there is none."""
     value: Any = content
     for part in key.split("."):
@@ -296,7 +296,7 @@ def _value_at(content: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def validate_recipe(data: Mapping[str, Any], place: str = "recipe", *, is_own: bool = True) -> Recipe:
+def validate_recipe(data: Mapping[str, object], place: str = "recipe", *, is_own: bool = True) -> Recipe:
     """Return a ``Recipe`` from plain data; errors name ``place`` and the key.
 
     ``is_own``: the caller has written it, so code that it names is allowed; False for data from a file.

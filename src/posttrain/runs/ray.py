@@ -109,7 +109,7 @@ def _work(given: dict[str, Any]) -> None:
                 "one writes it: give --runs-dir a folder on storage that they share, at the same path"
             )
 
-        def report(event: str, info: Mapping[str, Any]) -> None:
+        def report(event: str, info: Mapping[str, object]) -> None:
             events.put((event, {key: value for key, value in info.items() if key != "recipe"}))
 
         with join(Processes.attend(), *task["scale"]) as process_group:

@@ -49,7 +49,7 @@ class Sampling:
         return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
 
 
-def num_tokens_of(tokenizer: Any) -> int | None:
+def num_tokens_of(tokenizer: object) -> int | None:
     """Return the number of ids with a text in a tokenizer; models often have more, to fill up their embeddings."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     return max(vocabulary.values()) + 1 if vocabulary else None

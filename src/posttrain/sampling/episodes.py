@@ -68,13 +68,13 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
     return Stage(toolset, template, form, reply_frame(tokenizer, template), *limits)
 
 
-def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: CallForm) -> Template:
+def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form: CallForm) -> Template:
     """Return the template with the tools in its prompts: written by the chat template, or in a system message."""
     if form.is_native:
         variables = {**template.variables, "tools": list(schemas)}
 
         def natively(
-            messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, own: Mapping[str, Any] | None = None
+            messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, own: Mapping[str, object] | None = None
         ) -> Any:
             return template.prompt(messages, tokenizer, {**variables, **(own or {})})
 
@@ -82,7 +82,7 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: C
     described = describe_tools(schemas)
 
     def described_first(
-        messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
+        messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None
     ) -> Any:
         own = [message.content for message in messages[:1] if message.role == "system"]
         instructions = [Message("system", "\n\n".join([described, *own]))] if messages else []

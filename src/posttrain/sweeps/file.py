@@ -295,7 +295,7 @@ class RowReader:
         changes = {} if self.base is None else differences(self.base.dump(), recipe.dump())
         return Row(name, recipe, label_of(source), changes, needs)
 
-    def _data(self, source: Mapping[str, Any], base: Recipe | None) -> dict[str, Any]:
+    def _data(self, source: Mapping[str, object], base: Recipe | None) -> dict[str, Any]:
         """The data of a source: of its recipe (with a ``base`` its method alone), with its overrides."""
         data = {} if base is None else dict(self.base_data)
         if "recipe" in source:

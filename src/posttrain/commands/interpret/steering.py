@@ -75,7 +75,7 @@ def has_sae(run: Path) -> bool:
     return (run / DICTIONARY / CONFIG).is_file()
 
 
-def read_steering(text: str, sae: str, model: Any, runs_dir: str | Path) -> Steering | None:
+def read_steering(text: str, sae: str, model: object, runs_dir: str | Path) -> Steering | None:
     """Read what was typed into the studio, ``12=8, 40=off``; None for nothing."""
     if not text.strip():
         return None
@@ -98,7 +98,7 @@ def check_steering(arguments: argparse.Namespace) -> None:
         find_sae(arguments.sae, arguments.runs_dir)
 
 
-def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractContextManager[None], str]:
+def steering_of(arguments: argparse.Namespace, model: object) -> tuple[AbstractContextManager[None], str]:
     """Return a context in which a model is steered by the options, and its description (empty: nothing)."""
     if arguments.sae is None:
         return nullcontext(), ""
@@ -110,7 +110,7 @@ def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractCont
     return steering.applied(), f"{steering.site}: {', '.join(parts)}"
 
 
-def _load(model: Any, sae: str, runs_dir: str | Path, changes: Mapping[int, float | None]) -> Steering:
+def _load(model: object, sae: str, runs_dir: str | Path, changes: Mapping[int, float | None]) -> Steering:
     from posttrain.interpret.features.steering import load_steering
 
     return load_steering(model, find_sae(sae, runs_dir)[0], changes)

@@ -55,7 +55,7 @@ class Answer:
     ``finish`` is None while the answer goes on.
     """
 
-    def __init__(self, tokenizer: Any, job: Job, prompt: Sequence[int] = (), key: int = 0) -> None:
+    def __init__(self, tokenizer: object, job: Job, prompt: Sequence[int] = (), key: int = 0) -> None:
         self.job, self.prompt, self.key = job, prompt, key
         self.text = job.opening
         self.ids: list[int] = []

@@ -335,7 +335,7 @@ def _error_response(error: PosttrainError) -> Response:
     return JSONResponse(_error_body(error), getattr(error, "status", 400 if isinstance(error, UsageError) else 500))
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
+async def _unless_gone(request: Request, work: Coroutine[object, object, None]) -> None:
     """Wait for the work; cancel it when the client hangs up.
 
     Raises:

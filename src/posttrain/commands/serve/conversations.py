@@ -46,7 +46,7 @@ class Conversations:
         self.shows = rollout is None or bool(rollout.show_tools)
         self._sampled: dict[str, tuple[Written, list[int]]] = {}  # by the first call's id
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, object]], tools: Schemas) -> list[int]:
         """Encode a conversation as a prompt, up to where the model continues.
 
         Raises:
@@ -117,7 +117,7 @@ class Conversations:
         return encode_turn(self.tokenizer, self.template, written, self.form, prompt)
 
 
-def _read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def _read_messages(messages: Sequence[Mapping[str, object]]) -> tuple[Message, ...]:
     """Read messages as those of rows are read.
 
     Raises:

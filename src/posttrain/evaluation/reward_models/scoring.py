@@ -287,7 +287,7 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
 NUM_CALIBRATED = 256
 
 
-def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
+def prepare(*, run: str, normalize: bool = False, **_: object) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run)
     if normalize:

@@ -76,7 +76,7 @@ class Other:
         return self.truth
 
 
-def encode(value: Any, *, strict: bool = False) -> Any:
+def encode(value: object, *, strict: bool = False) -> Any:
     """Return the value as JSON can hold it: itself, or ``[kind, content]``.
 
     Subclasses of Python's types (a ``Counter``, a named tuple) become these types, generators and the like iterators;
@@ -188,7 +188,7 @@ def answer() -> None:
         exec(compile(source, SOLUTION, "exec"), module.__dict__)
         return ["ready"]
 
-    def call(name: str, arguments: Any, keywords: Any) -> list[Any]:
+    def call(name: str, arguments: object, keywords: object) -> list[Any]:
         if name not in module.__dict__:
             raise NameError(f"name {name!r} is not defined")
         return ["value", encode(module.__dict__[name](*decode(arguments), **decode(keywords)))]
@@ -211,7 +211,7 @@ def answer() -> None:
             send(replies, ["raised", "TypeError", str(error)])
 
 
-def _guarded(function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any]:
     """Call what runs code of the program."""
     try:
         return function(*arguments)
@@ -261,7 +261,7 @@ def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
     num_calls = 0
 
     def function_of(name: str) -> Callable[..., Any]:
-        def function(*arguments: Any, **keywords: Any) -> Any:
+        def function(*arguments: object, **keywords: object) -> Any:
             nonlocal num_calls
             num_calls += 1
             if num_calls > MAX_CALLS:

@@ -59,7 +59,7 @@ def main() -> None:
             return
 
 
-def answer_item(function: Callable[[Any], Any], item: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def answer_item(function: Callable[[Any], Any], item: object, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the message for an item. A time limit that is passed ends this process: see ``workers.Limits``."""
     _limit_memory(settings["memory_bytes"])
     _set_timers(settings["cpu_seconds"], settings["wall_seconds"])

@@ -86,7 +86,7 @@ class WorkerPool:
         self._owner = os.getpid()
         atexit.register(self._kill)
 
-    def run(self, items: Sequence[Any]) -> list[Result]:
+    def run(self, items: Sequence[object]) -> list[Result]:
         """Return one result for each item (anything that JSON can hold), in order.
 
         Raises:
@@ -157,7 +157,7 @@ class _Worker:
             failures.append(error)
             waiting.clear()
 
-    def _answer(self, item: Any) -> Result:
+    def _answer(self, item: object) -> Result:
         answer: dict[str, Any] = {"code": 0}
         for _ in range(NUM_ATTEMPTS):
             if self.is_stopped:
@@ -201,7 +201,7 @@ class _Worker:
             self.end()
             raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
 
-    def _ask(self, message: Any, seconds: float, keys: tuple[str, str]) -> dict[str, Any]:
+    def _ask(self, message: object, seconds: float, keys: tuple[str, str]) -> dict[str, Any]:
         """Send a message and return the answer, which has one of the ``keys``.
 
         Where none comes in time, or another thing than ours write, the process is ended: its exit ``code``, and

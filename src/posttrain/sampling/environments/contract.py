@@ -147,7 +147,7 @@ class Session:
             self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
         return ""
 
-    def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Job | None:
+    def call(self, tool: Tool, arguments: Mapping[str, object]) -> Job | None:
         """Begin a call; return None and set ``failure`` where the environment is broken."""
         if tool.method and not self._is_free(f"tool {tool.name!r}"):
             return None

@@ -109,7 +109,7 @@ class Pool:
                     return
                 self._running.remove(job)
 
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _finish(self, coroutine: Coroutine[object, object, object]) -> Any:
         """Run a coroutine in the one event loop of this pool, to which an environment's connections belong."""
         with self._changed:
             if self._loop is None:

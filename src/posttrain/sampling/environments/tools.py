@@ -50,7 +50,7 @@ class Tool:
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.arguments.model_fields)
 
-    def read(self, values: Mapping[str, Any] | str) -> dict[str, Any]:
+    def read(self, values: Mapping[str, object] | str) -> dict[str, Any]:
         """Return the arguments of a call in the function's types; ``values``: by name, or the text of the only one.
 
         Raises:
@@ -80,7 +80,7 @@ def read_text(value: object, is_text: bool) -> object:
         return str(value)  # the check of types says what is wrong with it
 
 
-def usage_of(schema: Mapping[str, Any]) -> str:
+def usage_of(schema: Mapping[str, object]) -> str:
     """Return the parameters in a tool's schema with their types, for a reader."""
     return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()) or "nothing"
 

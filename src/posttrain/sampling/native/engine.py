@@ -52,7 +52,7 @@ _OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass fr
 
 
 @register("engine")
-def native(model: Any, tokenizer: Any, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
+def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,

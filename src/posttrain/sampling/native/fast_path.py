@@ -269,7 +269,7 @@ class Projection:
     adapters: list[LowRank]
 
     @classmethod
-    def bind(cls, module: Any) -> Projection:
+    def bind(cls, module: object) -> Projection:
         """Take the parameters of a linear layer, or of a LoRA around one, by reference."""
         terms = low_rank_terms(module)
         assert terms is not None, "the caller has checked that the module is plain"

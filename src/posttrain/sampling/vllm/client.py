@@ -63,7 +63,7 @@ class VllmEngine(Engine):
         self,
         url: str | None,
         *,
-        tokenizer: Any = None,
+        tokenizer: object = None,
         vocab_size: int | None = None,
         wanted: Sequence[str] = (),
         timeout_seconds: float = 900.0,

@@ -15,8 +15,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @register("engine", needs_model=False, takes_weights=True)
 def vllm(
-    model: Any,
-    tokenizer: Any,
+    model: object,
+    tokenizer: object,
     where: str = "engine",
     *,
     url: ServerUrl | None = None,
