@@ -252,7 +252,7 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     return _ENTRIES[kind][name]
 
 
-def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
+def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
     """Return the traits of an entry; None for code that was not allowed.
 
     Raises:

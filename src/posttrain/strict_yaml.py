@@ -48,7 +48,7 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         raise RecipeError(f"{place}{line}: not valid YAML: {reason}; write it as `key: value`, one to a line") from None
 
 
-def read_option(text: str, key: str) -> Any:
+def read_option(text: str, key: str) -> object:
     """Return a value of the command line as YAML; text where it is none.
 
     Raises:

@@ -105,7 +105,7 @@ class HarmlessStream:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.rich_proxied_file, name)
 
 

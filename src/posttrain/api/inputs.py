@@ -32,7 +32,7 @@ Override: TypeAlias = tuple[str, str]
 ROWS, MODELS = ".rows", ".models"
 
 
-def data_word(data: Data, runs_dir: Place) -> dict[str, Any]:
+def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
     """Return the task of what was given as data; rows become a file in ``runs_dir``, named by its content.
 
     Raises:
@@ -55,7 +55,7 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, Any]:
     return {"name": "preferences" if "chosen" in first else "jsonl", "path": str(path)}
 
 
-def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[Mapping[str, Any], Path]:
+def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[Mapping[str, object], Path]:
     """Write rows to a file named by their content, so that other processes find them; return the first, and its path.
 
     Raises:
@@ -83,7 +83,7 @@ def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[M
     return first, path
 
 
-def _without_nulls(value: object) -> Any:
+def _without_nulls(value: object) -> object:
     """Leave out keys without a value, as columns of a table have them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
@@ -131,14 +131,14 @@ def model_name(model: Model, runs_dir: Place) -> str:
     return str(folder)
 
 
-def reward_words(rewards: Rewards) -> list[dict[str, Any]]:
+def reward_words(rewards: Rewards) -> list[dict[str, object]]:
     """Return the entries of ``rewards`` in a recipe: names, functions, each maybe with a weight.
 
     Raises:
         UsageError: one is something else.
     """
     words = []
-    listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    listed: Sequence[object] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     for number, given in enumerate(listed):
         reward, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if not (callable(reward) or isinstance(reward, str | Mapping)):

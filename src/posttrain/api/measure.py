@@ -135,7 +135,7 @@ def evaluate(
     word = None if data is None else data_word(data, runs)
     if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
         word = {"split": "all"} | word  # rows are those to measure; a file has a test part
-    rest: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    rest: dict[str, object] = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
         drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),

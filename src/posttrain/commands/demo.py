@@ -246,7 +246,7 @@ def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
     model = open_model(source).on_stage(None)
     evaluation = measure(model, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
     if source.run is not None:
-        settings: dict[str, Any] = {"model": model.label, "label": label, "split": task.split}
+        settings: dict[str, object] = {"model": model.label, "label": label, "split": task.split}
         settings |= {"temperature": 0.0, "max_tokens": max_tokens}
         folder = source.run / "evaluation" / f"{task.name}-{task.split}"
         write_evaluation(folder, settings, evaluation, write_page)

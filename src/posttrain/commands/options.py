@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         required = action.nargs not in ("?", argparse.PARSER) and action.dest not in MAY_BE_EMPTY
         if required and not all(text.strip() for text in arg_strings):
             raise argparse.ArgumentError(action, "the value is empty; give one")
@@ -263,7 +263,7 @@ def read_components(
             raise UsageError(f"--{section}.{rest}: several are named, so say whose option this is: {options}")
         rest = rest if owner is None else rest.removeprefix(f"{owner}.")
         owner = owner or (own[0] if own else "")
-        wrapped: dict[str, Any] = {section: data[section][owner]}
+        wrapped: dict[str, object] = {section: data[section][owner]}
         apply_override(wrapped, f"{section}.{rest}", value)
     components = {
         section: [read_component(component, f"--{section}") for component in own.values()]

@@ -115,7 +115,7 @@ class Progress:
         if event == "notice":
             print(self.line_of(event, payload), file=sys.stderr)
 
-    def line_of(self, event: str, payload: dict[str, Any]) -> str:
+    def line_of(self, event: str, payload: dict[str, object]) -> str:
         """Return a line for an event: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
         if event in ("start", "evaluation"):
             return start_text(payload) if event == "start" else show_evaluation(payload)

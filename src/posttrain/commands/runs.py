@@ -232,7 +232,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
+def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, object]:
     """Return plain data; a key that a recipe does not have is missing from its mapping."""
     recipe = {
         key: {name: value for name, value in zip(names, values, strict=True) if value is not ABSENT}

@@ -193,9 +193,9 @@ def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, o
     return folder
 
 
-def _deciding(settings: Mapping[str, object]) -> dict[str, Any]:
+def _deciding(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that identify an evaluation, as JSON has them, without the address of a server."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    plain: dict[str, object] = json.loads(json.dumps(settings, default=str))
     engine = plain.get("engine")
     return plain | ({"engine": {k: v for k, v in engine.items() if k != "url"}} if isinstance(engine, dict) else {})
 

@@ -304,7 +304,7 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
     return pairs
 
 
-def settings_apart(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
+def settings_apart(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The settings that may differ, and do.
 
     Raises:
@@ -360,7 +360,7 @@ def _mean(field: str, item: Item) -> float:
     return statistics.fmean(float(getattr(one, field)) for one in item.samples) if item.samples else 0.0
 
 
-def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[Any, Any]]]:
+def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[object, object]]]:
     """The comparison of two evaluations on the disk, and the settings in which they differ.
 
     Raises:

@@ -88,7 +88,7 @@ class BoundReward:
             ]
         return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
 
-    def _call(self, arguments: Mapping[str, object], place: str) -> Any:
+    def _call(self, arguments: Mapping[str, object], place: str) -> object:
         try:
             return self.function(**arguments)
         except PosttrainError:
@@ -125,13 +125,13 @@ def takes_columns(function: Callable[..., Any]) -> bool:
 
 def _call_with_columns(
     reward: partial[object], prompt: Sequence[str], text: Sequence[str], example: Sequence[Example]
-) -> Any:
+) -> object:
     """Call a reward in TRL's form: with ``prompts``, ``completions`` and a list for each key of the rows.
 
     A row without the key, and a None in the result (the reward says nothing of it), count as None and 0.
     """
     keys = dict.fromkeys(key for one in example for key in one.meta)
-    columns: dict[str, Sequence[Any]] = {
+    columns: dict[str, Sequence[object]] = {
         **{key: [one.meta.get(key) for one in example] for key in keys},
         "solution": [one.solution for one in example],
         "answer": [one.answer for one in example],

@@ -266,7 +266,7 @@ def complete_component(component: Any, kind: str, where: str) -> Any:
     return type(component)(**fixed, **json.loads(json.dumps(options)))
 
 
-def decisive(dump: Mapping[str, object], above: str = "") -> dict[str, Any]:
+def decisive(dump: Mapping[str, object], above: str = "") -> dict[str, object]:
     """Return a recipe's plain data without the ``PLACE_KEYS``."""
     kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
     return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
@@ -366,7 +366,7 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     return data, lines
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
+def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Set dotted keys in plain data, in place; with another task, ``eval.tasks`` of the earlier one go.
 
     Return the keys with the numbers of list entries that they named.
@@ -381,7 +381,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) 
     return keys
 
 
-def _drop_evaluation_of(before: object, data: dict[str, Any]) -> None:
+def _drop_evaluation_of(before: object, data: dict[str, object]) -> None:
     """Remove ``eval.tasks`` where another task is trained on than ``before``: evaluation is then of the new task."""
     name, evaluation = _component_name(data.get("task")), data.get("eval")
     if before is None or name in (None, _component_name(before)) or not isinstance(evaluation, Mapping):
@@ -476,7 +476,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
     return merged
 
 
-def _displace(below: dict[str, Any], above: Mapping[str, object]) -> None:
+def _displace(below: dict[str, object], above: Mapping[str, object]) -> None:
     """Remove a length from ``below`` where ``above`` has another one."""
     lengths = [key for key in LENGTHS if above.get(key) is not None]
     for key in LENGTHS:

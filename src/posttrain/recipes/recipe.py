@@ -285,9 +285,9 @@ def lost_options(name_or_path: str | Mapping[str, object], overrides: Sequence[t
     return lines
 
 
-def _value_at(content: Mapping[str, object], key: str) -> Any:
+def _value_at(content: Mapping[str, object], key: str) -> object:
     """Return the value under a dotted key; None where there is none."""
-    value: Any = content
+    value: object = content
     for part in key.split("."):
         if isinstance(value, list):
             value = value[int(part)] if part.isdigit() and int(part) < len(value) else None

@@ -125,7 +125,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     """Return ``README.md`` of an export: origin of the ``weights`` in it, results, and how to load them."""
     summary, made_by = summarize_run(run), RunDirectory(run).made_by() or "?"
     description = str(RunDirectory(run).read_recipe().get("description") or "").strip()
-    front: dict[str, Any] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers"}
+    front: dict[str, object] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers"}
     front |= {"base_model": summary.model} if re.fullmatch(r"[\w.-]+/[\w.-]+", summary.model) else {}
     lines = ["---", yaml.safe_dump(front | {"tags": ["posttrain"]}).rstrip(), "---", ""] if step is not None else []
     lines += [f"# {plain(run.name)}", "", *([paragraph(description), ""] if description else [])]

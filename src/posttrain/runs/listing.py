@@ -162,7 +162,7 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
     )
 
 
-def show_run(path: str | Path) -> dict[str, Any]:
+def show_run(path: str | Path) -> dict[str, object]:
     """Return everything about one run as plain data.
 
     Keys: the fields of ``RunSummary``, ``message`` (the reason of a failure), ``checkpoints`` (step, disk_bytes, best),

@@ -104,7 +104,7 @@ class Question:
         raise Interrupted(f"the reply's {self.answer} is none that was asked for: {shown}")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key occurs twice")
     return dict(pairs)

@@ -176,7 +176,7 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
     return sorted(step for item, step in steps if step is not None and item == step_folder(root, step))
 
 
-def newest_state(folder: str | Path) -> tuple[int, dict[str, Any]] | None:
+def newest_state(folder: str | Path) -> tuple[int, dict[str, object]] | None:
     """Return step and ``state.json`` of the newest checkpoint whose files have their sizes, or None."""
     for step in reversed(checkpoint_steps(folder)):
         path = step_folder(folder, step)

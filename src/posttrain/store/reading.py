@@ -105,7 +105,7 @@ def read_declared(path: Path, kind: type[Kind]) -> Kind:
         raise DataError(path, f"damaged: {key or 'all of it'} is {str(value)[:60]!r}; delete it") from None
 
 
-def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> Any:
+def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> object:
     try:
         value = parse(read_record(path, max_bytes).decode())
         _check_plain(value)

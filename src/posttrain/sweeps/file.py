@@ -295,7 +295,7 @@ class RowReader:
         changes = {} if self.base is None else differences(self.base.dump(), recipe.dump())
         return Row(name, recipe, label_of(source), changes, needs)
 
-    def _data(self, source: Mapping[str, object], base: Recipe | None) -> dict[str, Any]:
+    def _data(self, source: Mapping[str, object], base: Recipe | None) -> dict[str, object]:
         """The data of a source: of its recipe (with a ``base`` its method alone), with its overrides."""
         data = {} if base is None else dict(self.base_data)
         if "recipe" in source:
@@ -306,7 +306,7 @@ class RowReader:
             data = recipe.dump() if base is None else with_method_of(data, recipe.dump())
         return merge(data, {key: value for key, value in source.items() if key != "recipe"})
 
-    def _checked(self, where: str, data: dict[str, Any]) -> Recipe:
+    def _checked(self, where: str, data: dict[str, object]) -> Recipe:
         """The checked recipe of ``data`` with the common overrides."""
         common = [(key, value) for key, value in self.common if f"{where}.{key}" not in self.own]
         common = [pair for pair in common if where != "base" or not pair[0].startswith(METHOD_KEYS)]

@@ -30,7 +30,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 
-def _groups(parameters: Named, lr: float, weight_decay: float, **settings: object) -> list[dict[str, Any]]:
+def _groups(parameters: Named, lr: float, weight_decay: float, **settings: object) -> list[dict[str, object]]:
     """Return the groups with and without weight decay; empty ones are left out."""
     decayed = [(n, p) for n, p in parameters if p.ndim >= 2]
     groups = [(decayed, weight_decay), ([(n, p) for n, p in parameters if p.ndim < 2], 0.0)]
@@ -129,7 +129,7 @@ class Muon(Optimizer):
     State per matrix: ``momentum``. Per other tensor: ``exp_avg``, ``exp_avg_sq`` and ``step`` (fp32 scalar).
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, object]]) -> None:
         super().__init__(groups, defaults={})
 
     @torch.no_grad()

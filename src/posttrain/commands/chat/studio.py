@@ -274,7 +274,7 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         both = [*((list(side.history), side.info) for side in sides), (None, ""), (None, "")][:2]
         return [history for history, _ in both] + [about for _, about in both]
 
-    def respond(sides: list[Side] | None, prompt: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def respond(sides: list[Side] | None, prompt: str, *values: Any) -> Iterator[tuple[object, ...]]:
         one, other, scorer, instruction, warmth, nucleus, longest, number, *steering = values
         try:
             controls = Controls(warmth, nucleus, None, int(longest) or None, int(number))

@@ -117,7 +117,7 @@ class Api:
                 error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
             return _error_response(error)
 
-        kinds: Sequence[Any] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
+        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
 
     async def models(self, request: Request) -> Response:
@@ -319,11 +319,11 @@ def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
-def _event(body: dict[str, Any]) -> str:
+def _event(body: dict[str, object]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _error_body(error: PosttrainError) -> dict[str, Any]:
+def _error_body(error: PosttrainError) -> dict[str, object]:
     """Return an error in OpenAI's form."""
     is_ours = isinstance(error, UsageError)
     about = {"type": "invalid_request_error" if is_ours else "server_error", "param": getattr(error, "param", None)}

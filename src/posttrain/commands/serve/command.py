@@ -109,7 +109,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         recorder = None if arguments.record is None else Recorder(Path(arguments.record), names[0])
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
         limit = arguments.max_requests + 1  # uvicorn counts the one that is being refused
-        how: dict[str, Any] = {"http": "h11", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+        how: dict[str, object] = {"http": "h11", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}
         how |= {"access_log": False, "log_level": "warning"}  # no line of a log holds the key
         config = uvicorn.Config(Access(api.application(), host, key), limit_concurrency=limit, **how)
         address = f"[{host}]" if ":" in host else host

@@ -160,7 +160,7 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
     """Return the arguments of a call as JSON; None if it is no call, or they are no object."""
     if request.wrong or not request.tool:
         return None
-    nothing: Mapping[str, Any] = {"function": {}}
+    nothing: Mapping[str, object] = {"function": {}}
     schema = next((one for one in tools if one["function"]["name"] == request.tool), nothing)
     texts = {
         name: isinstance(one, Mapping) and one.get("type") == "string" for name, one in properties_of(schema).items()

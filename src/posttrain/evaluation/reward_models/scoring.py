@@ -179,7 +179,7 @@ def load_reward_model(
             f"scores= one of {', '.join(KINDS)}"
         )
     folder, chosen = _choose_checkpoint(Path(checkpoints), step, label)
-    changes: dict[str, Any] = {"name": str(folder), "init": None, "adapter": None}
+    changes: dict[str, object] = {"name": str(folder), "init": None, "adapter": None}
     if bits is not None:
         if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
             raise UsageError(

@@ -140,7 +140,7 @@ def _refuse_effects(compiles: bool) -> None:
     sys.addaudithook(check)
 
 
-def _send(results: int, message: dict[str, Any]) -> None:
+def _send(results: int, message: dict[str, object]) -> None:
     data = json.dumps(message).encode() + b"\n"
     try:
         while data:

@@ -145,7 +145,7 @@ class _Worker:
         self.target, self.limits, self.is_stopped = target, limits, False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def serve(self, waiting: deque[tuple[int, Any]], results: dict[int, Result], failures: list[RunFailure]) -> None:
+    def serve(self, waiting: deque[tuple[int, object]], results: dict[int, Result], failures: list[RunFailure]) -> None:
         """Take items until none is left, and note their results."""
         try:
             while not self.is_stopped:

@@ -132,7 +132,7 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
         raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
 
 
-def compare(work: Comparison, about: Mapping[str, object], started: float) -> dict[str, Any]:
+def compare(work: Comparison, about: Mapping[str, object], started: float) -> dict[str, object]:
     """Do all that is not there yet, write ``diff.json`` with ``about`` in front, and return its content."""
     changes, report = work.changes, work.report
     answered, tested = split_examples(work.task, changes)

@@ -24,7 +24,7 @@ class Job:
         self.function, self.seconds = function, seconds
         self.ends: float | None = None  # the end of its time, once it has begun
         self.done = self.late = False
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
 
 
@@ -109,7 +109,7 @@ class Pool:
                     return
                 self._running.remove(job)
 
-    def _finish(self, coroutine: Coroutine[object, object, object]) -> Any:
+    def _finish(self, coroutine: Coroutine[object, object, object]) -> object:
         """Run a coroutine in the one event loop of this pool, to which an environment's connections belong."""
         with self._changed:
             if self._loop is None:

@@ -85,7 +85,7 @@ def usage_of(schema: Mapping[str, object]) -> str:
     return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()) or "nothing"
 
 
-def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str, Any]:
+def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str, object]:
     """Return arguments by name, from a JSON object, or from the bare value of the only one.
 
     Args:

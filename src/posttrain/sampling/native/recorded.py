@@ -59,8 +59,8 @@ class RecordedSteps:
         self._graphs: dict[tuple[int, int, int], Callable[[], None] | None] = {}  # None: called once
         self._keys: Tensor | None = None  # of the cache's first layer; a cache that grew or was shifted has others
         # Memory of all graphs, and the one stream on which they are recorded: another would get none of it.
-        self._memory: Any = None
-        self._stream: Any = None
+        self._memory: object = None
+        self._stream: object = None
 
     def run(self, schedule: Rows, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times for the first ``rows`` slots; ids and log-probabilities ``[steps][rows]``."""
