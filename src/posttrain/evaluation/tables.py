@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import Finished
@@ -376,7 +375,9 @@ def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, d
     return compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed), apart
 
 
-def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[object, object]]) -> None:
+def write_comparison(
+    out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[object, object]]
+) -> None:
     """``comparison.json``.
 
     Raises:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.errors import UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, Within

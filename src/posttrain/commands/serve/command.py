@@ -11,7 +11,6 @@ import sys
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from posttrain.commands.options import (
     MODEL,
