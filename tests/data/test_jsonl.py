@@ -48,6 +48,28 @@ def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
     assert example.demonstration == "Two."
 
 
+def test_jsonl_rows_of_verl_have_the_ground_truth_as_answer(tmp_path: Path) -> None:
+    reward_model = {"style": "rule", "ground_truth": "2"}
+    row = {"data_source": "sums", "prompt": chat(("user", "1+1?")), "reward_model": reward_model}
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    (example,) = jsonl(path=path, split="all").examples
+    assert (example.messages, example.answer, example.meta) == (
+        (Message("user", "1+1?"),),
+        "2",
+        {"data_source": "sums"},
+    )
+    wrong = write_rows(tmp_path / "y.jsonl", [row | {"reward_model": "armorm"}])
+    with pytest.raises(DataError, match=r"y.jsonl:1: 'reward_model' must be an object with 'ground_truth'"):
+        jsonl(path=wrong, split="all")
+
+
+def test_jsonl_rows_of_text_alone_are_read_and_parted_by_their_text(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"text": f"Ada has {n} shells."} for n in range(40)])
+    parts = [jsonl(path=path, split=split).examples for split in ("train", "validation", "test")]
+    assert len({e.demonstration for part in parts for e in part}) == sum(map(len, parts)) == 40
+    assert all(e.messages == () and e.answer is None for part in parts for e in part)
+
+
 def test_grader_and_further_keys(tmp_path: Path) -> None:
     row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
     path = write_rows(tmp_path / "x.jsonl", [row])

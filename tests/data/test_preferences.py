@@ -49,6 +49,20 @@ QUESTION = (Message("user", "1+1?"),)
 # --- pairs ---
 
 
+def test_preferences_rows_of_openai_are_pairs(read: Read) -> None:
+    given = {"messages": turns("1+1?"), "tools": [], "parallel_tool_calls": True}
+    row = {"input": given, "preferred_output": output("2"), "non_preferred_output": output("3")}
+    (example,) = read([row]).examples
+    assert (example.messages, [r.text for r in example.responses], example.meta) == (QUESTION, ["2", "3"], {})
+    with pytest.raises(DataError, match="'input' must be an object with 'messages'"):
+        read([row | {"input": given | {"temperature": 1}}])
+
+
+def test_preferences_whole_dialogues_name_the_task_that_reads_them(read: Read) -> None:
+    with pytest.raises(DataError, match="use task hh_rlhf"):
+        read([{"chosen": "\n\nHuman: 1+1?\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1?\n\nAssistant: 3"}])
+
+
 @pytest.mark.parametrize(
     "row",
     [

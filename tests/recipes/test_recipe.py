@@ -132,6 +132,15 @@ def test_apply_override_quoted_value_is_text(text: str, value: Any) -> None:
     assert parse_yaml(f"b: {text}\n", "x.yaml")[0]["b"] == value
 
 
+def test_overrides_in_any_order_put_a_component_before_its_options(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    by_name = [("task.name", "jsonl"), ("task.path", "rows.jsonl")]
+    for overrides in (by_name, by_name[::-1], [("task.path", "rows.jsonl"), ("task", "jsonl")]):
+        task = load_recipe(str(path), overrides).task
+        assert (task.name, task.options) == ("jsonl", {"path": "rows.jsonl"})
+
+
 def test_override_names_an_entry_of_a_list(tmp_path: Path) -> None:
     path = write(tmp_path, TEXT.replace("{name: xml_format, weight: 0.2}", "{name: overlong, limit: 8, cache: 2}"))
     recipe = load_recipe(

@@ -10,7 +10,7 @@ from functools import partial
 from posttrain.data.base import Task
 from posttrain.data.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
 from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
-from posttrain.data.reading import Row, read_file
+from posttrain.data.reading import Row, read_file, shown
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
 from posttrain.errors import UsageError
@@ -53,10 +53,11 @@ def jsonl(
     test_share: Share = 0.1,
     correct_only: bool = False,
 ) -> Task:
-    """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
+    """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT, Alpaca and verl.
 
     A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response: a whole text
-    to imitate, as is the assistant's message at the end of messages; such a row needs no answer. ``system`` and
+    to imitate, as is the assistant's message at the end of messages; such a row needs no answer. A row with nothing but
+    a ``text`` is one to read, under ``prompt.template: document``. ``system`` and
     ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools
     (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or
     ``train: false`` is not trained. The template decides how the response is written. Every other key is carried along
@@ -67,7 +68,8 @@ def jsonl(
             message, ``train`` is the rest, ``all`` the whole file.
         prompt_key: of a text or messages; else ``instruction`` with ``input``, or ``question``. Messages come first.
         messages_key: of the conversation; else ``conversations``.
-        answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
+        answer_key: where the gold answer stands (maybe after a solution and ``####``), else verl's
+            ``reward_model.ground_truth``; ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
         response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
         grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
@@ -119,6 +121,8 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     Raises:
         DataError: a key is missing, of the wrong type or empty.
     """
+    if not any(row.has(_key_of(row, part, keys)) for part in ("messages", "prompt")) and row.has("text"):
+        return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
     messages = add_system(row, _question_messages(row, keys))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
     row.refuse_if(
@@ -143,7 +147,7 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         parts[f"an assistant's message at the end of {_key_of(row, 'messages', keys)!r}"] = messages[-1].text
         conversation, (messages, turns) = messages, split_turns(messages[:-1])
     if len(parts) > 1:
-        raise row.fail(f"both {' and '.join(parts)}: give one")
+        raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
     demonstration = next((text for text in parts.values() if text is not solution), None)
     unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
     row.refuse_if(
@@ -151,6 +155,8 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         f"the key {unread!r} of the row belongs to a response in text; put it into the last message",
     )
     answer, of_answer = None, keys["answer"]
+    if of_answer == "answer" and not row.has(of_answer) and row.has("reward_model"):
+        row, of_answer = _with_ground_truth(row), "ground_truth"
     if of_answer and (demonstration is None or row.has(of_answer)):
         otherwise = (
             'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
@@ -171,6 +177,16 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         variables=read_variables(row),
         meta=row.meta(),
     )
+
+
+def _with_ground_truth(row: Row) -> Row:
+    """The row with the ``ground_truth`` of verl's ``reward_model`` next to its other keys."""
+    reward_model = row.nested("reward_model")
+    inside = reward_model if isinstance(reward_model, Mapping) else {}
+    row.refuse_if(
+        "ground_truth" not in inside, f"'reward_model' must be an object with 'ground_truth'; got {shown(reward_model)}"
+    )
+    return replace(row, data={**row.data, "ground_truth": inside["ground_truth"]})
 
 
 def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:

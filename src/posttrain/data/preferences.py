@@ -12,7 +12,7 @@ from typing import Any, Literal
 from posttrain.data.base import Task
 from posttrain.data.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
 from posttrain.data.reader import Dropped, FileSplit, Share, collect, drop_if, reads_rows, row_task
-from posttrain.data.reading import Row, read_file
+from posttrain.data.reading import Row, read_file, shown
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
 
@@ -141,9 +141,10 @@ def preferences(
     (Alpaca).
 
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
-    turns need no prompt. Scores may come with them (``score_chosen`` and ``score_rejected``, or ``chosen_score``,
-    ``chosen_rating``, ``rating_chosen``), in every row or in none; their difference, or a ``margin``, is the pair's
-    margin. Without scores these are 1 and 0.
+    turns need no prompt. OpenAI's ``input``, ``preferred_output`` and ``non_preferred_output`` are such a pair. Scores
+    may come with them (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``,
+    ``rating_chosen``), in every row or in none; their difference, or a ``margin``, is the pair's margin. Without scores
+    these are 1 and 0.
 
     Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true or
     1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
@@ -165,6 +166,7 @@ def preferences(
     first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
 
     def read(row: Row) -> Example:
+        row = _from_openai(row) if row.has("preferred_output") else row
         if not first:
             first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
         read_parts, has_margin = first[0]
@@ -224,6 +226,20 @@ def _detect_layout(row: Row) -> Layout:
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
+def _from_openai(row: Row) -> Row:
+    """The row of OpenAI's layout of preferences under the keys of a pair."""
+    given = row.nested("input") if row.has("input") else None
+    known = ("messages", "tools", "parallel_tool_calls")  # the last says nothing about these answers
+    row.refuse_if(
+        not isinstance(given, Mapping) or "messages" not in given or not given.keys() <= set(known),
+        f"'input' must be an object with 'messages' and maybe 'tools'; got {shown(given)}",
+    )
+    assert isinstance(given, Mapping)
+    pair = {"chosen": row.data["preferred_output"], "rejected": row.data.get("non_preferred_output")}
+    others = {key: value for key, value in row.data.items() if key not in row.used}
+    return replace(row, data={**others, **pair, "prompt": given["messages"], "tools": given.get("tools")})
+
+
 def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
     """The prompt, and the chosen and the rejected answer with their scores."""
     prompt, answers = _read_answers(row, ("chosen", "rejected"))
@@ -258,6 +274,11 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
         require(row, key)
     names = " and ".join(map(repr, keys))
     are_texts = {row.is_text(key) for key in keys}
+    is_dialogue = are_texts == {True} and row.text(keys[0]).lstrip().startswith("Human:")
+    row.refuse_if(
+        is_dialogue and not any(row.has(key) for key in PROMPT_KEYS),
+        f"{names} hold whole dialogues (Human: ... Assistant: ...); use task hh_rlhf, which takes them apart",
+    )
     row.refuse_if(len(are_texts) > 1, f"{names} must both be text, or both lists of messages")
     if are_texts == {True}:
         return _read_prompt(row), [row.text(key) for key in keys]

@@ -344,11 +344,12 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
     """Hash the prompt's text to a number in [0, 1) (BLAKE2b).
 
     ``by_opening``: the prompt up to the user's first message, so that a dialogue and a longer one that goes on from it
-    have the same.
+    have the same. A text without a prompt has its own.
     """
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     messages = example.messages[: first if by_opening else None]
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
+    text = text if messages else example.demonstration or ""
     return int(hashlib.blake2b(text.encode("utf-8"), digest_size=7).hexdigest(), 16) / 2.0**56
 
 

@@ -367,7 +367,9 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
 
 
 def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Set dotted keys in plain data, in place; with another task, ``eval.tasks`` of the earlier one go.
+    """Set dotted keys in plain data, in place: whole components before their options, in whichever order they come.
+
+    With another task, ``eval.tasks`` of the earlier one go.
 
     Return the keys with the numbers of list entries that they named.
 
@@ -375,7 +377,8 @@ def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]
         RecipeError: see ``apply_override``.
     """
     task = copy.deepcopy(data.get("task"))
-    keys = [apply_override(data, key, value) for key, value in overrides]
+    whole_first = sorted(overrides, key=lambda override: override[0].removesuffix(".name").count("."))
+    keys = [apply_override(data, key, value) for key, value in whole_first]
     if not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
         _drop_evaluation_of(task, data)
     return keys
@@ -398,8 +401,8 @@ def _component_name(component: object) -> object:
 def apply_override(data: dict[str, Any], key: str, value: str) -> str:
     """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in plain data, in place.
 
-    ``value`` is read as YAML. A name for a whole component (``objective reinforce``) replaces its options too;
-    ``objective.name`` changes the name alone. Returns the key with numbers.
+    ``value`` is read as YAML. Another name for a component (``objective reinforce``, ``objective.name``) replaces its
+    options too. Returns the key with numbers.
 
     Raises:
         RecipeError: the path runs through something that is not a section.
@@ -425,6 +428,8 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         target = child
     if isinstance(target, dict):
         _displace(target, {str(place): parsed})
+        if place == "name" and len(parts) > 1 and parts[-2] not in _NAMED_SECTIONS and target.get("name") != parsed:
+            target.clear()
     target[place] = parsed
     return ".".join(parts)
 

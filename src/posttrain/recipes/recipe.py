@@ -271,7 +271,7 @@ def lost_options(name_or_path: str | Mapping[str, object], overrides: Sequence[t
     """Return a line for each component that the command line replaces, with the options of the recipe that go."""
     below = Document.load(Recipe, name_or_path).extend()
     after, lines = below.override(overrides).content, []
-    for key in dict.fromkeys(key for key, _ in overrides):
+    for key in dict.fromkeys(key.removesuffix(".name") for key, _ in overrides):
         before, now = _value_at(below.content, key), _value_at(after, key)
         if isinstance(before, Mapping) and "name" in before:
             kept = now if isinstance(now, Mapping) else {"name": now}

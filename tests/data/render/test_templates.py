@@ -249,7 +249,7 @@ def test_bos_stands_once_at_the_start(with_bos: Any) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ((), "an empty prompt: the example has no messages"),
+        ((), "an empty prompt: the example has no messages; a text to read is trained under prompt.template document"),
         ((Message("user", " \n"),), r"an empty prompt: message 1 \(user\) has no text"),
         ((Message("usr", "Hi"),), "role 'usr'. Did you mean 'user'"),
         ((Message("user", "Hi"), Message("assistant", "Ho")), "nothing is left to answer"),

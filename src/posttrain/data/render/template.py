@@ -43,7 +43,9 @@ def check_messages(messages: Sequence[Message]) -> None:
         UsageError: it is such a prompt.
     """
     if not messages:
-        raise UsageError("an empty prompt: the example has no messages")
+        raise UsageError(
+            "an empty prompt: the example has no messages; a text to read is trained under prompt.template document"
+        )
     for number, message in enumerate(messages, start=1):
         if message.role not in ROLES:
             known = f"{suggest(message.role, ROLES)} Known: {', '.join(ROLES)}"
