@@ -87,15 +87,19 @@ def cut_rollouts(folder: Path) -> None:
         store.trim(1)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "edited recipe": (lambda f: edit_recipe(f, set_lr), "train.lr: 1e-05 in the run, 2e-05 now"),
-    "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl: 3 of 3 lines up to step 2 are missing"),
-    "cut metrics": (cut_metrics, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
+DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "recipe, metrics and rollouts": (
+        lambda f: [edit_recipe(f, set_lr), cut_metrics(f), cut_rollouts(f)],
+        [
+            "train.lr: 1e-05 in the run, 2e-05 now",
+            "metrics.jsonl: 1 of 3 lines up to step 2 are missing",
+            "rollouts.db: 4 of 8 rollouts up to step 2 are missing",
+        ],
+    ),
     "empty checkpoints": (
         lambda f: [shutil.rmtree(f / "checkpoints"), (f / "checkpoints").mkdir(), (f / "log.txt").unlink()],
-        "checkpoints: there is none, and 4 steps were made; is the disk with",
+        ["checkpoints: there is none, and 4 steps were made; is the disk with"],
     ),
-    "cut rollouts": (cut_rollouts, "rollouts.db: 4 of 8 rollouts up to step 2 are missing"),
 }
 
 
@@ -109,16 +113,17 @@ def test_what_is_not_as_the_checkpoint_left_it_is_named_and_nothing_changes(
     before = everything(folder)
     assert resume() == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert expected in message
+    assert [line for line in expected if line not in message] == []
     assert "--accept-changes" in message
     assert "Nothing was changed" in message
     assert everything(folder) == before
     assert resume("--accept-changes") == 0
-    assert expected in " ".join((folder / "log.txt").read_text().split())
+    log = " ".join((folder / "log.txt").read_text().split())
+    assert [line for line in expected if line not in log] == []
     status = RunDirectory(folder).read_status()
     assert status is not None
     assert (status.state, status.step) == ("finished", 4)
-    if damage in ("edited recipe", "cut metrics", "cut rollouts"):
+    if damage == "recipe, metrics and rollouts":
         assert resume() == 0  # the newest checkpoint remembers what it was accepted with
 
 
