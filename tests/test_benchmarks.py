@@ -8,6 +8,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +61,8 @@ ELSEWHERE = {"grading.py": "tests/adversaries/test_benchmark.py", "two_checkouts
 PARTS = {"parity_trl.py", "planted.py", "training_reward.py"}  # of other scripts
 
 
-def names_of(path: Path) -> set[str]:
+@cache
+def names_of(path: Path) -> frozenset[str]:
     """What another module can import from a file."""
     found = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -70,31 +72,27 @@ def names_of(path: Path) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return found
-
-
-def is_there(script: Path, module: str, name: str) -> bool:
-    """Return whether a script finds a name of this package, of another script or of a folder of tests that it adds."""
-    if module.partition(".")[0] == "posttrain":
-        found = importlib.import_module(module)
-        return hasattr(found, name) or (hasattr(found, "__path__") and find_spec(f"{module}.{name}") is not None)
-    files = [FOLDER / f"{module}.py", *(FOLDER.parent / "tests").rglob(f"{module}.py")]
-    return any(
-        path.is_file() and name in names_of(path) and (path.parent == FOLDER or "sys.path" in script.read_text())
-        for path in files
-    )
+    return frozenset(found)
 
 
 def test_every_script_finds_what_it_imports() -> None:
-    own = {path.stem for path in (*FOLDER.glob("*.py"), *(FOLDER.parent / "tests").rglob("*.py"))}
+    """Of this package, of other scripts, and of the folders of tests that a script adds to its path."""
+    own = {path.stem: path for path in (*(FOLDER.parent / "tests").rglob("*.py"), *FOLDER.glob("*.py"))}
     found, missing = 0, list[str]()
     for script in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                root = node.module.partition(".")[0]
-                names = [alias.name for alias in node.names if root == "posttrain" or root in own]
-                found += len(names)
-                missing += [f"{script.name}: {node.module}.{n}" for n in names if not is_there(script, node.module, n)]
+        text = script.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is None or (module.partition(".")[0] != "posttrain" and module not in own):
+                continue
+            for name in (alias.name for alias in node.names):
+                if module in own:
+                    is_there = name in names_of(own[module]) and (own[module].parent == FOLDER or "sys.path" in text)
+                else:
+                    there = importlib.import_module(module)
+                    is_there = hasattr(there, name) or (hasattr(there, "__path__") and find_spec(f"{module}.{name}"))
+                found += 1
+                missing += [] if is_there else [f"{script.name}: {module}.{name}"]
     assert missing == []
     assert found > 100
 
