@@ -177,6 +177,7 @@ def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_curves")
 def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     recipe = load_recipe("tiny/sft", [("train.steps", "2"), ("task.size", "64"), ("eval.every", "0")])
     path = tmp_path / "little.yaml"

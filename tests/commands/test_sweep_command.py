@@ -95,12 +95,12 @@ def run_here(command: Sequence[str], log: Path, *rest: object) -> SimpleNamespac
     return SimpleNamespace(poll=lambda: code, started=0.0)
 
 
-@pytest.mark.usefixtures("no_curves")
 def test_a_sweep_from_start_to_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posttrain.sweeps.runner.start_child", run_here)
     monkeypatch.setattr("posttrain.sweeps.runner.end_children", list)
+    monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
     runs = str(tmp_path / "runs")
     arguments = ["sweep", str(EXAMPLE), "--runs-dir", runs, "--rows", "wide", "--seeds", "1", "--jobs", "1"]
     assert main(arguments) == 0
