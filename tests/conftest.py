@@ -70,9 +70,10 @@ def quick_stories() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_curves() -> Iterator[None]:
-    """Runs end without a picture of their curves, which takes two to four times as long as they do."""
+    """Runs end without pictures of their curves, in a file or their page, which take several times as long as a run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
+        patch.setattr("posttrain.reports.page.draw_svg", lambda panel: "")
         yield
 
 

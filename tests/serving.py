@@ -6,12 +6,16 @@ import http.client
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from posttrain.cli import main
 from posttrain.sampling.vllm.server import free_port as unused_port
 
 
@@ -25,8 +29,9 @@ class Served:
     """A server that answers: its port, its process and the lines that it printed at first."""
 
     port: int
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | None  # none: a thread of this process
     first_line: str
+    lines: list[str] = field(default_factory=list)  # all that a thread printed
 
     @property
     def url(self) -> str:
@@ -69,3 +74,33 @@ def serving(folder: Path, *arguments: str) -> Iterator[Served]:
             yield Served(port, process, line)
         finally:
             process.terminate()
+
+
+@contextmanager
+def serving_here(*arguments: str) -> Iterator[Served]:
+    """The same in a thread of this process, which has imported everything already."""
+    import uvicorn
+
+    port, lines, began = free_port(), list[str](), threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    class Server(uvicorn.Server):
+        def run(self, sockets: Any = None) -> None:
+            servers.append(self)
+            began.set()
+            super().run(sockets)
+
+    def serve() -> None:
+        assert main(["serve", *arguments, "--port", str(port)]) == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn, "Server", Server)
+        patch.setattr("posttrain.commands.serve.command.print", lambda line, **how: lines.append(line), raising=False)
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert began.wait(300), "it has not begun"
+        try:
+            yield Served(port, None, lines[0], lines)
+        finally:
+            servers[0].should_exit = True
+            thread.join(60)

@@ -121,10 +121,15 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
 def imported_names(path: Path) -> tuple[str, ...]:
     """Dotted names that a file imports, anywhere in it."""
     found: list[str] = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -209,7 +214,7 @@ def test_components_are_pure() -> None:
             continue
         impure = {name.partition(".")[0] for name in imported_names(path)} & IMPURE_MODULES
         assert impure == set(), f"{module}: no files, clocks or devices"
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in IMPURE_CALLS, f"{module}:{node.lineno} calls {node.func.id}"
             if isinstance(node, ast.Attribute):
@@ -218,7 +223,7 @@ def test_components_are_pure() -> None:
 
 def test_no_exception_is_swallowed() -> None:
     for module, path in MODULES.items():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type is not None else "everything"
                 if caught in ("everything", "Exception", "BaseException"):
@@ -247,25 +252,47 @@ def test_help_imports_nothing_heavy() -> None:
     assert loaded.isdisjoint({"torch", "numpy", "pydantic", "yaml", "rich", "transformers", "matplotlib"})
 
 
-def test_ground_launch_and_lists_import_no_torch() -> None:
-    names = ", ".join(f"posttrain.{name}" for name in PACKAGES["ground"] if name != "__init__")
-    code = f"import sys, {names}, posttrain.runs.launch, posttrain.runs.listing\nprint('torch' in sys.modules)\n"
-    code += "from posttrain.cli import main\nmain(['recipes'])\nprint('torch' in sys.modules)"
-    first, *_, last = run_python(code).splitlines()
-    assert (first, last) == ("False", "False")
-
-
 def test_no_command_line_is_made_up() -> None:
     """A library call takes a typed request where a command takes a command line."""
     for module, path in MODULES.items():
-        calls = [ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+        functions = [node.func for node in nodes_of(path) if isinstance(node, ast.Call)]
+        calls = [node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in functions]
         assert component(module) in PACKAGES["cli"] or not any(call.endswith("Namespace") for call in calls), module
 
 
-def test_a_model_is_queried_and_evaluated_without_the_laboratory() -> None:
+def test_imports_of_lists_and_of_a_dry_run_load_no_torch_and_no_transformers() -> None:
+    names = ", ".join(f"posttrain.{name}" for name in PACKAGES["ground"] if name != "__init__")
     code = (
-        "import sys, posttrain.sampling.models, posttrain.runs.models\n"
-        "import posttrain.evaluation.plan, posttrain.evaluation.win_rate\n"
-        "print(sorted(name for name in sys.modules if name.startswith(('posttrain.interpret', 'posttrain.commands'))))"
+        f"import sys, {names}, posttrain.runs.launch, posttrain.runs.listing\nprint('torch' in sys.modules)\n"
+        "from posttrain.cli import main\nmain(['recipes'])\nmain(['data'])\nprint('torch' in sys.modules)\n"
+        "main(['train', 'tiny/grpo', '--dry-run'])\nprint('transformers' in sys.modules)"
     )
-    assert run_python(code).strip() == "[]"
+    lines = run_python(code).splitlines()
+    assert [line for line in lines if line in ("True", "False")] == ["False"] * 3
+
+
+def eager_imports(path: Path) -> set[str]:
+    """The modules of this package that importing a file imports: outside of functions and of ``if TYPE_CHECKING``."""
+    found: list[str] = []
+    todo: list[ast.AST] = list(tree_of(path).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
+    packages = {".".join(name.split(".")[:length]) for name in found for length in range(2, name.count(".") + 1)}
+    return ours({*found, *packages})
+
+
+def test_a_model_is_queried_and_evaluated_without_the_laboratory() -> None:
+    reached, todo = set[str](), {"sampling.models", "runs.models", "evaluation.plan", "evaluation.win_rate"}
+    while todo:
+        reached |= todo
+        todo = {target for name in todo for target in eager_imports(MODULES[name])} - reached
+    assert {"training.checks", "sampling.base"} & reached, "the imports are followed"
+    assert {name for name in reached if component(name) in ("interpret", "commands")} == set()

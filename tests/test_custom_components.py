@@ -10,18 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from posttrain import registry, untrusted
+from posttrain.algorithms.objectives.policy_gradient import reinforce
 from posttrain.cli import main
 from posttrain.graders.numeric import exact  # noqa: F401  (its module is imported before the registry is looked at)
+from posttrain.recipes.recipe import load_recipe
+from posttrain.sweeps.plan import load_sweep
+from posttrain.types import Batch, Outputs
 from small_runs import recorded, steps_of
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-BLOCKS = [
-    "\n".join(line.removeprefix(indent) for line in text.splitlines())
-    for indent, text in re.findall(r"^( *)```python\n(.*?)^\1```", TEXT, re.MULTILINE | re.DOTALL)
-]
+BLOCKS, YAML_BLOCKS = (
+    [
+        "\n".join(line.removeprefix(indent) for line in text.splitlines())
+        for indent, text in re.findall(rf"^( *)```{language}\n(.*?)^\1```", TEXT, re.MULTILINE | re.DOTALL)
+    ]
+    for language in ("python", "yaml")
+)
 IMPORTS = next(block for block in BLOCKS if "@register" not in block)
 TABLE = re.findall(r"^\| (\w+) \| `(\w+)` \| (\d+) \|", TEXT, re.MULTILINE)
 SMALL = {
@@ -174,6 +182,31 @@ def test_it_trains_by_its_name_alone(kind: str, word: str, own: Own, capsys: pyt
     assert main([*stored, *allowed]) == 0
     dumped: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
     assert named[0] in str(dumped)
+
+
+def test_the_worked_example_is_worth_what_it_says(own: Own) -> None:
+    """Values by hand, and the recipe and the sweep of the page, which name the objective as the package would."""
+    (own.folder / "mine.py").write_text(f"{IMPORTS}\n\n\n{block_of('surprised')}\n\n\n{block_of('brief')}\n")
+    untrusted.declare_code(["mine:surprised", "mine:brief"], own.folder)
+    surprised, brief = (
+        registry.find(kind, f"mine:{name}") for kind, name in (("objective", "surprised"), ("reward", "brief"))
+    )
+    mask, zeros = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
+    advantages = {"advantages": torch.tensor([[2.0, -1.0, 3.0]])}
+    batch = Batch(torch.zeros(1, 3, dtype=torch.long), zeros + 3, mask, zeros, zeros, advantages)
+    outputs = Outputs(torch.tensor([[-0.5, -2.0, -1.0]]))
+    # −A · (−log π) · log π: −2·0.5·(−0.5), 1·2·(−2), −3·1·(−1)
+    assert surprised.function(outputs, batch).values.tolist() == [[0.5, -4.0, 3.0]]
+    assert torch.equal(surprised.function(outputs, batch, power=0.0).values, reinforce(outputs, batch).values)
+    assert (brief.function(50), brief.function(51), brief.options({})) == (1.0, 0.0, {"limit": 50})
+    recipe, sweep = YAML_BLOCKS
+    (own.folder / "surprised.yaml").write_text(recipe)
+    (own.folder / "mine.yaml").write_text(sweep.replace("rl/surprised", str(own.folder / "surprised.yaml")))
+    resolved = load_recipe("surprised.yaml").resolve()
+    assert (resolved.objective.options, resolved.advantage.name) == ({"power": 1.0}, "centered")
+    plan = load_sweep("mine.yaml", folder="unused")
+    methods = {one.recipe.objective.name for one in plan.trainings}
+    assert (len(plan.trainings), methods, plan.base.train.steps) == (9, {"grpo", "reinforce", "surprised"}, 60)
 
 
 def test_its_options_are_checked_like_any_other(own: Own, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.sweeps.file import sweep_names, training_recipe_names
 
+pytestmark = pytest.mark.usefixtures("quick_stories")
 PACKAGE = Path(posttrain.__file__).parent
 # Those of `posttrain sae` and `posttrain sweep` have tests of their own.
 OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *sweep_names())}
@@ -43,8 +44,16 @@ FAMILIES = {
     "openai-community/gpt2": "gpt2",
     "runs/tiny-lm-hh": "qwen3",
 }
-# Recipes that differ from another one below in the size of the model or in the task alone, trained by `make test-slow`.
+# Recipes that differ from another one below in the size of the model, in the task, or in an objective or advantage (all
+# of which have tests of their own) alone, trained by `make test-slow`.
 ALIKE = {
+    *(
+        f"preference/{name}"
+        for name in ("apo-down", "apo-zero", "cdpo", "cpo", "dpo-normalized", "exo", "hinge", "ipo")
+    ),
+    *(f"preference/{name}" for name in ("ipo", "nca", "robust-dpo", "rpo", "simpo")),
+    *(f"rl/{name}" for name in ("cispo", "gmpo", "gspo", "maxrl", "reinforce-baseline", "rloo", "sapo")),
+    "distillation/forward-kl",
     *("grpo-gsm8k-qwen3-0.6b", "grpo-gsm8k-qwen3-1.7b", "grpo-gsm8k-qwen3-4b", "grpo-hh-qwen3-0.6b"),
     *("rm-hh-qwen3-0.6b", "rm-hh-qwen3-1.7b", "rm-hh-qwen3-4b", "prm-prm800k-gpt2", "tiny/rm-hh", "tiny/lm-hh"),
     *("sft-math", "sft-math-qwen3-0.6b", "grpo-math-olmo2-1b", "dpo-preferences-olmo2-1b", "sft-hh-gpt2"),

@@ -33,13 +33,7 @@ WORD = Entry("reward", "sample_component", sample_component, {})
 
 
 def test_options_fill_defaults_and_bind():
-    assert WORD.options({"scale": 2}) == {
-        "limit": 3,
-        "mode": "a",
-        "scale": 2.0,
-        "pair": (0, 1),
-        "names": "x",
-    }
+    assert WORD.options({"scale": 2}) == {"limit": 3, "mode": "a", "scale": 2.0, "pair": (0, 1), "names": "x"}
     assert WORD.bind({"scale": 0.5, "limit": "7"})("x") == ("x", 7, "a", 0.5)
     assert WORD.provided == ("text",)
 

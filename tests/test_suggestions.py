@@ -48,10 +48,7 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
 @pytest.mark.parametrize(
     ("name", "output"),
     [
-        (
-            "clip_low",
-            ["clip_low  option of", "grpo        objective  float (at least 0), default 0.2: ", "gspo_token"],
-        ),
+        ("clip_low", ["clip_low  option of", "grpo        objective  float (at least 0), default 0.2: ", "gspo_token"]),
         ("rewards.0.mode", ["mode  option of", "correct    reward"]),
     ],
 )

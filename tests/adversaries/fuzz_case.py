@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,15 @@ LOADERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 class Case:
     """One command line.
 
-    ``files`` lie in the working directory before: bytes, or one of the kinds above; a name that ends in ``->`` is a
-    link to its contents. Bad unless ``good``: the message has to hold one of ``names``.
+    ``files`` lie in the working directory before: bytes, a function that makes them (few of the cases are tried), or
+    one of the kinds above; a name that ends in ``->`` is a link to its contents.
+    Bad unless ``good``: the message has to hold one of ``names``.
     """
 
     kind: str
     words: tuple[str, ...]
     names: tuple[str, ...] = ()
-    files: Mapping[str, bytes | str] = field(default_factory=dict)
+    files: Mapping[str, bytes | str | Callable[[], bytes]] = field(default_factory=dict)
     good: bool = False
 
     def lay_out(self, folder: Path) -> None:
@@ -99,10 +100,11 @@ class Case:
             elif content == FIFO:
                 os.mkfifo(path)
             else:
-                assert isinstance(content, bytes)
+                made = content() if callable(content) else content
+                assert isinstance(made, bytes)
                 if path.is_symlink():
                     path.unlink()
-                path.write_bytes(content)
+                path.write_bytes(made)
 
 
 def with_value(recipe: Mapping[str, Any], key: str, text: str) -> bytes:

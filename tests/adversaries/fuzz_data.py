@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -146,13 +146,11 @@ def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any])
     wanted = WHOLE if task in ("jsonl", "preferences") else NEEDS
     own = {key: value for key, value in wanted.items() if key in fields}
     words = tuple(f"--task.{key}={value}" for key, value in own.items())
-    ways: list[tuple[tuple[str, ...], dict[str, bytes]]] = [
+    recipe = merged(SFT, {"task": None}) | {"task": {"name": task, "path": name, **own}}
+    ways: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         (("data", "show", task, f"--task.path={name}", *words), {}),
         (("evaluate", "tiny", "--task", task, f"--task.path={name}", *words, "--limit", "2", "--quiet"), {}),
-        (
-            ("train", "mine.yaml", "--quiet"),
-            {"mine.yaml": dump(merged(SFT, {"task": None}) | {"task": {"name": task, "path": name, **own}})},
-        ),
+        (("train", "mine.yaml", "--quiet"), {"mine.yaml": partial(dump, recipe)}),
     ]
     way, more = random.choice(ways[:2] if random.random() < 0.8 else ways)
     return Case(kind, way, (name[:60],), {**files, **more})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Annotated, Any
 
@@ -194,20 +194,20 @@ def _unknown_keys(command: tuple[str, ...], own: dict[str, Any], key: str, model
     for wrong in ("nonsense", "²", "x" * 300, next(iter(model.model_fields))[:-1] + "_"):
         name = f"{key}.{wrong}"
         names = (name[:40], wrong[:40], *(["a key of 300 characters"] if len(wrong) == 300 else []))
-        cases.append(Case("unknown key", in_file, names, {"mine.yaml": with_value(own, name, "1")}))
-        good = {"mine.yaml": with_value(own, "description", "x")}
+        cases.append(Case("unknown key", in_file, names, {"mine.yaml": partial(with_value, own, name, "1")}))
+        good = {"mine.yaml": partial(with_value, own, "description", "x")}
         cases.append(Case("unknown key", (*in_file, f"--{name}", "1"), (name[:40], wrong[:40]), good))
     return cases
 
 
 def _place(random: Random, kind: str, command: tuple[str, ...], own: dict[str, Any], key: str, text: str) -> Case:
-    file = with_value(own, key, text)
+    file = partial(with_value, own, key, text)
     where = (key, "mine.yaml:")
     if random.random() < 0.5 or text == "null" or text.startswith(NO_YAML):
         return Case(f"{kind}, file", (*command, "mine.yaml"), where, {"mine.yaml": file})
     raw = "" if text == "''" else text
     given = [f"--{key}={raw}"] if random.random() < 0.5 else [f"--{key}", " " + raw if raw.startswith("-") else raw]
-    good = {"mine.yaml": with_value(own, "description", "x")}
+    good = {"mine.yaml": partial(with_value, own, "description", "x")}
     return Case(f"{kind}, option", (*command, "mine.yaml", *given), (key, f"--{key}"), good)
 
 

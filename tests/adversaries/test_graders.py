@@ -73,7 +73,7 @@ def test_the_table_decides_on_almost_all_golds() -> None:
 
 
 def test_nothing_is_no_answer_in_mathematics() -> None:
-    check(attack_with_constants(with_grader("math"), marks(), PANEL[::2]), 3000)
+    check(attack_with_constants(with_grader("math"), marks(), PANEL[::4]), 1600)
 
 
 def test_constants_and_lists_are_right_for_what_they_say_in_mathematics() -> None:
@@ -86,8 +86,8 @@ def test_tricks_are_no_values() -> None:
 
 
 def test_hedges_and_mutations_of_golds_are_wrong_in_mathematics() -> None:
-    report = attack_with_own(with_grader("math"), PANEL, random.Random(0), len(PANEL) // 2)
-    check(report, 700)
+    report = attack_with_own(with_grader("math"), PANEL, random.Random(0), len(PANEL) // 4)
+    check(report, 450)
     decided = report.counts["comparisons"]
     assert report.counts["mutations_unknown"] < decided, "the table must decide on most of them"
 

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from posttrain.commands.progress import (
-    LiveProgress,
-    PlainProgress,
-    Progress,
-    show_evaluation,
-    sparkline,
-)
+from posttrain.commands.progress import LiveProgress, PlainProgress, Progress, show_evaluation, sparkline
 from posttrain.store.metric_names import ACCURACY, REWARD
 
 

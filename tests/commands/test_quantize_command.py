@@ -19,7 +19,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.models import find_source
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = pytest.mark.usefixtures("no_curves", "quick_stories")
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 

@@ -18,21 +18,21 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import find_runs
 
 LITTLE = {
-    "prompts": "24",
+    "prompts": "12",
     "samples": "1",
-    "max_tokens": "24",
+    "max_tokens": "16",
     "seeds": "2",
     "dictionary.features": "64",
     "dictionary.k": "6",
-    "train.steps": "12",
+    "train.steps": "6",
     "train.batch": "256",
     "kl_documents": "6",
     "show": "3",
     "min_documents": "3",
-    "patching.documents": "4",
+    "patching.documents": "2",
     "patching.counts": "[1, 8]",
     "causal.measure": "accuracy",
-    "causal.prompts": "4",
+    "causal.prompts": "2",
     "causal.counts": "[2]",
     "causal.features": "2",
     "causal.steering_factors": "[0.5, 1.0]",
@@ -79,7 +79,7 @@ def compared(root: Path, other: Path) -> dict[str, Any]:
 
 def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert compared["activations"]["site"] == "resid.2"  # the middle of four layers
-    assert compared["documents"]["documents"] == 24
+    assert compared["documents"]["documents"] == 12
     assert [d["features"] for d in compared["dictionaries"]] == [64, 64]
     assert len(compared["features"]) <= 3
     assert {"frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
@@ -142,7 +142,7 @@ def test_the_same_command_keeps_what_is_there_and_another_recipe_is_refused(
     assert weights.stat().st_mtime_ns == before
     assert again | {"seconds": 0} == compared | {"seconds": 0}
     assert main([*words, *options(prompts="25")]) == 2
-    assert "changes.prompts (24 there, 25 now)" in capsys.readouterr().err
+    assert "changes.prompts (12 there, 25 now)" in capsys.readouterr().err
 
 
 def test_the_features_of_its_dictionaries_are_read_as_those_of_others(compared: dict[str, Any], root: Path) -> None:
@@ -177,6 +177,7 @@ def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_curves")
 def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     recipe = load_recipe("tiny/sft", [("train.steps", "2"), ("task.size", "64"), ("eval.every", "0")])
     path = tmp_path / "little.yaml"

@@ -76,6 +76,7 @@ def test_generation_limit_rows_have_samples_each(capsys: pytest.CaptureFixture[s
     assert shown.startswith(capsys.readouterr().out.rstrip()), "the first row is that of one alone"
 
 
+@pytest.mark.usefixtures("quick_stories")
 def test_a_reward_model_is_not_requested_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "1", "--eval.every", "0"]
     assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0
@@ -89,18 +90,8 @@ def test_a_reward_model_is_not_requested_answers(tmp_path: Path, capsys: pytest.
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint after each, under a template with an option of its own."""
     root = tmp_path_factory.mktemp("runs")
-    small = [
-        "--task.size",
-        "40",
-        "--data.batch_size",
-        "2",
-        "--train.steps",
-        "2",
-        "--train.save_every",
-        "1",
-        "--eval.every",
-    ]
-    small += ["0", "--eval.max_tokens", "17", "--prompt.template.preamble", "Think."]
+    small = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "2", "--train.save_every", "1"]
+    small += ["--eval.every", "0", "--eval.max_tokens", "17", "--prompt.template.preamble", "Think."]
     assert main(["train", "tiny/sft", "--runs-dir", str(root), "--run", "taught", "--quiet", *small]) == 0
     return root / "taught"
 

@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     with serving(folder, "tiny", "--record", "asked/all.jsonl") as server:
         yield server
+        assert server.process is not None
         server.process.send_signal(signal.SIGINT)
         out, _ = server.process.communicate(timeout=120)
         assert (server.process.returncode, out) == (0, ""), "Ctrl-C ends it"

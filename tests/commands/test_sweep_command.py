@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,7 +88,19 @@ seeds: 1
 """
 
 
-def test_a_sweep_from_start_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def run_here(command: Sequence[str], log: Path, *rest: object) -> SimpleNamespace:
+    """Run a trial's command in this process; the next test has a process of its own."""
+    with log.open("a") as output, redirect_stdout(output), redirect_stderr(output):
+        code = main([*command[3:]])
+    return SimpleNamespace(poll=lambda: code, started=0.0)
+
+
+def test_a_sweep_from_start_to_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.sweeps.runner.start_child", run_here)
+    monkeypatch.setattr("posttrain.sweeps.runner.end_children", list)
+    monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
     runs = str(tmp_path / "runs")
     arguments = ["sweep", str(EXAMPLE), "--runs-dir", runs, "--rows", "wide", "--seeds", "1", "--jobs", "1"]
     assert main(arguments) == 0

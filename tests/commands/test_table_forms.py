@@ -47,7 +47,7 @@ def test_json_holds_every_value_and_nothing_else(capsys: pytest.CaptureFixture[s
     assert more["rows"] == [{"k": "1", "95 %": "2", "95 % (2)": "3"}]
 
 
-COMMANDS = [["recipes"], ["data"], ["explain", "aggregation"], ["runs"], ["runs", "show", "a"]]
+COMMANDS = [["data"], ["explain", "aggregation"], ["runs"], ["runs", "show", "a"]]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -68,6 +68,7 @@ def test_describe_settings_names_the_model_that_was_trained_not_that_of_the_desc
     assert "learning rate 0.5" in lead
 
 
+@pytest.mark.usefixtures("no_curves")
 def test_commands_of_a_report_can_be_typed(place: Path) -> None:
     folder = place / "runs" / "two words"
     shutil.copytree(place / "runs" / "mine", folder)

@@ -395,10 +395,7 @@ def test_a_comparison_is_not_a_recipe(tmp_path: Path) -> None:
         load_recipe(str(path))
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("rl/ppo", "objective.value_clip"), ("rl/grpo", "train.max_grad_norm")],
-)
+@pytest.mark.parametrize(("name", "key"), [("rl/ppo", "objective.value_clip"), ("rl/grpo", "train.max_grad_norm")])
 def test_a_null_that_was_requested_stays(name: str, key: str, tmp_path: Path) -> None:
     """Else the stored recipe would fill the default in again, and be another experiment."""
     section, option = key.split(".")

@@ -17,7 +17,6 @@ from posttrain.commands.options import chosen_components
 from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
 from posttrain.data.render import encode_plain
 from posttrain.errors import UsageError
-from posttrain.models.load import load_tokenizer
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
 from posttrain.types import Example
@@ -39,7 +38,11 @@ def run_data(arguments: argparse.Namespace) -> int:
     arguments.task = arguments.name
     component = chosen_components(arguments)["task"]
     task = build_task(component, "task")
-    tokenizer = None if arguments.model is None else load_tokenizer(arguments.model)
+    tokenizer = None
+    if arguments.model is not None:
+        from posttrain.models.load import load_tokenizer  # imports PyTorch, which characters do without
+
+        tokenizer = load_tokenizer(arguments.model)
     unit = "characters" if tokenizer is None else f"tokens of {arguments.model}"
 
     def measure(text: str) -> int:
