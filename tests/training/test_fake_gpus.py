@@ -31,8 +31,14 @@ NVIDIA: dict[str, dict[str, Any]] = {"16 bits": {"kind": "grpo", "rollout": SHOR
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}, "eval": {**EVALUATION, "loss": True}},
     "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl_coef": 0.1}, "eval": {**DRAWN, "num_kl_prompts": 3}},
-    "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
-    "lora and muon": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
+    "ppo, lora and muon": {
+        "kind": "grpo",
+        "objective": "ppo",
+        "rollout": SHORT,
+        "kl_in_reward": {"weight": 0.1},
+        "model": {"adapter": {"rank": 4}},
+        "optimizer": "muon",
+    },
     "reward model": {"kind": "judged", "eval": {"every": 2, "num_examples": 4, "tasks": ["small_runs:judged_sums"]}},
 }
 
