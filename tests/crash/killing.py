@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from other_processes import is_alive
+
 _PHASES = ("anywhere", "rollout", "update", "checkpoint", "evaluation", "start")
 _POLL_SECONDS = 0.001
 _HERE = Path(__file__).parent
@@ -255,7 +257,7 @@ def _status_time(folder: Path) -> int:
 
 def _wait_until_working(process: int, folder: Path, before: int) -> None:
     """Sleep until the process writes its first status (or ends): imports are behind it."""
-    while _is_alive(process) and _status_time(folder) == before:
+    while is_alive(process) and _status_time(folder) == before:
         time.sleep(_POLL_SECONDS)
 
 
@@ -266,13 +268,13 @@ def _wait_for(aimed: str, folder: Path, process: int, rng: random.Random) -> Non
         return
     if aimed == "anywhere":  # so many steps on, whatever the machine's speed
         resumed, target = _status_time(folder), (newest_checkpoint(folder) or 0) + rng.randrange(9)
-        while _is_alive(process) and (_status_time(folder) == resumed or _step(folder) < target):
+        while is_alive(process) and (_status_time(folder) == resumed or _step(folder) < target):
             time.sleep(_POLL_SECONDS)
         _sleep_alive(process, rng.uniform(0.0, 0.1))
         return
     occasions = rng.randrange(1, 4)  # not always the first one after a start
     before = describe_moment(folder)
-    while _is_alive(process):
+    while is_alive(process):
         now = describe_moment(folder)
         if now == aimed and now != before:
             occasions -= 1
@@ -285,16 +287,8 @@ def _wait_for(aimed: str, folder: Path, process: int, rng: random.Random) -> Non
 
 def _sleep_alive(process: int, seconds: float) -> None:
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end and _is_alive(process):
+    while time.perf_counter() < end and is_alive(process):
         time.sleep(_POLL_SECONDS)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in ("Z", "X")
 
 
 def describe_moment(folder: Path) -> str:

@@ -20,34 +20,9 @@ def starters() -> Iterator[tuple[killing.Starter, killing.Starter]]:
         starter.close()
 
 
-def compare(
-    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, kind: str, steps: int, phases: list[str]
-) -> list[killing.Kill]:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(yaml.safe_dump(killing.RECIPES[kind](steps)))
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    killing.run_undisturbed(starters[0], recipe, whole)
-    kills = killing.run_with_kills(starters[1], recipe, cut, phases, seed=1)
-    assert killing.differences(whole, cut) == []
-    assert json.loads((cut / "status.json").read_text())["state"] == "finished"
-    assert len(json.loads((cut / "env.json").read_text())["starts"]) == len(kills) + 1
-    counts = killing.count_rows(whole)
-    assert counts["metrics lines"] == steps + steps // 4 + 1
-    assert counts["evaluation rollouts"] == 8 * (steps // 4 + 1)
-    return kills
-
-
-def test_kills_and_resumes_equal_the_undisturbed_run(
-    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path
-) -> None:
-    kills = compare(starters, tmp_path, "grpo ahead", 12, ["checkpoint", "update", "evaluation"])
-    assert len(kills) == 3
-    norms = [line["metrics"].get("grad_norm") for line in killing._lines(tmp_path / "whole" / "metrics.jsonl")]
-    assert min(norm for norm in norms if norm is not None) > 1e-4  # there was something to lose
-
-
 # The tests with a sandbox and with a game are slow ones.
 ENVIRONMENTS = ["calculator", *(pytest.param(name, marks=pytest.mark.slow) for name in ("python", "number_guess"))]
+STEPS = 14
 LOOP, CHECKPOINT, FILES = "posttrain.training.loop", "posttrain.training.checkpoint", "posttrain.store.checkpoint_files"
 # Gaps between two changes of the disk, in which a kill leaves something half done.
 GAPS = [
@@ -65,29 +40,35 @@ GAPS = [
     ("shutil", "rmtree", "before", 1),
 ]
 # The last checkpoint is there, and nothing that comes later would mend what was left undone behind it.
-LAST_GAPS = [
-    (LOOP, "save_checkpoint", "after", 6),
-    (LOOP, "mark_best", "before", 1),
-    (LOOP, "prune_checkpoints", "before", 1),
-]
+LAST_GAPS = [(LOOP, "mark_best", "before", 1), (LOOP, "prune_checkpoints", "before", 1)]
 
 
-@pytest.mark.parametrize("gaps", [GAPS, LAST_GAPS], ids=["while saving", "after the last step"])
-def test_kills_in_every_gap(
-    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, gaps: list[tuple[str, str, str, int]]
-) -> None:
-    recipe = tmp_path / "mine.yaml"
-    content = killing.grpo_recipe(12, ppo_epochs=2, num_minibatches=2, save_every=2)
-    recipe.write_text(yaml.safe_dump(content | {"eval": killing.EVALUATION | {"every": 2}}))
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    killing.run_undisturbed(starters[0], recipe, whole)
-    assert (whole / "checkpoints" / "best").resolve().name == "step-000012"
-    codes = []
-    for gap in gaps:
-        starters[1].start(recipe, cut, gap)
-        codes.append(starters[1].wait())
-    killing.run_undisturbed(starters[1], recipe, cut)
-    assert codes == [-9] * len(gaps)
+@pytest.fixture(scope="module")
+def whole(starters: tuple[killing.Starter, killing.Starter], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbs, next to its recipe ``mine.yaml``."""
+    folder = tmp_path_factory.mktemp("whole")
+    content = killing.grpo_recipe(STEPS, ppo_epochs=2, num_minibatches=2, save_every=2)
+    (folder / "mine.yaml").write_text(yaml.safe_dump(content | {"eval": killing.EVALUATION | {"every": 2}}))
+    killing.run_undisturbed(starters[0], folder / "mine.yaml", folder / "whole")
+    assert (folder / "whole" / "checkpoints" / "best").resolve().name == f"step-{STEPS:06d}"
+    norms = [line["metrics"].get("grad_norm") for line in killing._lines(folder / "whole" / "metrics.jsonl")]
+    assert min(norm for norm in norms if norm is not None) > 1e-4, "there was something to lose"
+    return folder / "whole"
+
+
+def test_kills_in_every_gap(starters: tuple[killing.Starter, killing.Starter], whole: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+
+    def kill(gap: tuple[str, str, str, int]) -> int:
+        starters[1].start(whole.parent / "mine.yaml", cut, gap)
+        return starters[1].wait()
+
+    assert [kill(gap) for gap in GAPS] == [-9] * len(GAPS)
+    saves_left = (STEPS - (killing.newest_checkpoint(cut) or 0)) // 2
+    assert saves_left > 0
+    last = (LOOP, "save_checkpoint", "after", saves_left)
+    assert [kill(gap) for gap in (last, *LAST_GAPS)] == [-9] * 3
+    killing.run_undisturbed(starters[1], whole.parent / "mine.yaml", cut)
     assert killing.differences(whole, cut) == []
 
 
@@ -111,15 +92,11 @@ def test_kills_in_the_middle_of_a_batch_of_several_turns(
     assert killing.differences(whole, cut) == []
 
 
-def test_the_comparison_notices_every_kind_of_difference(
-    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path
-) -> None:
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(killing.grpo_recipe(2)))
-    whole, changed = tmp_path / "whole", tmp_path / "changed"
-    killing.run_undisturbed(starters[0], tmp_path / "mine.yaml", whole)
+def test_the_comparison_notices_every_kind_of_difference(whole: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
     shutil.copytree(whole, changed, symlinks=True)
     assert killing.differences(whole, changed) == []
-    name = "step-000002/optimizer.safetensors"
+    name = f"step-{STEPS:06d}/optimizer.safetensors"
     (changed / "checkpoints" / name).write_bytes((whole / "checkpoints" / name).read_bytes()[:-1] + b"x")
     lines = (whole / "metrics.jsonl").read_text()
     (changed / "metrics.jsonl").write_text(lines.replace('"step": 2', '"step": 3'))
@@ -133,6 +110,16 @@ def test_the_comparison_notices_every_kind_of_difference(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(killing.RECIPES))
 def test_twenty_kills(starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, kind: str) -> None:
-    kills = compare(starters, tmp_path, kind, 100, killing.phases_to_aim_at(kind, 20))
+    recipe, steps = tmp_path / "mine.yaml", 100
+    recipe.write_text(yaml.safe_dump(killing.RECIPES[kind](steps)))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    killing.run_undisturbed(starters[0], recipe, whole)
+    kills = killing.run_with_kills(starters[1], recipe, cut, killing.phases_to_aim_at(kind, 20), seed=1)
+    assert killing.differences(whole, cut) == []
+    assert json.loads((cut / "status.json").read_text())["state"] == "finished"
+    assert len(json.loads((cut / "env.json").read_text())["starts"]) == len(kills) + 1
+    counts = killing.count_rows(whole)
+    assert counts["metrics lines"] == steps + steps // 4 + 1
+    assert counts["evaluation rollouts"] == 8 * (steps // 4 + 1)
     assert len(kills) == 20
     assert killing.phases_to_meet(kind) <= {kill.met for kill in kills}

@@ -31,17 +31,17 @@ def submit(answer: str, gold: str, way: str) -> Submission:
     return Submission(answer, last_number(answer), gold)
 
 
-def grade_hostile(answers: list[str], way: str, steps: tuple[int, ...] = (0,)) -> tuple[list[Verdict], float]:
-    """All answers, each against some of the golds in turn, with honest ones in between; seconds per answer."""
+def grade_hostile(answers: list[str], way: str) -> tuple[list[Verdict], float]:
+    """All answers, each against one of the golds in turn, with honest ones in between; seconds per answer."""
     submissions, expected = [], []
     for place, answer in enumerate(answers):
-        submissions += [submit(answer, GOLDS[(place + step) % len(GOLDS)], way) for step in steps]
+        submissions.append(submit(answer, GOLDS[place % len(GOLDS)], way))
         gold, given = HONEST[place % len(HONEST)]
         submissions.append(submit(given, gold, "box"))
         expected.append(len(submissions) - 1)
-    # A limit with room: what is merely slow ends within it on a machine five times slower, what is endless does not.
+    # A limit with room: what is merely slow ends within it on a machine several times slower, what is endless does not.
     start = time.monotonic()
-    verdicts = math(submissions, timeout_seconds=1, num_workers=2)
+    verdicts = math(submissions, timeout_seconds=0.5, num_workers=2)
     seconds = (time.monotonic() - start) / len(answers)
     assert [verdicts[place].outcome for place in expected] == ["right"] * len(expected), "the workers serve on"
     return [verdict for place, verdict in enumerate(verdicts) if place not in set(expected)], seconds

@@ -76,10 +76,9 @@ def stop_after(step: int) -> Callable[[], bool]:
     return should_stop
 
 
-@pytest.mark.parametrize("kind", ["batchtopk", "l1"])
-def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """23 batches of 64 rows are an epoch of less than 20: the cuts are in the first and in the second."""
-    data = rows()
+    data, kind = rows(), "l1"
     whole = train(tmp_path / "whole", recipe(kind), data)
     stops = []
     for stop in (7, 13):
@@ -187,12 +186,12 @@ def test_planted_directions_are_found(tmp_path: Path) -> None:
 
 
 def test_kill_9_and_resume_gives_identical_weights(tmp_path: Path) -> None:
-    given = recipe(steps=120, save_every=7, log_every=3)
+    given = recipe(steps=90, save_every=7, log_every=3)
     whole = train(tmp_path / "whole", given)
     metrics = tmp_path / "cut" / "metrics.jsonl"
     fork = multiprocessing.get_context("fork")  # a new interpreter takes seconds to import everything
     killed_at: list[int] = []
-    for wanted in (16, 55):
+    for wanted in (16, 40):
         process = fork.Process(target=train, args=(tmp_path / "cut", given), kwargs={"resume": bool(killed_at)})
         process.start()
         deadline = time.monotonic() + 120
@@ -202,8 +201,8 @@ def test_kill_9_and_resume_gives_identical_weights(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == -signal.SIGKILL
         killed_at.append(_last_step(metrics))
-    assert 16 <= killed_at[0] < 120
-    assert 55 <= killed_at[1] < 120
+    assert 16 <= killed_at[0] < 90
+    assert 40 <= killed_at[1] < 90
     resumed = train(tmp_path / "cut", given, resume=True)
     assert state_of(resumed) == state_of(whole)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
@@ -288,16 +287,6 @@ def test_every_recipe_resolves_and_its_dump_is_the_same_recipe(name: str, tmp_pa
     assert again.fingerprint() == resolved.fingerprint()
     with pytest.raises(RecipeError, match=f"this trains a dictionary; run it with: posttrain sae train {name}"):
         load_recipe(name)
-
-
-def test_the_original_recipe_has_the_original_sizes() -> None:
-    recipe = load_sae_recipe("sae-qwen3-14b-layer20").resolve()
-    word = recipe.dictionary
-    assert (word.name, word.num_features(5120), word.options["coefficient"]) == ("l1", 40_960, 3e-4)
-    assert (recipe.train.batch, recipe.activations.batch, recipe.activations.context_tokens) == (4096, 4, 8192)
-    assert (recipe.activations.model and recipe.activations.model.name) == "Qwen/Qwen3-14B"
-    assert recipe.activations.site == "resid.20"
-    assert recipe.train.learning_rate(40_960) == pytest.approx(1.897e-4, rel=1e-3)
 
 
 REFUSED: list[tuple[list[tuple[str, str]], str]] = [

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from other_processes import is_alive, wait_until
 from posttrain.runs.children import LIFELINE, Child, end_children, start_child
 
 # A child that has a child of its own, and a thread that works; it says so in the folder.
@@ -35,24 +35,6 @@ time.sleep(300)
 """
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in ("Z", "X")
-
-
-def wait_for(what: object, seconds: float = 60.0) -> bool:
-    assert callable(what)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if what():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_parent_takes_children_and_theirs_along(tmp_path: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), CHILD]
@@ -60,14 +42,12 @@ def test_a_killed_parent_takes_children_and_theirs_along(tmp_path: Path, how: si
     assert parent.stdout is not None
     children = [int(parent.stdout.readline()) for _ in range(2)]
     notes = [tmp_path / name for name in ("one", "two")]
-    assert wait_for(lambda: all(note.is_file() and note.read_text() for note in notes)), "\n".join(
-        path.read_text() for path in tmp_path.glob("*.log")
-    )
+    wait_until(lambda: all(note.is_file() and note.read_text() for note in notes))
     everyone = [*children, *(int(note.read_text()) for note in notes)]
     assert all(map(is_alive, everyone))
     os.kill(parent.pid, how)
     parent.wait()
-    assert wait_for(lambda: not any(map(is_alive, everyone)), 10.0)
+    wait_until(lambda: not any(map(is_alive, everyone)), 10.0)
 
 
 def test_a_parent_that_is_gone_before_the_child_looks(tmp_path: Path) -> None:
@@ -103,18 +83,18 @@ def test_start_child_threads_of_the_environment_win(
         monkeypatch.setenv(name, value)
     show = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
     child = start_child([sys.executable, "-S", "-c", show], tmp_path / "log", "a child", 2)
-    assert wait_for(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert child.log.read_text() == f"{theirs}\n"
 
 
 def test_a_child_that_ends_gives_its_pipe_back(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     child = start_child([sys.executable, "-S", "-c", "print(3)"], tmp_path / "log", "a child", 1)
-    assert wait_for(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert (child.poll(), child.log.read_text()) == (0, "3\n")
     stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True); time.sleep(300)"
     working: list[Child] = [start_child([sys.executable, "-S", "-c", stubborn], tmp_path / "b", "a child", 1)]
-    assert wait_for(lambda: working[0].log.read_text() == "1\n")
+    wait_until(lambda: working[0].log.read_text() == "1\n")
     working[0].process.kill()
     end_children(working)
     assert len(os.listdir("/proc/self/fd")) == before

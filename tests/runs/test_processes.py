@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from other_processes import is_alive
 from posttrain.errors import PeerFailure, UsageError
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.directory import RunDirectory
@@ -23,7 +24,17 @@ from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from small_runs import MOST_SECONDS, Events, end_of, make_recipe, same_bits, saved_tensors, start, train_command
+from small_runs import (
+    MOST_SECONDS,
+    Events,
+    end_of,
+    make_recipe,
+    same_bits,
+    saved_tensors,
+    shallow,
+    start,
+    train_command,
+)
 
 TESTS = Path(__file__).parent
 SHORT = {"num_prompts": 4, "group_size": 2, "max_tokens": 6, "temperature": 1.5}
@@ -36,7 +47,7 @@ def recipe_of(reward: str, processes: int = 2, **options: Any) -> Any:
         rollout=SHORT,
         train={"steps": 4, "lr": 1e-4, "save_every": 1, "keep_checkpoints": 9},
         scale={"processes": processes},
-        model={"dtype": "float64"},
+        model={"name": shallow(1), "dtype": "float64"},
     )
 
 
@@ -125,13 +136,6 @@ def test_a_process_that_is_killed_while_it_writes_its_share_leaves_the_checkpoin
     assert same_bits(ours, theirs)
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
 @pytest.mark.parametrize("killed", ["the first", "the other"])
@@ -146,9 +150,9 @@ def test_no_process_outlives_one_that_is_killed(killed: str, tmp_path: Path) -> 
     other = int(note.read_text())
     os.kill(process.pid if killed == "the first" else other, signal.SIGKILL)
     code = process.wait(MOST_SECONDS)
-    while _is_alive(other) and time.monotonic() < deadline:
+    while is_alive(other) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not _is_alive(other)
+    assert not is_alive(other)
     assert code == (-signal.SIGKILL if killed == "the first" else 1)
     code, error = ended(tmp_path, recipe_of("stops_in_rank_one", 1, after=6, note=str(note)), "--resume")
     assert code == 0, error
@@ -253,9 +257,9 @@ def test_killed_at_any_moment_it_ends_and_goes_on_without_loss(seed: int, tmp_pa
         os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     code = process.wait(MOST_SECONDS)
-    while any(map(_is_alive, others)) and time.monotonic() < killed + MOST_SECONDS:
+    while any(map(is_alive, others)) and time.monotonic() < killed + MOST_SECONDS:
         time.sleep(0.1)
-    assert not any(map(_is_alive, others))
+    assert not any(map(is_alive, others))
     assert code in (0, 1, -signal.SIGKILL)
     assert code == 0 or time.monotonic() < killed + END_SECONDS  # 0: it was over, or none that the run needs
     run = tmp_path / "runs" / "it"

@@ -1,4 +1,4 @@
-"""The embedded model, a server that follows it, and no waiting between attempts to reach one."""
+"""Two layers of the embedded model, a server that follows it, and no waiting between attempts to reach one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.sampling import http
+from small_runs import shallow
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny() -> LoadedModel:
-    return load_model(ModelSection(), seed=0)
+    return load_model(ModelSection(name=shallow(2)), seed=0)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_tokens_do_not_depend_on_the_batch(tiny_random, architecture):
     prompts, keys = make_prompts((5, 1, 12, 3, 8)), make_keys(5, 4)
     sampling = Sampling(max_tokens=24, stop_ids=STOPS)
     whole = ids_of(NativeEngine(model, slots=64).generate(prompts, keys, sampling))
-    for slots in (1, 3, 7, 20):
+    for slots in (1, 7):
         assert ids_of(NativeEngine(model, slots=slots).generate(prompts, keys, sampling)) == whole
     order = [3, 0, 4, 2, 1]
     turned = NativeEngine(model, slots=6).generate(
@@ -182,8 +182,7 @@ def test_each_prompt_is_computed_once_for_its_group(tiny_random, monkeypatch):
     assert sorted(seen) == sorted(prompt[:-1] for prompt in prompts)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("architecture", "group"), [("qwen3", 1), ("qwen3", 4), ("gpt2", 4)])
 def test_a_cache_that_grows_and_shifts_gives_the_same(tiny_random, monkeypatch, architecture, group):
     model, prompts, keys = tiny_random(architecture), make_prompts((5, 1, 30, 3, 17)), make_keys(5, group)
     sampling = Sampling(max_tokens=70, stop_ids=frozenset(range(3)))

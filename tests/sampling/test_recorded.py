@@ -22,7 +22,6 @@ from sampling.respondents import Scripted, wordy
 
 SAMPLINGS = {
     "stops": Sampling(max_tokens=40, stop_ids=frozenset(range(0, 300, 9))),
-    "no stops": Sampling(max_tokens=40),
     "growth": Sampling(max_tokens=300, stop_ids=frozenset(range(3))),
     "long": Sampling(max_tokens=300),
     "greedy": Sampling(max_tokens=20, temperature=0.0),
@@ -125,8 +124,7 @@ def test_recorded_steps_replay_where_all_that_was_read_is_still_there(
     assert len(replays) > 40
 
 
-@pytest.mark.parametrize("slots", [3, 12])
-@pytest.mark.parametrize("case", SAMPLINGS)
+@pytest.mark.parametrize(("case", "slots"), [*((case, 3) for case in SAMPLINGS), ("growth", 12), ("turns", 12)])
 def test_recorded_steps_sample_what_the_schedule_samples(tiny_random: Any, case: str, slots: int) -> None:
     """Rows of several lengths, more of them than slots, a cache that grows, turns."""
     model = tiny_random("qwen3")

@@ -10,21 +10,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from other_processes import is_alive, wait_until
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection
 from posttrain.sampling.vllm.server import OwnServer, ServerCommand, fingerprint, served_names, server_command
 from posttrain.store.checkpoint_files import seal
-
-MOST_SECONDS = 90.0
 
 
 def options_of(words: Any) -> dict[str, str | None]:
@@ -205,20 +203,6 @@ def test_a_checkpoint_has_the_digests_of_its_manifest(tmp_path):
 # The process.
 
 
-def wait_until(true: Any) -> None:
-    deadline = time.monotonic() + MOST_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it ends before it is opened, or before it is read
-        return False
-
-
 def shell(text: str, tmp_path: Path) -> OwnServer:
     return OwnServer(ServerCommand("policy", ("sh", "-c", text)), "http://127.0.0.1:9", tmp_path / "vllm.log")
 
@@ -237,9 +221,9 @@ def test_own_server_when_stopped_ends_with_what_it_started(tmp_path: Path) -> No
     server = shell("sleep 600 & echo $! $$; wait", tmp_path)
     wait_until(lambda: len((tmp_path / "vllm.log").read_text().split()) == 2)
     pids = list(map(int, (tmp_path / "vllm.log").read_text().split()))
-    assert all(map(is_running, pids))
+    assert all(map(is_alive, pids))
     server.stop()
-    wait_until(lambda: not any(map(is_running, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_own_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
@@ -253,7 +237,7 @@ def test_own_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", program], env=environment)
     wait_until(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text().split())
     server = int((tmp_path / "log").read_text())
-    assert is_running(server)
+    assert is_alive(server)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not is_running(server))
+    wait_until(lambda: not is_alive(server))

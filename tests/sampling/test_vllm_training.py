@@ -23,7 +23,7 @@ from posttrain.process_group import ProcessGroup
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm.training import Trained, checkpoint_weights, save_weights, save_without_weights, untied
-from small_runs import Events, make_recipe, one_layer_recipe, recorded, run, steps_of, watched
+from small_runs import Events, make_recipe, one_layer_recipe, recorded, run, shallow, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 SAMPLING = Sampling(max_tokens=6)
@@ -117,7 +117,7 @@ def test_trained_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFo
 class OneTensorScaled(Trained):
     def weights(self) -> Any:
         for name, weight in super().weights():
-            yield name, weight * 1.01 if name == "model.layers.2.mlp.up_proj.weight" else weight
+            yield name, weight * 1.01 if name == "model.layers.1.mlp.up_proj.weight" else weight
 
 
 def one_layer_left_old(fake: FakeFollower) -> None:
@@ -184,7 +184,8 @@ def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
 def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower, tmp_path: Path) -> None:
     place = {"engine": {"name": "vllm", "url": server.url}}
     evaluation = {"every": 2, "num_examples": 2, "max_tokens": 4}
-    run(tmp_path / "run", make_recipe("grpo", rollout=place, eval=evaluation, train={"steps": 2}))
+    model = {"name": shallow(2)}
+    run(tmp_path / "run", make_recipe("grpo", model=model, rollout=place, eval=evaluation, train={"steps": 2}))
     rows, evaluations = recorded(tmp_path / "run")
     assert [row.version for row in rows] == [row.step - 1 for row in rows]
     assert {(row.step, row.version) for row in evaluations} == {(0, 0), (2, 2)}
@@ -225,7 +226,7 @@ def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monke
 def test_run_without_a_server_for_evaluations_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
     events = Events()
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "sft", eval={"every": 1, "num_examples": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1}
     )
     watched(tmp_path / "run", recipe, events)

@@ -248,7 +248,7 @@ def build_model(seed: int) -> Any:
     """GPT-2 in float64: its modules compute in the weights' own precision; RMSNorm families drop to fp32 inside."""
     torch.manual_seed(seed)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=None
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=1, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=None
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval().double()
     with torch.no_grad():

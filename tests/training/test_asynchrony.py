@@ -24,8 +24,8 @@ from posttrain.training.sources.prefetch import HELD
 from posttrain.training.sources.rollouts import Drawn
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, shallow, steps_of, untimed, watched
 
-STEPS = 16
-# DAPO's dropping and four updates per batch: groups are dropped and replaced
+STEPS = 8
+# DAPO's dropping and two updates per batch: groups are dropped and replaced
 ROLLOUT = {
     "num_prompts": 4,
     "group_size": 2,
@@ -34,7 +34,7 @@ ROLLOUT = {
     "drop_uniform_groups": True,
     "max_rounds": 3,
 }
-TRAIN = {"steps": STEPS, "lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "save_every": 3, "keep_checkpoints": 9}
+TRAIN = {"steps": STEPS, "lr": 1e-3, "num_minibatches": 2, "save_every": 3, "keep_checkpoints": 9}
 
 
 class Killed(BaseException):
@@ -107,22 +107,22 @@ def test_every_group_is_sampled_with_the_version_that_the_schedule_states(
     assert without_staleness(ahead) == without_staleness(tmp_path)
     assert recorded(ahead) == recorded(tmp_path)
     assert same_bits(*(saved_tensors(folder, STEPS) for folder in (ahead, tmp_path)))
-    assert [step["staleness"] for step in steps_of(ahead)[::4]] == [0, 1, 2, 2]
+    assert [step["staleness"] for step in steps_of(ahead)[::2]] == [0, 1, 2, 2]
     rows = recorded(ahead)[0]
-    assert {(row.step, row.version) for row in rows} == {(4 * b + 1, 4 * max(0, b - 2)) for b in range(4)}
+    assert {(row.step, row.version) for row in rows} == {(2 * b + 1, 2 * max(0, b - 2)) for b in range(4)}
     assert len(rows) > 4 * 8, "no group was replaced; choose other numbers"
 
 
 def test_stopped_anywhere_and_resumed_equals_undisturbed(ahead: Path, tmp_path: Path) -> None:
     recipe, cut = stale_recipe(2), tmp_path
-    run(cut, recipe, stop_after=4)  # at the end of a batch, then inside one, then at an end again
-    assert HELD in {name.partition(":")[2] for name in saved_tensors(cut, 4)}
-    for number in (1, 3):
+    run(cut, recipe, stop_after=2)  # at the end of a batch, then inside one, then at an end again
+    assert HELD in {name.partition(":")[2] for name in saved_tensors(cut, 2)}
+    for number in (1, 1):
         run(cut, recipe, resume=True, stop_after=number)
     run(cut, recipe, resume=True)
     assert untimed(cut) == untimed(ahead)
     assert recorded(cut) == recorded(ahead)
-    for step in (9, 12, STEPS):
+    for step in (6, STEPS):
         assert same_bits(saved_tensors(ahead, step), saved_tensors(cut, step))
 
 
@@ -201,26 +201,25 @@ def test_asynchrony_failing_server_is_retried_once(tmp_path: Path, served: type[
     assert len(rows) == 4 * 8
 
 
-@pytest.mark.parametrize("last", [3, 4])
-def test_killed_with_a_batch_in_flight_every_prompt_is_trained_on_once(
-    last: int, tmp_path: Path, served: type[Remote]
-) -> None:
+def test_killed_with_a_batch_in_flight_every_prompt_is_trained_on_once(tmp_path: Path, served: type[Remote]) -> None:
     served.seconds = 0.3  # the checkpoint of step 3 is saved while batch 2 is in flight
     run(tmp_path / "whole", served_recipe(1))
-    with pytest.raises(Killed):
-        loop.train(served_recipe(1), RunFiles.within(tmp_path / "cut"), observer=killed_at(last))
-    run(tmp_path / "cut", served_recipe(1), resume=True)
-    rows, undisturbed = recorded(tmp_path / "cut")[0], recorded(tmp_path / "whole")[0]
-    trained = [(row.step, row.prompt_index, row.rollout_index) for row in rows]
-    assert trained == [(row.step, row.prompt_index, row.rollout_index) for row in undisturbed]
-    assert len(set(trained)) == len(trained) == 4 * 8
-    assert [row.version for row in rows[::8]] == [0, 0, 4 if last > 3 else 2, 4]
+    undisturbed = [(row.step, row.prompt_index, row.rollout_index) for row in recorded(tmp_path / "whole")[0]]
+    for last in (3, 4):
+        cut = tmp_path / f"killed at {last}"
+        with pytest.raises(Killed):
+            loop.train(served_recipe(1), RunFiles.within(cut), observer=killed_at(last))
+        run(cut, served_recipe(1), resume=True)
+        rows = recorded(cut)[0]
+        assert [(row.step, row.prompt_index, row.rollout_index) for row in rows] == undisturbed
+        assert len(set(undisturbed)) == len(rows) == 4 * 8
+        assert [row.version for row in rows[::8]] == [0, 0, 4 if last > 3 else 2, 4]
 
 
 def test_corrections_see_how_old_the_sampler_was(tmp_path: Path) -> None:
-    options = {"model": {"name": "tiny"}, "correction": {"name": "token_tis"}, "train": {"steps": 4, "lr": 1e-2}}
+    options = {"correction": {"name": "token_tis"}, "train": {"steps": 4, "lr": 1e-2}}
     trainer = {"old_logprobs": "trainer", "max_tokens": 8}
-    run(tmp_path / "run", stale_recipe(1, rollout=trainer, rewards=["small_runs:digit_share"], **options))
+    run(tmp_path / "run", stale_recipe(1, rollout=trainer, rewards=["small_runs:vowel_share"], **options))
     first, *later = steps_of(tmp_path / "run")
     assert first["correction"] == pytest.approx(1.0, abs=1e-5)
     assert first["kl_sampler"] < 1e-9

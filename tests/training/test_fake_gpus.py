@@ -20,7 +20,7 @@ from posttrain.sampling.native.sampler import draw
 from posttrain.store.metrics import MetricsLog
 from posttrain.training.distributed import check_devices
 from posttrain.types import with_float64
-from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, saved_tensors
+from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors
 
 EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
@@ -31,9 +31,14 @@ NVIDIA: dict[str, dict[str, Any]] = {"16 bits": {"kind": "grpo", "rollout": SHOR
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}, "eval": {**EVALUATION, "loss": True}},
     "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl_coef": 0.1}, "eval": {**DRAWN, "num_kl_prompts": 3}},
-    "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
-    "lora and muon": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
-    "dpo": {"kind": "judged", "objective": "dpo"},
+    "ppo, lora and muon": {
+        "kind": "grpo",
+        "objective": "ppo",
+        "rollout": SHORT,
+        "kl_in_reward": {"weight": 0.1},
+        "model": {"adapter": {"rank": 4}},
+        "optimizer": "muon",
+    },
     "reward model": {"kind": "judged", "eval": {"every": 2, "num_examples": 4, "tasks": ["small_runs:judged_sums"]}},
 }
 
@@ -44,8 +49,7 @@ def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]
     """Every row of metrics of two steps, and what was sampled."""
     about = {**CASES, **NVIDIA}[case]
     model = {**about.get("model", {}), "device": device}
-    make = make_recipe if case in NVIDIA else one_layer_recipe  # flash attention of several layers
-    run(folder, make(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
+    run(folder, one_layer_recipe(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
     rows = [dict(row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
     return rows, [tuple(r.completion) for r in recorded(folder)[0]]
 
@@ -66,9 +70,7 @@ def check_row(row: dict[str, float], other: dict[str, float]) -> None:
     assert own == pytest.approx(others, rel=2e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("case", "device"), [*((case, "mps") for case in CASES), ("grpo", "cuda"), ("recomputed", "cuda")]
-)
+@pytest.mark.parametrize(("case", "device"), [*((case, "mps") for case in CASES), ("grpo", "cuda")])
 def test_two_steps_and_an_evaluation_ask_for_nothing_that_a_gpu_lacks(
     case: str, device: str, of_cpu: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -114,7 +116,7 @@ def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
     """And what scores a token that is sampled, and the same token in training, differ by rounding."""
     with nvidia_gpu() as counts:
         rows, _ = trained("16 bits", "cuda", tmp_path / "cuda")
-    assert counts["flash backward"] > 2 * 3, "layers, in two updates"
+    assert counts["flash backward"] >= 2, "one layer, in two updates"
     assert counts["flash"] >= counts["flash backward"]
     assert 0 < rows[-1]["kl_sampler"] < 1e-3
 

@@ -187,20 +187,6 @@ def test_a_run_records_it_and_keeps_the_best(tmp_path: Path) -> None:
     assert {info["primary_metric"].name for info in evaluations} == {metric}
 
 
-def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
-    recipe = recipe_of({"name": "dpo", "beta": 0.1}, "pair", train={"steps": 3})
-    whole = train(recipe, RunFiles.within(tmp_path / "whole"))
-    steps: list[int] = []
-
-    def observe(event: str, info: dict[str, Any]) -> None:
-        steps.extend([info["step"]] if event == "step" else [])
-
-    train(recipe, RunFiles.within(tmp_path / "cut"), observer=observe, should_stop=lambda: len(steps) >= 1)
-    again = train(recipe, RunFiles.within(tmp_path / "cut"), resume=True)
-    assert again.evaluations == whole.evaluations
-    assert again.evaluations["stories/validation"]["margin"] != 0.0
-
-
 def test_a_reward_model_has_nothing_to_generate() -> None:
     plain = {"name": "stories", "split": "validation", "size": 8}
     with pytest.raises(RecipeError, match=r"eval\.tasks: task 'stories' has no responses"):

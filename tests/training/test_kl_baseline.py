@@ -13,27 +13,26 @@ from test_batch_fields import TEMPERATURE, plain_logprobs, update
 from transformers import AutoModelForCausalLM
 
 from posttrain.models.forward.forward import Forward
-from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.training.batch_fields import BatchFields, mismatch_answers
 from posttrain.training.build import prepare
 from posttrain.types import Batch, Sample, collate
-from small_runs import Events, make_recipe, shallow, steps_of, watched
+from small_runs import Events, one_layer_recipe, shallow, steps_of, watched
 
 KTO = {
     "objective": {"name": "kto"},
     "rollout": {
         "num_prompts": 6,
         "group_size": 6,
-        "select": {"name": "balanced", "threshold": 0.1},
-        "label_above": 0.1,
+        "select": {"name": "balanced", "threshold": 0.25},
+        "label_above": 0.25,
     },
     "train": {"ppo_epochs": 3},
 }
 
 
 def initial_model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY).eval()
+    return AutoModelForCausalLM.from_pretrained(shallow(1)).eval()
 
 
 def kl_of_mismatched(batch: Batch, policy: Any, reference: Any, temperature: float = TEMPERATURE) -> float:
@@ -55,7 +54,7 @@ def kl_of_mismatched(batch: Batch, policy: Any, reference: Any, temperature: flo
 
 
 def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_step() -> None:
-    recipe = make_recipe("grpo", **KTO)
+    recipe = one_layer_recipe("grpo", **KTO)
     parts = prepare(recipe)
     found = []
     for step in (1, 2, 3):  # three updates on one rollout batch
@@ -77,14 +76,14 @@ def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_
 
 def test_the_kl_baseline_is_never_negative() -> None:
     """One of the KLs in both directions over the same answers is below 0 before the clamp."""
-    batch = prepare(make_recipe("grpo", **KTO)).source(1).batch
+    batch = prepare(one_layer_recipe("grpo", **KTO)).source(1).batch
     assert batch is not None
     one, other = Forward(initial_model(), TEMPERATURE), Forward(perturbed(initial_model()), TEMPERATURE)
     raw = kl_of_mismatched(batch, one.model, other.model)
     assert abs(raw) > 0.01
     for policy, reference, expected in ((one, other, max(0.0, raw)), (other, one, max(0.0, -raw))):
         fixed = Fixed(reference)
-        recipe = make_recipe("grpo", **KTO)
+        recipe = one_layer_recipe("grpo", **KTO)
         recipe.train.micro_batch_tokens = 500
         fields = BatchFields(frozenset({"kl_baseline"}), recipe, policy, 1 << 20, reference=fixed)  # type: ignore[arg-type]
         given = replace(batch, fields={})
@@ -107,7 +106,7 @@ def perturbed(model: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1 * parameter.std())
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.4 * parameter.std())
     return model
 
 

@@ -70,7 +70,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
 
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     """The number of parts of a sum changes its last bits."""
-    recipe, events = one_layer_recipe("grpo", regularize={"kl_coef": 0.1}, train={"steps": 3}), Events()
+    recipe, events = one_layer_recipe("grpo", train={"steps": 2}), Events()
     own, seen = torch.get_num_threads(), []
 
     def observe(event: str, info: dict[str, Any]) -> None:
@@ -84,15 +84,15 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
         run(tmp_path / "cut", recipe, stop_after=1)
         torch.set_num_threads(own)
         watched(tmp_path / "cut", recipe, observe, resume=True)
-        assert (seen, torch.get_num_threads()) == ([own + 1] * 2, own)
+        assert (seen, torch.get_num_threads()) == ([own + 1], own)
     finally:
         torch.set_num_threads(own)
     message = f"number of threads: {own + 1}, as it began; here it would be {own}"
     assert message in [info["message"] for info in events.of("notice")]
     for name in ("whole", "cut"):
-        state = tmp_path / name / "checkpoints" / "step-000003" / "state.json"
+        state = tmp_path / name / "checkpoints" / "step-000002" / "state.json"
         assert json.loads(state.read_text())["num_threads"] == own + 1
-    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+    assert same_bits(saved_tensors(tmp_path / "whole", 2), saved_tensors(tmp_path / "cut", 2))
     assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
 
 
@@ -131,7 +131,7 @@ def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path
 
 def test_loop_clamped_log_ratios_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events()
-    recipe = one_layer_recipe("grpo", train={"steps": 4, "ppo_epochs": 2, "lr": 3e-3})
+    recipe = one_layer_recipe("grpo", train={"steps": 2, "ppo_epochs": 2, "lr": 3e-3})
     monkeypatch.setattr(primitives, "MAX_LOG_RATIO", 1e-3)  # the second update on a batch goes beyond it
     watched(tmp_path, recipe, events)
     shares = [row["clamped_log_ratios"] for row in steps_of(tmp_path)]
@@ -147,7 +147,7 @@ def test_loop_clamped_log_ratios_are_reported_once(tmp_path: Path, monkeypatch: 
 
 def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
     """On a fresh batch sampler and trainer agree; one update later, on the same batch, they do not."""
-    recipe = one_layer_recipe("grpo", train={"steps": 6, "ppo_epochs": 2, "lr": 3e-3})
+    recipe = one_layer_recipe("grpo", train={"steps": 4, "ppo_epochs": 2, "lr": 3e-3})
     run(tmp_path, recipe)
     rows = steps_of(tmp_path)
     for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
@@ -157,7 +157,7 @@ def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
         assert fresh["ratio"] == pytest.approx(1.0, abs=1e-5)
         assert stale["kl_sampler"] > 1e-4
     steps = [row.step for row in recorded(tmp_path)[0]]
-    assert sorted(set(steps)) == [1, 3, 5]
+    assert sorted(set(steps)) == [1, 3]
 
 
 def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
@@ -196,33 +196,28 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     assert {r.evaluation for r in records} == {"stories/validation"}
 
 
-def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
+def test_which_items_are_evaluated_and_how() -> None:
     """The first, another sample, several answers to each: the run's own key decides, and everything else stays."""
-    items = {}
+    items, ids = {}, list[str]()
     for name, options in {
         "sample": {},
         "first": {"items": "first"},
         "other": {"items_seed": 1},
         "several": {"samples": 3, "temperature": 1.5, "top_p": 0.9},
     }.items():
-        recipe = one_layer_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"num_examples": 6} | options)
-        run(tmp_path / name, recipe)
-        items[name] = [r for r in recorded(tmp_path / name)[1] if r.step == 0]
-    held_out = prepare(one_layer_recipe("sft", eval=EVALUATION)).evaluator
-    assert held_out is not None
-    ids = [example.id for example in held_out.tasks[0].examples]
-    assert [r.example_id for r in items["first"]] == ids[:6]
-    sampled = {name: [ids.index(r.example_id) for r in items[name]] for name in ("sample", "other")}
-    assert sampled == {"sample": held_out_indices(len(ids), 6), "other": held_out_indices(len(ids), 6, seed=1)}
-    assert sampled["sample"] != sampled["other"]
-    several = items["several"]
-    assert [(r.example_id, r.rollout_index) for r in several] == [
-        (r.example_id, k) for r in items["sample"] for k in range(3)
-    ]
-    assert len({r.completion for r in several}) > 6
-    (info,) = [row.metrics for row in MetricsLog(tmp_path / "several" / "metrics.jsonl").read() if row.step == 0]
-    assert (info["eval/stories/validation/n"], info["eval/stories/validation/samples"]) == (6.0, 3.0)
-    assert info["eval/stories/validation/pass@3"] >= info["eval/stories/validation/accuracy"]
+        evaluator = prepare(one_layer_recipe("sft", eval=EVALUATION | {"num_examples": 6} | options)).evaluator
+        assert evaluator is not None
+        ids = ids or [example.id for example in evaluator.tasks[0].examples]  # of the whole task, in the first case
+        (evaluation,) = evaluator(0)
+        items[name] = [(ids.index(r.example.id), r.rollout_index, r.text) for r in evaluation.rollouts]
+    chosen = {name: [index for index, *_ in rows] for name, rows in items.items()}
+    assert chosen["first"] == list(range(6))
+    assert chosen["sample"] == held_out_indices(len(ids), 6) != chosen["other"]
+    assert chosen["other"] == held_out_indices(len(ids), 6, seed=1)
+    assert [row[:2] for row in items["several"]] == [(i, k) for i in chosen["sample"] for k in range(3)]
+    assert len({text for *_, text in items["several"]}) > 6
+    assert (evaluation.results["n"], evaluation.results["samples"]) == (6.0, 3.0)
+    assert evaluation.results["pass@3"] >= evaluation.results["accuracy"]
 
 
 def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]) -> None:
@@ -297,36 +292,6 @@ def test_an_objective_that_sums_by_itself_is_refused(tmp_path: Path) -> None:
         UsageError, match=r"values of shape \(\) for a batch of shape \(\d+, \d+\).*one value per token"
     ):
         run(tmp_path, one_layer_recipe("sft", objective={"name": "small_runs:already_summed"}))
-
-
-OUTSIDE = '''
-from posttrain.registry import register
-from posttrain.types import Batch, Loss, Outputs
-
-@register("objective", level="token", needs=("advantages",))
-def pushing_from_outside(outputs: Outputs, batch: Batch, *, scale: float = 1.0) -> Loss:
-    """REINFORCE with a scale, from a file next to the recipe: values = -scale * A * log pi."""
-    return Loss(-scale * batch.field("advantages") * outputs.logprobs)
-
-def unregistered(outputs, batch):
-    assert sorted(batch.fields) == ["advantages", "old_logprobs", "sampler_logprobs"]
-    return Loss(-batch.field("advantages") * outputs.logprobs)
-'''
-
-
-def test_an_objective_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_objectives.py").write_text(OUTSIDE)
-    monkeypatch.syspath_prepend(tmp_path)
-    ours = {"reinforce": {"name": "reinforce"}, "registered": {"name": "my_objectives:pushing_from_outside"}}
-    ours["plain"] = {"name": "my_objectives:unregistered"}
-    for name, objective in ours.items():
-        run(tmp_path / name, one_layer_recipe("grpo", objective=objective, train={"steps": 2}))
-    assert same_bits(saved_tensors(tmp_path / "registered", 2), saved_tensors(tmp_path / "reinforce", 2))
-    assert same_bits(saved_tensors(tmp_path / "plain", 2), saved_tensors(tmp_path / "reinforce", 2))
-    scaled = one_layer_recipe("grpo", objective={"name": "my_objectives:pushing_from_outside", "scale": 2.0})
-    run(tmp_path / "scaled", scaled, stop_after=1)
-    once, twice = (steps_of(tmp_path / n)[0]["grad_norm"] for n in ("reinforce", "scaled"))
-    assert twice == pytest.approx(2 * once, rel=1e-4)
 
 
 def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.models.sources import TINY, resolve_model_name
+from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
 from small_runs import (
-    make_recipe,
+    one_layer_recipe,
     recorded,
     run,
     same_bits,
@@ -27,12 +27,11 @@ from small_runs import (
 
 # Two minibatches, twice: of the six steps the first four share a rollout batch.
 SHARED_BATCH = {"steps": 6, "ppo_epochs": 2, "num_minibatches": 2}
-JUDGING = {"label_above": 0.1, "group_size": 6, "max_tokens": 8}
-BALANCED = JUDGING | {"select": {"name": "balanced", "threshold": 0.1, "keep": 2}}
+JUDGING = {"label_above": 0.25, "group_size": 6, "max_tokens": 8}
+BALANCED = JUDGING | {"select": {"name": "balanced", "threshold": 0.25, "keep": 2}}
 SHORT = {"max_tokens": 8}
 TEACHER = {"top_k": 5}
 LORA = {"adapter": {"rank": 2, "dropout": 0.2}}
-DEEP = {"name": "tiny"}  # all of it: without its upper layers nothing that it samples in three steps is rewarded
 DESCRIBED = {"advantage_mean", "advantage_std", "advantage_min", "advantage_max"}
 SAMPLED = {"kl_sampler", "effective_sample_size", "entropy"}
 
@@ -62,9 +61,8 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "dpo from rollouts": (
         {
             "kind": "grpo",
-            "model": DEEP,
             "objective": "dpo",
-            "rollout": SHORT | {"select": {"name": "right_and_wrong", "threshold": 0.1, "num_pairs": 2}},
+            "rollout": SHORT | {"select": {"name": "right_and_wrong", "threshold": 0.25, "num_pairs": 2}},
             "train": SHARED_BATCH,
         },
         3,
@@ -85,31 +83,6 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         3,
         SAMPLED | {"ratio", "clip_fraction"},
     ),
-    "return to go": (
-        {"kind": "grpo", "advantage": "return_to_go", "kl_in_reward": {"weight": 0.1}, "rollout": SHORT},
-        2,
-        SAMPLED | DESCRIBED | {"kl_in_reward"},
-    ),
-    "correction": (
-        {"kind": "grpo", "model": DEEP, "correction": "token_tis", "rollout": SHORT | {"old_logprobs": "trainer"}},
-        2,
-        SAMPLED | DESCRIBED | {"correction", "ratio"},
-    ),
-    "expert iteration": (
-        {
-            "kind": "grpo",
-            "model": DEEP,
-            "objective": "cross_entropy",
-            "rollout": SHORT | {"select": {"name": "above", "threshold": 0.1}},
-        },
-        2,
-        SAMPLED | {"nll", "selected"},
-    ),
-    "on-policy distillation": (
-        {"kind": "grpo", "objective": "on_policy_distillation", "teacher": {}, "rollout": SHORT},
-        2,
-        SAMPLED | {"kl_teacher", "ratio"},
-    ),
     "distillation on rollouts": (
         {
             "kind": "grpo",
@@ -121,15 +94,9 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         3,
         SAMPLED | {"divergence", "student_mass", "teacher_mass"},
     ),
-    "distillation on data": (
-        {"kind": "sft", "objective": "distillation", "teacher": TEACHER},
-        2,
-        {"divergence", "student_mass", "teacher_mass", "entropy"},
-    ),
     "sdpo": (
         {
             "kind": "grpo",
-            "model": DEEP,
             "objective": "sdpo",
             "teacher": TEACHER | {"name": "self"},
             "rollout": JUDGING,
@@ -139,14 +106,15 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         SAMPLED | {"divergence", "feedback_share", "ratio"},
     ),
     "dpo on data": ({"kind": "judged", "objective": "dpo", "model": LORA}, 2, {"margin", "pair_accuracy"}),
-    "kto on data": ({"kind": "judged", "objective": "kto"}, 2, {"kl_baseline", "answer_accuracy"}),
     "bradley_terry": (
-        {"kind": "judged", "objective": {"name": "bradley_terry", "margin": True, "centering": 0.01}},
+        {
+            "kind": "judged",
+            "model": LORA,
+            "objective": {"name": "bradley_terry", "margin": True, "centering": 0.01},
+        },
         2,
         {"margin", "pair_accuracy", "chosen_score", "rejected_score"},
     ),
-    "outcome": ({"kind": "judged", "objective": "outcome"}, 2, {"outcome_accuracy", "answer_accuracy"}),
-    "process": ({"kind": "judged", "objective": "process"}, 2, {"step_accuracy", "positive_share"}),
     "process, three classes": (
         {
             "kind": "judged",
@@ -168,9 +136,8 @@ def recipe_of(name: str, teacher: str) -> tuple[Any, int, set[str]]:
     changes, kept_step, expected = RUNS[name]
     if "teacher" in changes:
         changes = changes | {"teacher": {"name": teacher} | changes["teacher"]}
-    model = {"name": shallow(2)} | changes.get("model", {})
     train = {"steps": 3, "save_every": kept_step, "keep_checkpoints": 9} | changes.get("train", {})
-    return make_recipe(**changes | {"model": model, "train": train}), kept_step, expected
+    return one_layer_recipe(**changes | {"train": train}), kept_step, expected
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -226,11 +193,11 @@ def assert_everything_moved(folder: Path, step: int, model: ModelSection) -> Non
 
 def test_a_critic_of_its_own_is_another_model_by_the_end(tmp_path: Path) -> None:
     """It began as a copy of the policy; what it learns is not what the policy learns."""
-    recipe = make_recipe("grpo", objective="ppo", head={"lr_ratio": 3.0}, rollout=SHORT, train={"steps": 2})
+    recipe = one_layer_recipe("grpo", objective="ppo", head={"lr_ratio": 3.0}, rollout=SHORT, train={"steps": 2})
     run(tmp_path, recipe)
     saved = tmp_path / "checkpoints" / "step-000002"
     policy, critic = load_file(saved / "model.safetensors"), load_file(saved / "heads.safetensors")
-    start = load_file(TINY / "model.safetensors")
+    start = load_file(Path(shallow(1)) / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     moved, critic_moved = (policy[name] - start[name]).abs().max(), (critic[f"critic.{name}"] - start[name]).abs().max()
     assert float(moved) > 1e-4

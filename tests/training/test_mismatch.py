@@ -11,7 +11,7 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.forward import forward
 from posttrain.sampling.native import schedule
 from posttrain.store.metrics import MetricsLog
-from small_runs import make_recipe, run
+from small_runs import one_layer_recipe, run
 
 
 def sharpen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_train_with_a_sampler_that_is_another_model_stops_before_the_update(
 ) -> None:
     sharpen(monkeypatch)
     with pytest.raises(EngineMismatch) as stopped:
-        run(tmp_path, make_recipe("grpo"))
+        run(tmp_path, one_layer_recipe("grpo"))
     text = str(stopped.value)
     assert text.startswith("update 1: the sampler is not the model that is trained. The KL from sampler to trainer is ")
     found = re.search(r"the engine \(native\) differs from the model's own forward pass by (.+?) nats per", text)
@@ -46,15 +46,15 @@ def test_train_with_a_forward_pass_that_is_another_model_names_the_trainer(
     with pytest.raises(
         EngineMismatch, match=r"the trainer's forward pass \(packed\) differs from the model's own by 0\."
     ):
-        run(tmp_path, make_recipe("grpo"))
+        run(tmp_path, one_layer_recipe("grpo"))
 
 
 def test_train_with_rows_of_older_weights_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second update of a batch, and dropout, are no fault of the sampler."""
-    recipe = make_recipe("grpo", train={"steps": 4, "lr": 0.05, "ppo_epochs": 4, "warmup_steps": 0})
+    recipe = one_layer_recipe("grpo", train={"steps": 4, "lr": 0.05, "ppo_epochs": 4, "warmup_steps": 0})
     assert run(tmp_path / "epochs", recipe).step == 4
     rows = MetricsLog(tmp_path / "epochs" / "metrics.jsonl").read()
     assert max(row.metrics.get("kl_sampler", 0.0) for row in rows) > 0.05
     adapter = {"rank": 4, "dropout": 0.9}
-    recipe = make_recipe("grpo", model={"name": "tiny", "adapter": adapter}, train={"steps": 2, "lr": 0.05})
+    recipe = one_layer_recipe("grpo", model={"adapter": adapter}, train={"steps": 2, "lr": 0.05})
     assert run(tmp_path / "dropout", recipe).step == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from small_runs import Events, make_recipe, steps_of, watched
+from small_runs import Events, one_layer_recipe, steps_of, watched
 
 # The base model knows no answer format, so that every reward is 0.
 BLIND = ("--model.name", "tiny", "--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "8")
@@ -15,6 +15,7 @@ SHORT = ("--train.steps", "3", "--eval.every", "0", "--task.size", "64")
 WARNING = "in the first 3 batches no group of answers differed in reward"
 
 
+@pytest.mark.usefixtures("no_curves")
 def test_train_base_model_without_format_warns_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--runs-dir", str(tmp_path))
     assert main(["train", "tiny/grpo", *BLIND, *SHORT, "--run", "blind", *where]) == 0
@@ -28,7 +29,7 @@ def test_train_base_model_without_format_warns_everywhere(tmp_path: Path, capsys
 
 def test_train_rate_too_small_for_the_weights_warns_once(tmp_path: Path) -> None:
     events = Events()
-    watched(tmp_path, make_recipe("sft", train={"steps": 12, "lr": 1e-30}, data={"batch_size": 1}), events)
+    watched(tmp_path, one_layer_recipe("sft", train={"steps": 12, "lr": 1e-30}, data={"batch_size": 1}), events)
     message = [info["message"] for info in events.of("notice") if "weights_moved" in info["message"]]
     assert message == [
         "weights_moved: no weight has moved in 10 steps. The learning rate of 1e-30 is too small for the dtype of the "
@@ -39,7 +40,7 @@ def test_train_rate_too_small_for_the_weights_warns_once(tmp_path: Path) -> None
 
 def test_train_run_that_learns_does_not_warn(tmp_path: Path) -> None:
     events = Events()
-    watched(tmp_path, make_recipe("grpo"), events)
+    watched(tmp_path, one_layer_recipe("grpo"), events)
     assert not [info for info in events.of("notice") if "learn" in info["message"]]
     assert {step["weights_moved"] for step in steps_of(tmp_path)} == {1.0}
 

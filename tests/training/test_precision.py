@@ -9,14 +9,14 @@ import torch
 
 from posttrain.errors import RecipeError
 from posttrain.training.build import prepare
-from small_runs import make_recipe, run, same_bits, saved_tensors, steps_of, untimed
+from small_runs import make_recipe, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed
 
 COARSE = {"steps": 4, "precision": "bf16", "save_every": 2}
 
 
 def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     slowly = {**COARSE, "lr": 3e-4}  # at 1e-3 rounding moves the fourth loss by 6 % on a CPU with AMX
-    recipe = make_recipe("sft", train=slowly)
+    recipe = one_layer_recipe("sft", train=slowly)
     run(tmp_path / "whole", recipe)
     run(tmp_path / "parted", recipe, stop_after=2)
     run(tmp_path / "parted", recipe, resume=True)
@@ -24,7 +24,7 @@ def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) 
     assert same_bits(whole, parted)
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parted")
     assert {t.dtype for n, t in whole.items() if t.is_floating_point()} == {torch.float32}
-    run(tmp_path / "exact", make_recipe("sft", train={**slowly, "precision": "fp32"}))
+    run(tmp_path / "exact", one_layer_recipe("sft", train={**slowly, "precision": "fp32"}))
     assert not same_bits(whole, saved_tensors(tmp_path / "exact", 4))
     losses, expected = ([step["loss"] for step in steps_of(tmp_path / name)] for name in ("whole", "exact"))
     assert losses[0] == pytest.approx(expected[0], rel=2e-3)
@@ -32,13 +32,8 @@ def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) 
 
 
 def test_where_the_trainer_takes_both_a_ratio_begins_at_one_and_a_reference_at_no_distance(tmp_path: Path) -> None:
-    recipe = make_recipe(
-        "grpo",
-        rollout={"num_prompts": 4, "group_size": 4, "max_tokens": 10, "temperature": 1.5, "old_logprobs": "trainer"},
-        regularize={"kl_coef": 0.1},
-        train=COARSE,
-    )
-    run(tmp_path, recipe)
+    rollout = {"old_logprobs": "trainer"}
+    run(tmp_path, one_layer_recipe("grpo", rollout=rollout, regularize={"kl_coef": 0.1}, train={**COARSE, "steps": 1}))
     first = steps_of(tmp_path)[0]
     assert first["kl_ref"] == 0
     assert first["ratio"] == 1

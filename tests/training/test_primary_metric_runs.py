@@ -20,7 +20,7 @@ from posttrain.training import held_out
 from posttrain.training.build import prepare
 from posttrain.training.sources.rollouts import describe_rollouts
 from posttrain.types import Completion, Example, Message, Rollout
-from small_runs import Events, one_layer_recipe, watched
+from small_runs import Events, one_layer_recipe, shallow, watched
 
 RESPONSE = "There are many apples in the box."
 
@@ -41,6 +41,7 @@ def imitation(pairs: Path, **evaluation: Any) -> Recipe:
     return validate_recipe(
         {
             "task": task,
+            "model": {"name": shallow(1)},
             "prompt": {"template": "dialogue"},
             "data": {"batch_size": 4, "max_length": 128},
             "objective": "cross_entropy",

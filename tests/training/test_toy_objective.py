@@ -76,21 +76,16 @@ def resolved(path: Path) -> Recipe:
 
 
 def test_it_trains_from_a_recipe_file_and_learns(tmp_path: Path) -> None:
-    """Digits pay. Over two seeds the reward of the last two of ten batches is 0.3 above that of the first two."""
-    rises = []
-    for seed in (0, 1):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        settings = {"steps": 10, "lr": 1e-3, "seed": seed}
-        rollout = {"num_prompts": 4, "group_size": 8, "max_tokens": 12}
-        path = write_recipe(folder, "grpo", {"name": TOKENS, "strength": 0.8}, train=settings, rollout=rollout)
-        run(folder, resolved(path))
-        rows = steps_of(folder)
-        rises.append(fmean(r["reward"] for r in rows[-2:]) - fmean(r["reward"] for r in rows[:2]))
-        assert 0.0 < rows[0]["push"] < 1.0  # its own metric, averaged over the tokens of the batch
-        assert all("push" in row for row in rows)
-        assert {"kl_sampler", "effective_sample_size", "advantage_std", "grad_norm"} <= rows[0].keys()
-    assert fmean(rises) > 0.3
+    """Digits pay. The reward of the last two of ten batches is 0.3 above that of the first two."""
+    rollout = {"num_prompts": 4, "group_size": 8, "max_tokens": 12}
+    settings = {"steps": 10, "lr": 1e-3}
+    path = write_recipe(tmp_path, "grpo", {"name": TOKENS, "strength": 0.8}, train=settings, rollout=rollout)
+    run(tmp_path, resolved(path))
+    rows = steps_of(tmp_path)
+    assert fmean(r["reward"] for r in rows[-2:]) - fmean(r["reward"] for r in rows[:2]) > 0.3
+    assert 0.0 < rows[0]["push"] < 1.0  # its own metric, averaged over the tokens of the batch
+    assert all("push" in row for row in rows)
+    assert {"kl_sampler", "effective_sample_size", "advantage_std", "grad_norm"} <= rows[0].keys()
 
 
 # --- one value per pair ---

@@ -14,7 +14,7 @@ from posttrain.evaluation.reward_models.scoring import load_reward_model
 from posttrain.graders.rewards import bind_reward
 from posttrain.recipes.recipe import load_recipe
 from posttrain.types import Example, Message
-from small_runs import make_recipe, run, steps_of
+from small_runs import one_layer_recipe, run, steps_of
 
 EXAMPLE = Example("e", (Message("user", "What is 1 plus 4?"),), "5")
 TEXTS = ["<think>1 + 4 = 5. </think> <answer> 5 </answer>", "<think>no", "<think>" + "1 + 4 = 5. " * 300]
@@ -24,7 +24,7 @@ TEXTS = ["<think>1 + 4 = 5. </think> <answer> 5 </answer>", "<think>no", "<think
 def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The run of a small reward model, trained on pairs of sums for a few steps."""
     folder = tmp_path_factory.mktemp("judge")
-    recipe = make_recipe("judged", train={"steps": 3, "lr": 3e-3}, eval={"tasks": ["small_runs:judged_sums"]})
+    recipe = one_layer_recipe("judged", train={"steps": 3, "lr": 3e-3}, eval={"tasks": ["small_runs:judged_sums"]})
     run(folder, recipe)
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     return str(folder)
@@ -78,14 +78,14 @@ def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ende
 
 def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: str, tmp_path: Path) -> None:
     rewards = [{"name": "reward_model", "run": judge}, {"name": "correct", "weight": 0.0}]
-    recipe = make_recipe("grpo", rewards=rewards, train={"steps": 2, "lr": 1e-3})
+    recipe = one_layer_recipe("grpo", rewards=rewards, train={"steps": 2, "lr": 1e-3})
     run(tmp_path, recipe)
     steps = steps_of(tmp_path)
     assert len(steps) == 2
     assert all(step["reward"] == pytest.approx(step["reward/reward_model"]) for step in steps)
     assert {step["reward/unscored"] for step in steps} == {0.0}
-    longer = make_recipe("grpo", rewards=rewards, train={"steps": 3, "lr": 1e-3})
-    run(Path(judge), make_recipe("judged", train={"steps": 4, "lr": 3e-3}), resume=True)
+    longer = one_layer_recipe("grpo", rewards=rewards, train={"steps": 3, "lr": 1e-3})
+    run(Path(judge), one_layer_recipe("judged", train={"steps": 4, "lr": 3e-3}), resume=True)
     with pytest.raises(UsageError, match=r"rewards: .* stood for step-000003 when this run began"):
         run(tmp_path, longer, resume=True)
 
@@ -93,7 +93,7 @@ def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: 
 def test_what_cannot_be_a_judge_is_refused_before_anything_is_sampled(judge: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no run's folder"):
         word(str(tmp_path / "nowhere"))
-    policy = make_recipe("sft", train={"steps": 1})
+    policy = one_layer_recipe("sft", train={"steps": 1})
     (tmp_path / "recipe.yaml").write_text(policy.to_yaml(), encoding="utf-8")
     with pytest.raises(UsageError, match="trained a policy"):
         word(str(tmp_path))
