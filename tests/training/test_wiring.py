@@ -65,6 +65,16 @@ def test_two_opinions_about_one_thing_are_refused(changes: dict[str, Any], messa
         prepare(one_layer_recipe("grpo", **changes))
 
 
+def test_prepare_rows_with_answers_where_the_model_samples_says_so() -> None:
+    pairs: dict[str, Any] = {"objective": {"name": "dpo"}, "advantage": None, "aggregate": "unit_mean"}
+    pairs["rollout"] = {"select": {"name": "right_and_wrong", "threshold": 1.0}, "label_above": 1.0}
+    told = [
+        "are not read" in " ".join(prepare(one_layer_recipe("grpo", **pairs, task=task)).warnings)
+        for task in ({"responses": "pair"}, {})
+    ]
+    assert told == [True, False]
+
+
 def test_a_teacher_that_has_become_another_is_refused_on_resume(tmp_path: Path) -> None:
     """The teacher is a folder here; of a run, the name of its best checkpoint would be compared."""
     teacher = tmp_path / "step-000001"

@@ -212,6 +212,7 @@ class Document(Generic[T]):
         if item["type"] != "extra_forbidden":
             names_one = isinstance(item["input"], str) and "name" in known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
+            hint = ". A file of rows is task.path (task jsonl or preferences)" if key == "data" else hint
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
         from posttrain.other_names import answer_other_name
 

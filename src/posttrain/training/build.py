@@ -36,7 +36,13 @@ from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
 from posttrain.training.advantages import AdvantageEstimator
 from posttrain.training.batch_fields import BatchFields, scoring_temperature
-from posttrain.training.checks import OWN_TEACHER, Components, resolve_components, unread_margins
+from posttrain.training.checks import (
+    OWN_TEACHER,
+    Components,
+    resolve_components,
+    unread_margins,
+    unread_responses,
+)
 from posttrain.training.optimizer import build_optimizer
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
@@ -163,6 +169,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     warnings = [
         *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.warnings),
         *unread_margins(components, task.keys),
+        *unread_responses(components, task),
         *further_ends(tokenizer, grader.template),
         *warnings,
         *_slow_paths(policy, recipe),

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from posttrain import registry
-from posttrain.data.base import eval_components
+from posttrain.data.base import Task, eval_components
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
@@ -137,6 +137,16 @@ def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) 
         return []
     name = components.recipe.objective.name
     return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
+
+
+def unread_responses(components: Components, task: Task) -> list[str]:
+    """Return a line where rows bring judged answers, and the model samples others in their place."""
+    if components.recipe.rollout is None or components.shape == "demonstration" or not task.examples[0].responses:
+        return []
+    return [
+        f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} are "
+        "not read; a recipe with data in place of rollout (dpo-preferences) trains on them"
+    ]
 
 
 def _of_objective(w: Components) -> list[Rule]:
