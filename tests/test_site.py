@@ -66,6 +66,8 @@ def as_tested(page: Path, command: str) -> str:
         return f"{command} --train.steps 2"
     if words[1] == "sweep" and "--dry-run" not in words and not (stands and "--train.steps" in words):
         return f"{command} --dry-run"  # whole sweeps take up to hours
+    if words[1:3] == ["sae", "diff"] and not stands:  # the tutorial runs a shorter one
+        return f"{command} --dry-run"
     if words[1] == "demo" and not stands:
         return "posttrain demo --help"
     return command
