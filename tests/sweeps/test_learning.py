@@ -78,10 +78,10 @@ def test_the_table_by_hand() -> None:
         *("method", "seeds", "accuracy", "over the run", "gain, points", "reward", "train seconds", "sampled tokens"),
         *("trained tokens", "KL from initial model", "entropy", "completion length", "margin last"),
     ]
-    assert table.lines[0][:3] == ["b", "2", "70.0 %"]
+    assert table.lines[0][:3] == ["b", "2", "70.0%"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
-        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0", "400", "320"),
+        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0", "0.600", "8.0", "400", "320"),
         *("0.100", "0.800", "30.0", "0.400"),
     ]
     low, high = wilson_interval(2, 20)
@@ -89,7 +89,7 @@ def test_the_table_by_hand() -> None:
     notes = "\n".join(sweep.notes)
     assert "95 % Student-t interval of the mean over seeds" in notes
     assert "start: tiny/sft, before the first update, with Wilson's 95 % interval for 20 problems" in notes
-    assert make_sweep([make_trial("a", 0, [0.1, 0.4])]).tables[0].lines[0][2] == "40.0 %"  # one seed has no interval
+    assert make_sweep([make_trial("a", 0, [0.1, 0.4])]).tables[0].lines[0][2] == "40.0%"  # one seed has no interval
 
 
 def test_failed_and_unfinished_trials_are_shown() -> None:
@@ -100,14 +100,14 @@ def test_failed_and_unfinished_trials_are_shown() -> None:
     ]
     sweep = make_sweep(trials)
     table = sweep.tables[0]
-    assert table.lines[0][:3] == ["a", "1 of 2", "40.0 %"]
+    assert table.lines[0][:3] == ["a", "1 of 2", "40.0%"]
     assert table.lines[1][:4] == ["b", "0 of 1", "unfinished", "–"]
 
 
 def test_markdown_and_json_have_everything() -> None:
     sweep = two_rows()
     text, data = sweep.to_markdown(), json.loads(sweep.to_json())
-    assert "| b | 2 | 70.0 % | 47.5 ± 31.8 % | +60.0% |" in text
+    assert "| b | 2 | 70.0% | 47.5 ± 31.8 % | +60.0 |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5  # header, rule, two rows, start
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -179,7 +179,7 @@ def test_of_one_seed_or_equal_ones_the_interval_is_that_over_the_problems() -> N
     def shown(*trials: TrialResult) -> str:
         return make_sweep(trials).tables[0].lines[0][2]
 
-    assert shown(trial(0, 0.5)) == shown(trial(0, 0.5), trial(1, 0.5)) == "50.0 % [25.0%, 75.0%]"
+    assert shown(trial(0, 0.5)) == shown(trial(0, 0.5), trial(1, 0.5)) == "50.0% [25.0%, 75.0%]"
     assert shown(trial(0, 0.5), trial(1, 0.50008)) == "50.00 ± 0.05 %"  # so many places that it is not ± 0.0
 
 

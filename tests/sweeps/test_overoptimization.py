@@ -196,7 +196,7 @@ def test_a_fall_under_a_rising_proxy_is_over_optimization() -> None:
     line = part.tables[0].lines[0]
     assert line[:3] == ["grpo", "3", "2.00"]
     # 0.70, 0.71, 0.72 less 0.30; 4.303 · 0.01 / √3
-    assert line[4:] == ["10.0 %", "71.0 ± 2.5 %", "1.00", "30.0 %", "41.0 ± 2.5 %"]
+    assert line[4:] == ["10.0%", "71.0 ± 2.5 %", "1.00", "30.0%", "41.0 ± 2.5 %"]
     data = part.data["methods"]["grpo"]
     assert data["is_shown"] is True
     assert data["curves"][1][1]["gold"] == pytest.approx(0.71)

@@ -160,7 +160,7 @@ def _line(row: RowResult, columns: Sequence[Metric], primary: Metric) -> list[st
     if bounds is not None and not has_spread:
         line[2] += f" [{', '.join(map(primary.show, bounds))}]"
     gain = row.summaries.get("gain")
-    line.append(NOTHING if gain is None else f"{gain.mean:{'+.1%' if primary.is_share else '+.3f'}}")
+    line.append(NOTHING if gain is None else f"{100 * gain.mean:+.1f}" if primary.is_share else f"{gain.mean:+.3f}")
     for metric in columns:
         line.append(metric.show(row.summaries[metric.name].mean) if metric.name in row.summaries else NOTHING)
     return line
