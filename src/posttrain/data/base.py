@@ -122,7 +122,7 @@ def _held_out(component: Component) -> Component:
     return Component(name=component.name, **(_without_size(component) | {"split": split}))
 
 
-def _without_size(component: Component) -> dict[str, Any]:
+def _without_size(component: Component) -> dict[str, object]:
     """The options of a task that hold for its other splits too: of one that reads rows not the number of rows.
 
     The size of a task that makes its examples has a default, and stays.
@@ -142,7 +142,7 @@ def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> C
     Raises:
         UsageError: a model that is no run, and no task named.
     """
-    options: dict[str, Any] = dict(named.options) if named is not None else {}
+    options: dict[str, object] = dict(named.options) if named is not None else {}
     if named is not None and named.name:
         name = named.name
     elif recipe is not None:
@@ -155,7 +155,7 @@ def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> C
     return map_tasks(Component(name=name, **options), lambda component: _with_split(component, "test"))
 
 
-def _own_task(component: Component, options: Mapping[str, Any]) -> Component:
+def _own_task(component: Component, options: Mapping[str, object]) -> Component:
     own = {key: value for key, value in _without_size(component).items() if key != "split"}
     traits = registry.find("task", component.name).traits
     learns_from_test = own.get(traits.get("learns_from_test", ""))

@@ -47,7 +47,7 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
     return tuple(_in_order(row, key, value, messages))
 
 
-def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
+def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     where = f"{key!r}, message {number}"
     fields = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
     row.used.update(f"{key}[].{k}" for k in fields)
@@ -105,7 +105,7 @@ def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
     return str(value) if not needed and is_blank(value) else row.checked(value, name)
 
 
-def _is_trained(row: Row, where: str, fields: Mapping[str, Any]) -> bool:
+def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
     values = {key: fields[key] for key in _TRAINED_KEYS if key in fields}
     for key, value in values.items():
         if not isinstance(value, int | float) or value not in (0, 1):
@@ -118,7 +118,7 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, Any]) -> bool:
     return all(values.values())
 
 
-def _read_call(row: Row, place: str, fields: Any) -> Call:
+def _read_call(row: Row, place: str, fields: object) -> Call:
     """A call: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
     fields = fields if isinstance(fields, Mapping) else {}
     function = fields.get("function", fields)
@@ -209,7 +209,7 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
         missing, has_called = len(message.calls), bool(message.calls)
 
 
-def read_variables(row: Row) -> dict[str, Any]:
+def read_variables(row: Row) -> dict[str, object]:
     """Variables that a row passes to the chat template: its ``tools``, and its ``chat_template_kwargs``.
 
     Tools are a list of schemas or its text; each is read as ``{"function": ...}``.

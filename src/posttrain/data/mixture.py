@@ -16,7 +16,7 @@ from posttrain.types import Example
 PART = "part"  # the key of ``meta`` with the name of an example's part
 
 
-def _complete(options: dict[str, Any], where: str) -> dict[str, Any]:
+def _complete(options: dict[str, object], where: str) -> dict[str, object]:
     """The options of a mixture with those of every part's task filled in and checked."""
     plain = [
         part.model_copy(update={"task": complete_component(part.task, "task", f"{where}.parts.{i}.task")}).model_dump()

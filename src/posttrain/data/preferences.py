@@ -48,7 +48,7 @@ def judged_rows(
 ) -> Iterator[Row]:
     """One row per judged answer of an item, under these keys with the item's meta."""
 
-    def split_up(row: Row, answers: list[Judged]) -> Iterator[Mapping[str, Any]]:
+    def split_up(row: Row, answers: list[Judged]) -> Iterator[Mapping[str, object]]:
         meta = row.plain("meta")
         shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
         for text, is_correct, ids in answers:
@@ -63,7 +63,7 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
     So no answer is in two pairs; those that find no partner are dropped and counted.
     """
 
-    def split_up(row: Row, answers: list[Judged]) -> list[Mapping[str, Any]]:
+    def split_up(row: Row, answers: list[Judged]) -> list[Mapping[str, object]]:
         dropped.update("a blank answer" for text, _, _ in answers if is_blank(text))
         correct, wrong = ([t for t, v, _ in answers if v is kind and not is_blank(t)] for kind in (True, False))
         for one, more, other in (("right", correct, wrong), ("wrong", wrong, correct)):
@@ -344,7 +344,7 @@ def _answer_of(row: Row, key: str, message: Message) -> str:
 def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> TrainerState:
     """A prompt with one solution in steps, each with its class."""
     messages = _read_prompt(row)
-    lists: list[Sequence[Any]] = []
+    lists: list[Sequence[object]] = []
     for key in ("completions", "labels"):
         value = row.nested(key) if row.has(key) else None
         drop_if(value is None or value == [], f"{key!r} is {'missing' if value is None else 'empty'}")

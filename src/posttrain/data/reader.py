@@ -188,7 +188,7 @@ def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str,
     return {key: file for key, file in there.items() if file is not None} if there["path"] else {}
 
 
-def _where_to_get(name: str, place: Mapping[str, Any]) -> str:
+def _where_to_get(name: str, place: Mapping[str, object]) -> str:
     if not place:
         return f". {name} reads a file of yours: name it as task.path, or by its name in the folder {FOLDER}"
     return (

@@ -47,11 +47,11 @@ class RowData(dict[str, Any]):
 
     __slots__ = ("used",)
 
-    def __init__(self, values: Mapping[str, Any], used: set[str]) -> None:
+    def __init__(self, values: Mapping[str, object], used: set[str]) -> None:
         super().__init__(values)
         self.used = used
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         self.used.add(key)
         return super().__getitem__(key)
 
@@ -120,7 +120,7 @@ class Row:
         """Return True if a text stands under ``key`` that is not the JSON text of messages."""
         return isinstance(self.data.get(key), str) and not are_messages(self.nested(key))
 
-    def as_written(self, value: Any) -> Any:
+    def as_written(self, value: object) -> object:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
         if self.is_arrow and isinstance(value, Mapping):
             return {key: self.as_written(one) for key, one in value.items() if one is not None}
@@ -172,7 +172,7 @@ class Row:
         value = self.plain("meta") if self.has("meta") else {}
         return dict(value) if isinstance(value, Mapping) else {"meta": value}
 
-    def entries(self, key: str, what: str) -> list[Any]:
+    def entries(self, key: str, what: str) -> list[object]:
         """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``."""
         self.need(key)
         value = self.data[key]
@@ -257,7 +257,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:
@@ -268,7 +268,7 @@ def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_without_twice)
 
 
-def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
+def _parse_object(text: str, path: Path, number: int) -> dict[str, object]:
     try:
         value = _JSON.decode(text)
     except json.JSONDecodeError as error:

@@ -107,7 +107,7 @@ def find_switches(config: Config, reach: int) -> tuple[int, ...]:
     return tuple(sorted({length for length in lengths if 1 < length < reach}))
 
 
-def _lengths_in(settings: Mapping[str, Any], keys: re.Pattern[str], is_length: bool = False) -> Iterator[int]:
+def _lengths_in(settings: Mapping[str, object], keys: re.Pattern[str], is_length: bool = False) -> Iterator[int]:
     for key, value in settings.items():
         found = is_length or keys.search(str(key)) is not None
         if isinstance(value, Mapping):

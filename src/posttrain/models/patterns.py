@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
@@ -133,7 +132,7 @@ def check_chat_template(template: str, where: str) -> None:
         )
 
 
-def check_adapter_patterns(settings: Mapping[str, Any], where: str) -> None:
+def check_adapter_patterns(settings: Mapping[str, object], where: str) -> None:
     """Refuse regular expressions of an adapter's configuration that take forever, or are none.
 
     Raises:

@@ -37,7 +37,9 @@ except ImportError as error:
     raise MissingExtra("bitsandbytes", "quantize", "a model with quantized weights") from error
 
 
-def load_quantized(source: str, bits: Bits | None, device: torch.device, options: Mapping[str, Any]) -> tuple[Any, Any]:
+def load_quantized(
+    source: str, bits: Bits | None, device: torch.device, options: Mapping[str, object]
+) -> tuple[Any, Any]:
     """Return a causal language model whose linear layers are quantized, and transformers' report of what it found.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -72,5 +71,5 @@ def save_adapter_scorer(path: Path, model: Model, weight: Tensor) -> bool:
     return True
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.data.render.calls import CallForm, write_calls
 from posttrain.data.render.encoding import (
@@ -67,7 +66,7 @@ def behind_prompt(
     template: Template,
     pieces: Sequence[Piece],
     prompt: Sequence[int] = (),
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, object] | None = None,
 ) -> list[Piece]:
     """Return the pieces of an assistant's text as they stand behind a prompt.
 
@@ -131,7 +130,7 @@ def encode_response(
 
 
 def encode_answer(
-    tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, object]
 ) -> list[int]:
     """Token ids of a given text of the assistant behind its prompt, the end token not included."""
     pieces = [Piece(text, trusted=False)]
@@ -151,7 +150,7 @@ def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int]
     return opening_of(tokenizer, template, prompt) + text
 
 
-def _leads(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str, Channels]:
+def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, Channels]:
     """The text that a chat template writes before an answer, and its channels.
 
     Only what holds a marker: white space before an answer is the model's own.
@@ -299,7 +298,7 @@ def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] =
     raise refusals[-1] if "rewrites" in str(refusals[-1]) else refusals[0]
 
 
-def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, Any], role: str) -> ReplyFrame:
+def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: str) -> ReplyFrame:
     """The frame for replies in a role; equal for every turn, whatever it says."""
 
     def render(*turns: tuple[str, str]) -> str:

@@ -57,7 +57,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def chat_pieces(
-    messages: Sequence[Message], tokenizer: Tokenizer, system: str = "", variables: Mapping[str, Any] | None = None
+    messages: Sequence[Message], tokenizer: Tokenizer, system: str = "", variables: Mapping[str, object] | None = None
 ) -> list[Piece]:
     """The conversation by the tokenizer's chat template, up to where the assistant begins to speak.
 
@@ -124,7 +124,7 @@ def spell(messages: Sequence[Message]) -> list[Message]:
 
 
 def render_pieces(
-    tokenizer: Tokenizer, messages: Sequence[Message], system: str, variables: Mapping[str, Any], *, prompt: bool
+    tokenizer: Tokenizer, messages: Sequence[Message], system: str, variables: Mapping[str, object], *, prompt: bool
 ) -> tuple[list[Piece], set[int]]:
     """The pieces of a conversation, and which of its messages have reasoning that the chat template does not show.
 
@@ -184,7 +184,7 @@ def as_row_texts(value: Any) -> Any:
 class _Sheet:
     """Texts by the number of their placeholder, for one conversation in one chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, object]) -> None:
         self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
         self.system = system
         self.texts: list[list[Piece]] = []
@@ -245,7 +245,7 @@ class _Sheet:
             self.needed[number] = needed
         return f'{_OPEN}{number}"{_CLOSE}'
 
-    def _leaves(self, value: Any, needed: str | None) -> Any:
+    def _leaves(self, value: object, needed: str | None) -> object:
         """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
         if isinstance(value, Mapping):
             bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
@@ -317,7 +317,7 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
 
 
 def probed(
-    tokenizer: Tokenizer, what: str, variables: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
+    tokenizer: Tokenizer, what: str, variables: Mapping[str, object], find: Callable[[Mapping[str, Any]], Found]
 ) -> Found:
     """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
     settings = {key: value for key, value in variables.items() if key != "tools"}
@@ -334,7 +334,7 @@ def mark(number: int) -> str:
 
 
 def render_history(
-    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], variables: Mapping[str, Any], *, prompt: bool
+    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], variables: Mapping[str, object], *, prompt: bool
 ) -> str:
     """The chat template's text for messages, by role and content (trusted, as placeholders are); see render_dicts."""
     return render_dicts(tokenizer, [{"role": r, "content": content} for r, content in turns], variables, prompt=prompt)
@@ -435,7 +435,7 @@ def prompt_pieces(
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], variables: Mapping[str, object] | None = None
 ) -> list[int]:
     """Token ids of the prompt, up to and including the template's opening; ``variables``: see ``prompt_pieces``.
 

@@ -63,7 +63,7 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
     return probed(tokenizer, "call marks", template.variables, find) if form.is_native else ()
 
 
-def _learn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> CallForm:
+def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
     default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
     end = turn_end(tokenizer)
     end_text = tokenizer.convert_ids_to_tokens(end) if end is not None else ""

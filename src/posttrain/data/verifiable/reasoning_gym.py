@@ -62,7 +62,7 @@ def reasoning_gym(
     split: Split = "train",
     seed: Seed = 0,
     size: Annotated[int, Field(ge=1)] = 1000,
-    options: dict[str, Any] | None = None,
+    options: dict[str, object] | None = None,
 ) -> Task:
     """Questions of one reasoning-gym data set, made on demand.
 
@@ -102,7 +102,7 @@ def reasoning_gym(
     return Task("reasoning_gym", split, examples_of(dataset, split, size, first, make_round))
 
 
-def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _load_factory(dataset: str, options: Mapping[str, object]) -> Callable[..., Any]:
     """The function that makes data sets, once it is sure that this one exists and has these options."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -122,7 +122,7 @@ def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any
     return create_dataset
 
 
-def make_scorer(dataset: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> WorkerScorer:
+def make_scorer(dataset: str, settings: Mapping[str, object], entry: Mapping[str, object]) -> WorkerScorer:
     """The data set's own scorer of one entry; ``settings`` made the data set (``seed``, ``size`` and options)."""
     from posttrain.data.verifiable.reasoning_gym_scoring import TARGET, encode
 
@@ -151,7 +151,7 @@ def examples_of(
             if number == len(rounds):
                 rounds.append(make_round(number))
             settings, made = rounds[number]
-            entry: dict[str, Any] = made[item]
+            entry: dict[str, object] = made[item]
             if split_of(str(entry["question"])) == split:
                 round_of[item] = number
                 return Example(

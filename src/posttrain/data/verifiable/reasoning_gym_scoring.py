@@ -40,7 +40,7 @@ def _make(name: str, settings: str) -> Any:
     return create_dataset(name, **decode(settings))
 
 
-def encode(value: Any) -> str:
+def encode(value: object) -> str:
     """Plain values as JSON; ``decode`` gives them back, with their types.
 
     Raises:
@@ -54,7 +54,7 @@ def decode(text: str) -> Any:
     return json.loads(text, object_hook=_unmark)
 
 
-def _mark(value: Any) -> Any:
+def _mark(value: object) -> object:
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("#") for key in value):
             return {str(key): _mark(one) for key, one in value.items()}
@@ -72,6 +72,6 @@ def _mark(value: Any) -> Any:
     raise TypeError(f"an entry holds {type(value).__name__}, which JSON has not")
 
 
-def _unmark(value: dict[str, Any]) -> Any:
+def _unmark(value: dict[str, object]) -> object:
     mark = next(iter(value), "")
     return _MARKS[mark](value[mark]) if mark in _MARKS else value

@@ -113,7 +113,7 @@ def _read_math(row: Row, without: str) -> Example:
     problem = row.text("problem").strip()
     boxed = last_boxed(solution or "") or None
     answer = row.answer("answer").strip() if row.has("answer") else boxed
-    meta: dict[str, Any] = {}
+    meta: dict[str, object] = {}
     grader = "math"
     if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
         answer = ", ".join(boxes[0])
@@ -142,7 +142,7 @@ def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Read
         drop_if(not golds, "no answer")
         if len(golds) > 1 and grader != "math":
             raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-        meta: dict[str, Any] = {}
+        meta: dict[str, object] = {}
         for key, kept in _META.items():
             if row.has(key) and kept not in meta:
                 value = meta[kept] = row.plain(key)
@@ -277,7 +277,12 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
     question = head if goes_on else f"Complete this Python function.\n\n{_fenced(head)}"
     body = row.text("canonical_solution") if row.has("canonical_solution") else None
     program = body if body is None or goes_on else _fenced(f"{head}{body}")
-    checks: dict[str, Any] = {"names": (name,), "code": f"{tests}\n\ncheck({name})\n", "prelude": head, "prefix": head}
+    checks: dict[str, object] = {
+        "names": (name,),
+        "code": f"{tests}\n\ncheck({name})\n",
+        "prelude": head,
+        "prefix": head,
+    }
     return _code_example(question, program, checks | {"goes_on": goes_on})
 
 
@@ -310,7 +315,7 @@ def mbpp(row: Row, split: str) -> Example:
     return _code_example(prompt, _fenced(solution), {"names": names, "code": called, "prelude": prelude})
 
 
-def _code_example(question: str, program: str | None, tests: dict[str, Any]) -> Example:
+def _code_example(question: str, program: str | None, tests: dict[str, object]) -> Example:
     return Example("", (Message("user", question),), demonstration=program, meta={"tests": tests}, grader="code_tests")
 
 

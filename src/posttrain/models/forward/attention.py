@@ -86,7 +86,7 @@ def install_packed_attention(model: Model) -> None:
 
 
 def attention_forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in transformers' interface: by the active packing, else SDPA."""
     packing = active.packing

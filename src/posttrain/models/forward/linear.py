@@ -86,7 +86,7 @@ class fast_linear(TorchFunctionMode):
 
     _depth = 0
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         fast_linear._depth += 1
         return super().__enter__()
 
