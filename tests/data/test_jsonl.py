@@ -58,9 +58,11 @@ def test_jsonl_rows_of_verl_have_the_ground_truth_as_answer(tmp_path: Path) -> N
         "2",
         {"data_source": "sums"},
     )
-    wrong = write_rows(tmp_path / "y.jsonl", [row | {"reward_model": "armorm"}])
-    with pytest.raises(DataError, match=r"y.jsonl:1: 'reward_model' must be an object with 'ground_truth'"):
-        jsonl(path=wrong, split="all")
+    other = {"prompt": "1+1?", "response": "2", "reward_model": {"name": "armorm"}}
+    (carried,) = jsonl(path=write_rows(tmp_path / "y.jsonl", [other]), split="all").examples
+    assert (carried.answer, carried.meta) == (None, {"reward_model": {"name": "armorm"}})
+    with pytest.raises(DataError, match="'ground_truth' stands in the row and in its 'reward_model'"):
+        jsonl(path=write_rows(tmp_path / "z.jsonl", [row | {"ground_truth": "3"}]), split="all")
 
 
 def test_jsonl_rows_of_text_alone_are_read_and_parted_by_their_text(tmp_path: Path) -> None:
@@ -68,6 +70,14 @@ def test_jsonl_rows_of_text_alone_are_read_and_parted_by_their_text(tmp_path: Pa
     parts = [jsonl(path=path, split=split).examples for split in ("train", "validation", "test")]
     assert len({e.demonstration for part in parts for e in part}) == sum(map(len, parts)) == 40
     assert all(e.messages == () and e.answer is None for part in parts for e in part)
+    with pytest.raises(DataError, match="'prompt' is missing"):  # the text is a question here
+        jsonl(path=write_rows(tmp_path / "y.jsonl", [{"text": "1+1?", "answer": "2"}]), split="all")
+
+
+def test_jsonl_pairs_name_the_task_that_reads_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
+    with pytest.raises(DataError, match="pairs are read by task preferences"):
+        jsonl(path=path, split="all")
 
 
 def test_grader_and_further_keys(tmp_path: Path) -> None:

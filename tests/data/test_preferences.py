@@ -56,6 +56,9 @@ def test_preferences_rows_of_openai_are_pairs(read: Read) -> None:
     assert (example.messages, [r.text for r in example.responses], example.meta) == (QUESTION, ["2", "3"], {})
     with pytest.raises(DataError, match="'input' must be an object with 'messages'"):
         read([row | {"input": given | {"temperature": 1}}])
+    with pytest.raises(DataError, match="'prompt' stands next to input, preferred_output, non_preferred_output"):
+        read([row | {"prompt": "1+1?"}])
+    assert read([row, row | {"non_preferred_output": None}]).dropped == {"'non_preferred_output' is missing": 1}
 
 
 def test_preferences_whole_dialogues_name_the_task_that_reads_them(read: Read) -> None:

@@ -139,6 +139,8 @@ def test_overrides_in_any_order_put_a_component_before_its_options(tmp_path: Pat
     for overrides in (by_name, by_name[::-1], [("task.path", "rows.jsonl"), ("task", "jsonl")]):
         task = load_recipe(str(path), overrides).task
         assert (task.name, task.options) == ("jsonl", {"path": "rows.jsonl"})
+    renamed = load_recipe(str(path), [("rewards.0.weight", "0.5"), ("rewards.0.name", "xml_soft")]).rewards[0]
+    assert (renamed.name, renamed.weight) == ("xml_soft", 0.5)  # an entry of a list keeps what belongs to its place
 
 
 def test_override_names_an_entry_of_a_list(tmp_path: Path) -> None:

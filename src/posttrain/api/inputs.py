@@ -52,7 +52,7 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
         is_code = ":" in text and not text.startswith(HUB) and not Path(text).exists()
         return {"name": text} if is_code or text in registry.names("task") else {"name": "jsonl", "path": text}
     first, path = store_rows(data, runs_dir)
-    return {"name": "preferences" if "chosen" in first else "jsonl", "path": str(path)}
+    return {"name": "preferences" if {"chosen", "preferred_output"} & first.keys() else "jsonl", "path": str(path)}
 
 
 def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[Mapping[str, object], Path]:

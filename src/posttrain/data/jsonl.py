@@ -121,7 +121,7 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     Raises:
         DataError: a key is missing, of the wrong type or empty.
     """
-    if not any(row.has(_key_of(row, part, keys)) for part in ("messages", "prompt")) and row.has("text"):
+    if _is_text_alone(row, keys):
         return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
     messages = add_system(row, _question_messages(row, keys))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
@@ -155,12 +155,13 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         f"the key {unread!r} of the row belongs to a response in text; put it into the last message",
     )
     answer, of_answer = None, keys["answer"]
-    if of_answer == "answer" and not row.has(of_answer) and row.has("reward_model"):
+    if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
         row, of_answer = _with_ground_truth(row), "ground_truth"
     if of_answer and (demonstration is None or row.has(of_answer)):
         otherwise = (
             'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
         )
+        otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
         row.need(of_answer, f". Name the right one as {otherwise}")
         answer = row.answer(of_answer)
     working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
@@ -179,14 +180,25 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     )
 
 
+def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
+    """Return True for a row of a ``text`` to read, where no option names a part and no other part is there."""
+    parts = {*(_key_of(row, part, keys) for part in keys), *("label", "labels", "reward_model")}
+    are_named = keys["prompt"] != "prompt" or keys["messages"] != "messages" or keys["answer"] not in ("answer", "")
+    return row.has("text") and not are_named and not any(row.has(key) for key in parts)
+
+
+def _has_ground_truth(row: Row) -> bool:
+    """Return True for a row of verl's layout; the key does not count as used."""
+    given = next((value for key, value in row.data.items() if key == "reward_model"), None)
+    return isinstance(given, Mapping | str) and "ground_truth" in given
+
+
 def _with_ground_truth(row: Row) -> Row:
     """The row with the ``ground_truth`` of verl's ``reward_model`` next to its other keys."""
-    reward_model = row.nested("reward_model")
-    inside = reward_model if isinstance(reward_model, Mapping) else {}
-    row.refuse_if(
-        "ground_truth" not in inside, f"'reward_model' must be an object with 'ground_truth'; got {shown(reward_model)}"
-    )
-    return replace(row, data={**row.data, "ground_truth": inside["ground_truth"]})
+    inside = row.nested("reward_model")
+    row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown(inside)}")
+    row.refuse_if(row.has("ground_truth"), "'ground_truth' stands in the row and in its 'reward_model'; give one")
+    return replace(row, data={**row.data, "ground_truth": inside.get("ground_truth")})
 
 
 def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:

@@ -117,6 +117,7 @@ LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "judged": (("completion", "label"), ("messages", "label")),
     "steps": (("completions", "labels"),),
 }
+OPENAI_KEYS = ("input", "preferred_output", "non_preferred_output")
 TrainerState = tuple[tuple[Message, ...], tuple[Response, ...]]
 NumClasses = Literal[2, 3]
 # From a rating of a step in the data to a class, by the number of classes.
@@ -166,7 +167,7 @@ def preferences(
     first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
 
     def read(row: Row) -> Example:
-        row = _from_openai(row) if row.has("preferred_output") else row
+        row = _from_openai(row) if OPENAI_KEYS[1] in row.data else row
         if not first:
             first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
         read_parts, has_margin = first[0]
@@ -219,7 +220,8 @@ def _detect_layout(row: Row) -> Layout:
     if len(layouts) == 1:
         return layouts[0]
     every = [keys for ways in LAYOUTS.values() for keys in ways]
-    wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in every)
+    layouts_shown = [*(keys if "messages" in keys else ("prompt", *keys) for keys in every), OPENAI_KEYS]
+    wanted = "; ".join(map(", ".join, layouts_shown))
     known = {*PROMPT_KEYS, *(key for keys in every for key in keys)}
     near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
     what = "of no known layout" if not layouts else f"of more than one layout ({', '.join(layouts)})"
@@ -228,16 +230,20 @@ def _detect_layout(row: Row) -> Layout:
 
 def _from_openai(row: Row) -> Row:
     """The row of OpenAI's layout of preferences under the keys of a pair."""
-    given = row.nested("input") if row.has("input") else None
-    known = ("messages", "tools", "parallel_tool_calls")  # the last says nothing about these answers
+    for key in OPENAI_KEYS:
+        require(row, key)
+    given = row.nested("input")
+    inside = {k: v for k, v in given.items() if k not in row.ignored} if isinstance(given, Mapping) else {}
+    known = {"messages", "tools", "parallel_tool_calls"}  # the last says nothing about these answers
     row.refuse_if(
-        not isinstance(given, Mapping) or "messages" not in given or not given.keys() <= set(known),
+        "messages" not in inside or not inside.keys() <= known,
         f"'input' must be an object with 'messages' and maybe 'tools'; got {shown(given)}",
     )
-    assert isinstance(given, Mapping)
-    pair = {"chosen": row.data["preferred_output"], "rejected": row.data.get("non_preferred_output")}
-    others = {key: value for key, value in row.data.items() if key not in row.used}
-    return replace(row, data={**others, **pair, "prompt": given["messages"], "tools": given.get("tools")})
+    pair = {"prompt": inside.get("messages"), "tools": inside.get("tools")}
+    pair |= {"chosen": row.data["preferred_output"], "rejected": row.data["non_preferred_output"]}
+    twice = next((key for key in pair if row.has(key)), None)
+    row.refuse_if(twice is not None, f"{twice!r} stands next to {', '.join(OPENAI_KEYS)}, which say the same; give one")
+    return replace(row, data={**{k: v for k, v in row.data.items() if k not in OPENAI_KEYS}, **pair})
 
 
 def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
@@ -276,7 +282,7 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
     are_texts = {row.is_text(key) for key in keys}
     is_dialogue = are_texts == {True} and row.text(keys[0]).lstrip().startswith("Human:")
     row.refuse_if(
-        is_dialogue and not any(row.has(key) for key in PROMPT_KEYS),
+        is_dialogue and len(keys) == 2 and not any(row.has(key) for key in PROMPT_KEYS),
         f"{names} hold whole dialogues (Human: ... Assistant: ...); use task hh_rlhf, which takes them apart",
     )
     row.refuse_if(len(are_texts) > 1, f"{names} must both be text, or both lists of messages")

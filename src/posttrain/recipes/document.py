@@ -160,7 +160,7 @@ class Document(Generic[T]):
             raise RecipeError(
                 "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
             )
-        keys = apply_overrides(content, overrides)
+        keys = apply_overrides(content, [(_whole_component(self.model, key), value) for key, value in overrides])
         return replace(self, content=content, overridden={*self.overridden, *keys})
 
     def part(
@@ -212,7 +212,8 @@ class Document(Generic[T]):
         if item["type"] != "extra_forbidden":
             names_one = isinstance(item["input"], str) and "name" in known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
-            hint = ". A file of rows is task.path (task jsonl or preferences)" if key == "data" else hint
+            if key == "data" and isinstance(item["input"], str):
+                hint = ". A file of rows is task.path (task jsonl or preferences)"
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
         from posttrain.other_names import answer_other_name
 
@@ -227,6 +228,17 @@ class Document(Generic[T]):
         inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in known_keys(self.model, [name])]
         hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
         return f"{where}{registry.explain_fault(item, key, what, known, hint)}"
+
+
+def _whole_component(model: type[BaseModel], key: str) -> str:
+    """Return ``task`` for ``task.name`` and the like: another name leaves no options of the component before."""
+    above = key.removesuffix(".name")
+    field: Any = None
+    for part in above.split(".") if above != key else ():
+        field = getattr(model, "model_fields", {}).get(part.replace("-", "_"))
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
+    return above if model is Component else key
 
 
 def known_keys(model: Any, path: Sequence[str]) -> list[str]:
@@ -378,7 +390,7 @@ def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]
         RecipeError: see ``apply_override``.
     """
     task = copy.deepcopy(data.get("task"))
-    whole_first = sorted(overrides, key=lambda override: override[0].removesuffix(".name").count("."))
+    whole_first = sorted(overrides, key=lambda override: override[0].count("."))
     keys = [apply_override(data, key, value) for key, value in whole_first]
     if not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
         _drop_evaluation_of(task, data)
@@ -402,8 +414,8 @@ def _component_name(component: object) -> object:
 def apply_override(data: dict[str, Any], key: str, value: str) -> str:
     """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in plain data, in place.
 
-    ``value`` is read as YAML. Another name for a component (``objective reinforce``, ``objective.name``) replaces its
-    options too. Returns the key with numbers.
+    ``value`` is read as YAML. A name for a whole component (``objective reinforce``) replaces its options too. Returns
+    the key with numbers.
 
     Raises:
         RecipeError: the path runs through something that is not a section.
@@ -429,8 +441,6 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         target = child
     if isinstance(target, dict):
         _displace(target, {str(place): parsed})
-        if place == "name" and len(parts) > 1 and parts[-2] not in _NAMED_SECTIONS and target.get("name") != parsed:
-            target.clear()
     target[place] = parsed
     return ".".join(parts)
 

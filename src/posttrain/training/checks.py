@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from posttrain import registry
@@ -141,7 +141,8 @@ def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) 
 
 def unread_responses(components: Components, task: Task) -> list[str]:
     """Return a line where rows bring judged answers, and the model samples others in their place."""
-    if components.recipe.rollout is None or components.shape == "demonstration" or not task.examples[0].responses:
+    brings = any(example.responses for example in islice(task.examples, 1))
+    if components.recipe.rollout is None or components.shape == "demonstration" or not brings:
         return []
     return [
         f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} are "
