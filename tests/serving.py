@@ -83,6 +83,7 @@ def serving_here(*arguments: str) -> Iterator[Served]:
 
     port, lines, began = free_port(), list[str](), threading.Event()
     servers: list[uvicorn.Server] = []
+    codes: list[int] = []
 
     class Server(uvicorn.Server):
         def run(self, sockets: Any = None) -> None:
@@ -91,16 +92,18 @@ def serving_here(*arguments: str) -> Iterator[Served]:
             super().run(sockets)
 
     def serve() -> None:
-        assert main(["serve", *arguments, "--port", str(port)]) == 0
+        codes.append(main(["serve", *arguments, "--port", str(port)]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn, "Server", Server)
         patch.setattr("posttrain.commands.serve.command.print", lambda line, **how: lines.append(line), raising=False)
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        assert began.wait(300), "it has not begun"
+        while not began.wait(0.2):
+            assert thread.is_alive(), f"it ended before it began: {codes}"
         try:
             yield Served(port, None, lines[0], lines)
         finally:
             servers[0].should_exit = True
             thread.join(60)
+        assert codes == [0]

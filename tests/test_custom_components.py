@@ -16,6 +16,7 @@ import yaml
 from posttrain import registry, untrusted
 from posttrain.algorithms.objectives.policy_gradient import reinforce
 from posttrain.cli import main
+from posttrain.graders.grading import Submission, grade
 from posttrain.graders.numeric import exact  # noqa: F401  (its module is imported before the registry is looked at)
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.plan import load_sweep
@@ -186,8 +187,10 @@ def test_it_trains_by_its_name_alone(kind: str, word: str, own: Own, capsys: pyt
 
 def test_the_worked_example_is_worth_what_it_says(own: Own) -> None:
     """Values by hand, and the recipe and the sweep of the page, which name the objective as the package would."""
-    (own.folder / "mine.py").write_text(f"{IMPORTS}\n\n\n{block_of('surprised')}\n\n\n{block_of('brief')}\n")
-    untrusted.declare_code(["mine:surprised", "mine:brief"], own.folder)
+    (own.folder / "mine.py").write_text(
+        f"{IMPORTS}\n\n\n{block_of('surprised')}\n\n\n{block_of('brief')}\n\n\n{block_of('brackets')}\n"
+    )
+    untrusted.declare_code(["mine:surprised", "mine:brief", "mine:brackets"], own.folder)
     surprised, brief = (
         registry.find(kind, f"mine:{name}") for kind, name in (("objective", "surprised"), ("reward", "brief"))
     )
@@ -199,6 +202,8 @@ def test_the_worked_example_is_worth_what_it_says(own: Own) -> None:
     assert surprised.function(outputs, batch).values.tolist() == [[0.5, -4.0, 3.0]]
     assert torch.equal(surprised.function(outputs, batch, power=0.0).values, reinforce(outputs, batch).values)
     assert (brief.function(50), brief.function(51), brief.options({})) == (1.0, 0.0, {"limit": 50})
+    asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
+    assert [verdict.outcome for verdict in grade("mine:brackets", asked)] == ["right", "wrong", "no_answer"]
     recipe, sweep = YAML_BLOCKS
     (own.folder / "surprised.yaml").write_text(recipe)
     (own.folder / "mine.yaml").write_text(sweep.replace("rl/surprised", str(own.folder / "surprised.yaml")))

@@ -145,6 +145,18 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
     assert text.startswith("## Speed on one X\n")
 
 
+def test_the_reference_runs_are_those_of_the_results() -> None:
+    """By hand, from the files: a row of each kind."""
+    page = (ROOT / "docs" / "reference" / "results.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "compare-all-preference.json").read_text())
+    dpo = results["methods"]["dpo"]["summaries"]["accuracy"]
+    row = next(line for line in page.splitlines() if line.startswith("| `preference/dpo` |"))
+    assert row.split(" | ")[1] == f"{100 * dpo['mean']:.1f} ± {100 * dpo['half_width']:.1f} %"
+    demo = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["demos"][0]["results"]
+    after = 100 * demo["after GRPO"]["accuracy"]
+    assert next(line for line in page.splitlines() if line.startswith("| 0 | ")).split(" | ")[3] == f"{after:.1f} %"
+
+
 def test_the_page_on_python_calls_every_public_function() -> None:
     written = [text for page, text in blocks("python") if page == "python.md"]
     calls = {ast.unparse(n.func) for text in written for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)}

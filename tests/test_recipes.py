@@ -51,7 +51,7 @@ ALIKE = {
         f"preference/{name}"
         for name in ("apo-down", "apo-zero", "cdpo", "cpo", "dpo-normalized", "exo", "hinge", "ipo")
     ),
-    *(f"preference/{name}" for name in ("ipo", "nca", "robust-dpo", "rpo", "simpo")),
+    *(f"preference/{name}" for name in ("nca", "robust-dpo", "rpo", "simpo")),
     *(f"rl/{name}" for name in ("cispo", "gmpo", "gspo", "maxrl", "reinforce-baseline", "rloo", "sapo")),
     "distillation/forward-kl",
     *("grpo-gsm8k-qwen3-0.6b", "grpo-gsm8k-qwen3-1.7b", "grpo-gsm8k-qwen3-4b", "grpo-hh-qwen3-0.6b"),

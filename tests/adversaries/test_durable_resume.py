@@ -96,6 +96,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
             "rollouts.db: 4 of 8 rollouts up to step 2 are missing",
         ],
     ),
+    "no metrics": (
+        lambda f: (f / "metrics.jsonl").unlink(),
+        ["metrics.jsonl: 3 of 3 lines up to step 2 are missing"],
+    ),
     "empty checkpoints": (
         lambda f: [shutil.rmtree(f / "checkpoints"), (f / "checkpoints").mkdir(), (f / "log.txt").unlink()],
         ["checkpoints: there is none, and 4 steps were made; is the disk with"],

@@ -6,6 +6,7 @@ and lists of what has gone wrong before; each knows by its making that it is bad
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import resource
@@ -24,7 +25,8 @@ import pytest
 import torch  # noqa: F401  its libraries take addresses, which are not those of a case
 from fuzz_case import Case
 
-from posttrain import cli
+from posttrain import cli, registry
+from posttrain.recipes.recipe import Recipe
 
 FEW, MANY = 120, 5000
 # Limits of one case: of CPU time, and of all time, since other work may hold the cores.
@@ -152,3 +154,27 @@ def test_few_bad_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.slow
 def test_many_bad_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_cases(MANY, 5, tmp_path, monkeypatch, capsys)
+
+
+def test_every_command_option_key_word_and_task_is_tried() -> None:
+    random = Random(0)
+    tried = {word for case in fuzz_arguments.argument_cases(random) for word in case.words}
+    for words, parser in fuzz_arguments.parsers():
+        for action in parser._actions:
+            options = [o for o in action.option_strings[:1] if not isinstance(action, argparse._HelpAction)]
+            assert all(any(word.startswith(option) for word in tried) for option in options), (words, options)
+    with_body = {name for name, command in cli.COMMANDS.items() if command.body}
+    assert {" ".join(words) for words, _ in fuzz_arguments.parsers()} >= with_body
+    keys = {name for case in fuzz_keys.key_cases(random) for name in case.names}
+    free = {key for key, field in fuzz_keys.walk(Recipe) if not fuzz_keys.is_component(field.annotation)}
+    assert free <= keys
+    options = {name for case in fuzz_keys.option_cases(random) for name in case.names}
+    for kind, (_, _, where) in fuzz_keys.COMPONENT_PLACES.items():
+        for entry in registry.entries(kind).values():
+            wanted = {f"{where}.{key}" for key in entry.options_model.model_fields}
+            assert wanted - {f"{where}.{key}" for key in ("texts", "variables", "options", "mode")} <= options
+    assert fuzz_keys.COMPONENT_PLACES.keys() == registry.COMPONENT_MODULES.keys() - {
+        "batch_field",
+        "principle",
+    }  # no key names these
+    assert fuzz_data.path_tasks().keys() == fuzz_data.ROWS.keys()

@@ -58,20 +58,20 @@ def test_over_seeds_gives_students_t_and_of_one_seed_its_own_interval() -> None:
     assert mean == pytest.approx(0.7)
     assert high - mean == pytest.approx(4.302652729911275 * 0.1 / math.sqrt(3))
     assert over_seeds([(x, 0, 1) for x in (0.2, 0.9)], is_share=True)[1:] == (0.0, 1.0)  # a share stays one
-    assert show_estimate((0.6, 0.5, 0.7), is_share=True) == "60.0 % [50.0, 70.0]"
+    assert show_estimate((0.6, 0.5, 0.7), is_share=True) == "60.0% [50.0, 70.0]"
 
 
 def test_findings_follow_from_the_intervals() -> None:
     better, unclear = (0.8, 0.7, 0.9), (0.55, 0.45, 0.65)
     weights = {"a-seed0": "cells/a-seed0"}
     part = head_to_head_part([comparison("b", 0, unclear, better), comparison("a", 0, better, better)], weights)
-    assert part.findings[0].startswith("a: wins 80.0 % [70.0, 90.0] by the judge: better than the start")
+    assert part.findings[0].startswith("a: wins 80.0% [70.0, 90.0] by the judge: better than the start")
     assert part.findings[0].endswith("among answers equally long that is not shown")
     assert "not distinguishable from the start; it wins by the proxy alone" in part.findings[1]
     assert part.findings[2].endswith("too high: cells/a-seed0")
     assert [line[:3] for line in part.tables[0].lines] == [
-        ["a", "1", "80.0 % [70.0, 90.0]"],
-        ["b", "1", "55.0 % [45.0, 65.0]"],
+        ["a", "1", "80.0% [70.0, 90.0]"],
+        ["b", "1", "55.0% [45.0, 65.0]"],
     ]
     assert part.data["policies"]["a"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
 

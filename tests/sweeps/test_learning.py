@@ -81,7 +81,7 @@ def test_the_table_by_hand() -> None:
     assert table.lines[0][:3] == ["b", "2", "70.0%"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
-        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0", "0.600", "8.0", "400", "320"),
+        *("a", "2", "50.0 ± 127.1%", "35.0 ± 95.3%", "+40.0", "0.600", "8.0", "400", "320"),
         *("0.100", "0.800", "30.0", "0.400"),
     ]
     low, high = wilson_interval(2, 20)
@@ -107,7 +107,7 @@ def test_failed_and_unfinished_trials_are_shown() -> None:
 def test_markdown_and_json_have_everything() -> None:
     sweep = two_rows()
     text, data = sweep.to_markdown(), json.loads(sweep.to_json())
-    assert "| b | 2 | 70.0% | 47.5 ± 31.8 % | +60.0 |" in text
+    assert "| b | 2 | 70.0% | 47.5 ± 31.8% | +60.0 |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5  # header, rule, two rows, start
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -180,7 +180,7 @@ def test_of_one_seed_or_equal_ones_the_interval_is_that_over_the_problems() -> N
         return make_sweep(trials).tables[0].lines[0][2]
 
     assert shown(trial(0, 0.5)) == shown(trial(0, 0.5), trial(1, 0.5)) == "50.0% [25.0%, 75.0%]"
-    assert shown(trial(0, 0.5), trial(1, 0.50008)) == "50.00 ± 0.05 %"  # so many places that it is not ± 0.0
+    assert shown(trial(0, 0.5), trial(1, 0.50008)) == "50.00 ± 0.05%"  # so many places that it is not ± 0.0
 
 
 @pytest.mark.parametrize(

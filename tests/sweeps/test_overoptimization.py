@@ -196,7 +196,7 @@ def test_a_fall_under_a_rising_proxy_is_over_optimization() -> None:
     line = part.tables[0].lines[0]
     assert line[:3] == ["grpo", "3", "2.00"]
     # 0.70, 0.71, 0.72 less 0.30; 4.303 · 0.01 / √3
-    assert line[4:] == ["10.0%", "71.0 ± 2.5 %", "1.00", "30.0%", "41.0 ± 2.5 %"]
+    assert line[4:] == ["10.0%", "71.0 ± 2.5%", "1.00", "30.0%", "41.0 ± 2.5%"]
     data = part.data["methods"]["grpo"]
     assert data["is_shown"] is True
     assert data["curves"][1][1]["gold"] == pytest.approx(0.71)
@@ -212,7 +212,7 @@ def test_what_is_no_over_optimization_is_called_so() -> None:
         "z": {0: falling(0)},
     }
     found = overoptimization_part([describe_method(name, curves) for name, curves in methods.items()]).findings
-    assert found[0] == "dpo: no over-optimization up to √KL 1.00: gold is highest at the end (51.0 ± 2.5 %)"
+    assert found[0] == "dpo: no over-optimization up to √KL 1.00: gold is highest at the end (51.0 ± 2.5%)"
     assert found[1].startswith("x: gold falls, but the proxy does too:")
     assert found[2].startswith("y: a fall that may be chance")
     assert found[3].startswith("z: one seed gives a curve, and no interval")

@@ -294,6 +294,36 @@ def test_an_objective_that_sums_by_itself_is_refused(tmp_path: Path) -> None:
         run(tmp_path, one_layer_recipe("sft", objective={"name": "small_runs:already_summed"}))
 
 
+OUTSIDE = '''
+from posttrain.registry import register
+from posttrain.types import Batch, Loss, Outputs
+
+@register("objective", level="token", needs=("advantages",))
+def pushing_from_outside(outputs: Outputs, batch: Batch, *, scale: float = 1.0) -> Loss:
+    """REINFORCE with a scale, from a file next to the recipe: values = -scale * A * log pi."""
+    return Loss(-scale * batch.field("advantages") * outputs.logprobs)
+
+def unregistered(outputs, batch):
+    assert sorted(batch.fields) == ["advantages", "old_logprobs", "sampler_logprobs"]
+    return Loss(-batch.field("advantages") * outputs.logprobs)
+'''
+
+
+def test_an_objective_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_objectives.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = {"reinforce": {"name": "reinforce"}, "registered": {"name": "my_objectives:pushing_from_outside"}}
+    ours["plain"] = {"name": "my_objectives:unregistered"}
+    for name, objective in ours.items():
+        run(tmp_path / name, one_layer_recipe("grpo", objective=objective, train={"steps": 2}))
+    assert same_bits(saved_tensors(tmp_path / "registered", 2), saved_tensors(tmp_path / "reinforce", 2))
+    assert same_bits(saved_tensors(tmp_path / "plain", 2), saved_tensors(tmp_path / "reinforce", 2))
+    scaled = one_layer_recipe("grpo", objective={"name": "my_objectives:pushing_from_outside", "scale": 2.0})
+    run(tmp_path / "scaled", scaled, stop_after=1)
+    once, twice = (steps_of(tmp_path / n)[0]["grad_norm"] for n in ("reinforce", "scaled"))
+    assert twice == pytest.approx(2 * once, rel=1e-4)
+
+
 def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
     recipe = one_layer_recipe("grpo", train={"steps": 2})
     run(tmp_path, recipe)

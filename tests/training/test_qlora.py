@@ -15,7 +15,7 @@ from posttrain.models.load import load_model, quantized_bits
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
 from posttrain.training import loop
-from small_runs import make_recipe, run, same_bits, steps_of
+from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 
@@ -67,6 +67,24 @@ def test_it_learns_and_the_base_stays(tmp_path: Path, parts: list[Any], bits: in
     assert quantized_bits(again) == bits
     with torch.no_grad():
         assert torch.equal(again(input_ids=IDS).logits, made.model.eval()(input_ids=IDS).logits)
+
+
+def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
+    """With rollouts by the quantized model, the reference with the adapter off, and dropout in the adapter."""
+    recipe = one_layer_recipe(
+        "grpo", model=qlora(4, dropout=0.2), objective="grpo", regularize={"kl_coef": 0.1}, train={"steps": 2}
+    )
+    run(tmp_path / "whole", recipe)
+    assert run(tmp_path / "cut", recipe, stop_after=1).reason == "interrupted"
+    run(tmp_path / "cut", recipe, resume=True)
+    assert same_bits(saved_tensors(tmp_path / "whole", 2), saved_tensors(tmp_path / "cut", 2))
+    assert untimed(tmp_path / "cut") == untimed(tmp_path / "whole")
+    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
+    rows = steps_of(tmp_path / "whole")
+    assert all(row["grad_norm"] > 0 for row in rows)
+    # what sampled is what is trained: on the first update, the policy is still the sampler
+    assert rows[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert 0 <= rows[0]["kl_sampler"] < 1e-9
 
 
 def test_an_adapter_is_needed(tmp_path: Path) -> None:

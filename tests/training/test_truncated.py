@@ -81,11 +81,11 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def cut_recipe(words: str, *, masks: bool) -> Recipe:
+def cut_recipe(words: str, *, masks: bool, **train: Any) -> Recipe:
     declare_code("choosing_engine:choosing")
     engine = {"name": "choosing_engine:choosing", "texts": TEXTS}
     rollout = {"engine": engine, "num_prompts": 4, "group_size": 4, "max_tokens": 12, "mask_truncated": masks}
-    return one_layer_recipe("grpo", rollout=rollout, **WORDS[words])
+    return one_layer_recipe("grpo", rollout=rollout, train=train, **WORDS[words])
 
 
 def gradients(recipe: Recipe, batch: Batch | None = None) -> tuple[TrainBatch, float, list[torch.Tensor]]:
@@ -122,6 +122,9 @@ def test_the_batch_is_the_one_without_the_masked_rows(words: str) -> None:
     assert len(ours) == len(theirs) > 0
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
     assert any(float(a.abs().sum()) > 0 for a in ours)
+    _, in_pieces, of_pieces = gradients(cut_recipe(words, masks=True, micro_batch_rows=each))
+    assert in_pieces == pytest.approx(loss, abs=1e-6)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, of_pieces, strict=True))
 
 
 def test_the_gradient_is_worked_by_hand() -> None:

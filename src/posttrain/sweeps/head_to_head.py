@@ -121,10 +121,10 @@ def over_seeds(estimates: Sequence[Estimate], *, is_share: bool = False) -> Esti
 
 
 def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
-    """Write ``61.2 % [55.0, 67.1]``, or ``0.61 [0.50, 0.72]``."""
+    """Write ``61.2% [55.0, 67.1]``, or ``0.61 [0.50, 0.72]``."""
     if estimate is None:
         return NOTHING
-    scale, places, unit = (100.0, 1, " %") if is_share else (1.0, 2, "")
+    scale, places, unit = (100.0, 1, "%") if is_share else (1.0, 2, "")
     mean, low, high = (f"{value * scale:z.{places}f}" for value in estimate)
     return f"{mean}{unit}" + (f" [{low}, {high}]" if low != high else "")
 

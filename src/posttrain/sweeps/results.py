@@ -88,11 +88,11 @@ class SweepResults:
 
 
 def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
-    """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0 %`` of a share; ``61.2%`` for one seed or equal ones."""
+    """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0%`` of a share; ``61.2%`` for one seed or equal ones."""
     if summary is None:
         return NOTHING
-    scale, places, unit = (100.0, 1, " %") if is_share else (1.0, digits, "")
+    scale, places, unit = (100.0, 1, "%") if is_share else (1.0, digits, "")
     if not summary.half_width:
-        return f"{summary.mean * scale:.{places}f}{unit.strip()}"
+        return f"{summary.mean * scale:.{places}f}{unit}"
     places = max(places, min(9, -math.floor(math.log10(summary.half_width * scale))))  # never ± 0.0
     return f"{summary.mean * scale:.{places}f} ± {summary.half_width * scale:.{places}f}{unit}"
