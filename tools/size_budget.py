@@ -22,21 +22,21 @@ MAX_CONTRIB_LINES = 3_000
 # (statements, lines) that a folder may have; "ground" is the modules outside of folders.
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (566, 1806),
-    "api": (565, 1195),
-    "commands": (3485, 6457),
-    "data": (3335, 6127),
-    "evaluation": (1817, 3443),
-    "graders": (2873, 4972),
+    "api": (567, 1197),
+    "commands": (3486, 6460),
+    "data": (3404, 6234),
+    "evaluation": (1816, 3444),
+    "graders": (2889, 4994),
     "ground": (1132, 2806),
-    "interpret": (2380, 4330),
-    "models": (2013, 3641),
-    "recipes": (663, 1339),
+    "interpret": (2379, 4329),
+    "models": (2011, 3641),
+    "recipes": (677, 1364),
     "reports": (786, 2086),
     "runs": (1309, 2257),
     "sampling": (3580, 6196),
     "store": (1086, 2101),
     "sweeps": (1107, 1874),
-    "training": (3040, 5064),
+    "training": (3044, 5078),
 }
 
 

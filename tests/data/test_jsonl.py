@@ -74,6 +74,45 @@ def test_jsonl_rows_of_text_alone_are_read_and_parted_by_their_text(tmp_path: Pa
         jsonl(path=write_rows(tmp_path / "y.jsonl", [{"text": "1+1?", "answer": "2"}]), split="all")
 
 
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": [*chat(("user", "q"), ("assistant", "bad"))], "label": False}, "a judged answer"),
+        ({"prompt": "q", "response": "bad", "label": False}, "a judged answer"),
+        ({"instruction": "q", "output": "bad", "kto_tag": False}, "a judged answer"),
+        ({"instruction": "Answer.", "question": "1+1?", "answer": "2"}, "'instruction' and 'question' are both there"),
+        ({"prompt": "[{'role': 'user', 'content': 'q'}]", "completion": "2"}, "as Python prints them"),
+        ({"messages": chat(("user", "q"), ("assistant", "a"), ("assistant", "b"))}, "messages 2 and 3 are both"),
+        ({"messages": [{"role": "assistant", "content": None, "function_call": {}}]}, "not 'function_call'"),
+        ({"prompt": chat(("user", "q"), ("assistant", "a")), "completion": "b"}, "at the end of 'prompt'"),
+    ],
+)
+def test_jsonl_rows_that_would_train_something_else_are_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        jsonl(path=write_rows(tmp_path / "x.jsonl", [row]), split="all")
+    assert what in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("So 5 #### 5", "5"), ("#### 5", "5"), ("2+3\n#### 5\nThe answer is: 5", "5"), ("see #### the end", None)],
+)
+def test_jsonl_results_behind_hashes_are_the_answer(tmp_path: Path, answer: str, gold: str | None) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "2+3?", "answer": answer}])
+    assert jsonl(path=path, split="all").examples[0].answer == (gold or answer)
+
+
+def test_jsonl_tool_calls_may_be_json_text(tmp_path: Path) -> None:
+    calls = json.dumps([{"function": {"name": "f", "arguments": {"a": 1}}}])
+    turns = [
+        *chat(("user", "q")),
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *chat(("tool", "2"), ("assistant", "2")),
+    ]
+    (example,) = jsonl(path=write_rows(tmp_path / "x.jsonl", [{"messages": turns}]), split="all").examples
+    assert example.turns[0].calls[0].tool == "f"
+
+
 def test_jsonl_pairs_name_the_task_that_reads_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
     with pytest.raises(DataError, match="pairs are read by task preferences"):
@@ -140,8 +179,8 @@ def test_only_correct_responses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("golds", "grader", "why"),
     [
-        (["2", 3, "1,234", "1/2", "50%", "$5"], "numeric", "because all 6 gold answers are numbers or words"),
-        (["Paris", "B", "a red-hot car", "3:30"], "numeric", "numbers or words"),
+        (["2", 3, "1,234", "1/2", "50%", "$5"], "numeric", "because all 6 gold answers are numbers$"),
+        (["Paris", "B", "a red-hot car", "3:30"], "numeric", r"numbers or words \(4, such as 'Paris'\)"),
         (
             ["7", "\\frac{\\sqrt3}{2}"],
             "math",
@@ -229,7 +268,7 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        ([*QUESTION, calling("1"), ANSWER], "message 4: a call has no result; a message of the role tool follows"),
+        ([*QUESTION, calling("1"), ANSWER], "message 3: a call has no result; a message of the role tool follows"),
         ([*QUESTION, output("1"), ANSWER], "message 3: a result of a tool that was not called"),
         (
             [*QUESTION, calling("1"), output("1"), output("2"), ANSWER],

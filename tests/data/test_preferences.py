@@ -61,6 +61,12 @@ def test_preferences_rows_of_openai_are_pairs(read: Read) -> None:
     assert read([row, row | {"non_preferred_output": None}]).dropped == {"'non_preferred_output' is missing": 1}
 
 
+def test_preferences_rows_of_orca_have_questions_and_other_scores_count(read: Read) -> None:
+    row = {"question": "1+1?", "chosen": "2", "rejected": "3", "chosen_reward": 1, "rejected_reward": -1}
+    (example,) = read([row]).examples
+    assert (example.messages, example.responses) == (QUESTION, (Response("2", 1.0), Response("3", -1.0)))
+
+
 def test_preferences_whole_dialogues_name_the_task_that_reads_them(read: Read) -> None:
     with pytest.raises(DataError, match="use task hh_rlhf"):
         read([{"chosen": "\n\nHuman: 1+1?\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1?\n\nAssistant: 3"}])
@@ -168,7 +174,10 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
         (PAIR | {"chosen": output("2")}, "must both be text, or both lists"),
         (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
         ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
-        ({"chosen": turns("a", "b") + output("c"), "rejected": turns("a", "b") + output("d")}, "follow one another"),
+        (
+            {"chosen": turns("a", "b") + output("c"), "rejected": turns("a", "b") + output("d")},
+            "both the assistant's",
+        ),
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
         (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
         (PAIR | {"score_chosen": 1, "score_rejected": float("nan")}, "'score_rejected' must be a finite number"),

@@ -143,7 +143,7 @@ def test_what_is_left_keeps_its_order_and_the_rest_is_counted() -> None:
 
 def test_nothing_left_is_refused_with_the_reasons() -> None:
     with pytest.raises(
-        DataError, match=r"^f: no row can be used: 2 × negative, 1 × zero\. `posttrain explain TASK` says "
+        DataError, match=r"^f: no row can be used: 2 × negative, 1 × zero\. `posttrain explain` with the "
     ):
         collect(rows(-1, 0, -2), read, "f")
     assert collect(rows(), read, "f").examples == []  # an empty file is for the splits to refuse

@@ -53,6 +53,12 @@ def test_texts_of_choices(text: str, letter: str) -> None:
     assert chosen_letter(text, CHOICES) == letter
 
 
+@pytest.mark.parametrize("choices", [["7", "42"], '["7", "42"]', {"text": ["7", "42"], "label": ["A", "B"]}])
+def test_choices_may_be_json_text_or_texts_with_labels(choices: object) -> None:
+    assert verdict("42", "b", choices=choices) == Verdict("right", "B")
+    assert verdict("7", "B", choices=choices) == Verdict("wrong", "A")
+
+
 def test_a_text_that_two_choices_have_is_no_answer() -> None:
     assert chosen_letter("12", ("12", "-4", "4", "12")) is None
     assert chosen_letter("12") is None  # without choices no text is known

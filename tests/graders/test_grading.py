@@ -55,6 +55,20 @@ def test_any_of_the_answers_is_right() -> None:
     assert [v.outcome for v in found] == ["right", "right", "wrong", "no_answer", "right", "ungraded"]
 
 
+@pytest.mark.parametrize(
+    ("answers", "outcomes"),
+    [
+        ("abc", ["wrong", "right"]),  # one answer, not three of a letter
+        ('["a", "abc"]', ["right", "right"]),
+        ([10], ["wrong", "wrong"]),
+        ({"text": ["abc"], "answer_start": [1]}, ["ungraded", "ungraded"]),
+    ],
+)
+def test_any_answer_of_another_form_than_a_list_of_texts(answers: object, outcomes: list[str]) -> None:
+    asked = [Submission("", text, None, {"answers": answers}) for text in ("a", "abc")]
+    assert [verdict.outcome for verdict in any_answer(asked, mode="exact")] == outcomes
+
+
 def test_a_grading_that_was_stopped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     request: list[str | None] = []
 

@@ -259,5 +259,7 @@ def example_of(prompt: Prompt, number: int) -> Example:
         if not prompt.strip():
             raise UsageError(f"prompts.{number}: the prompt is empty. Give a question")
         return Example(f"prompt/{number}", (Message("user", prompt),))
+    if not isinstance(prompt, Sequence):
+        raise UsageError(f"prompts.{number}: give a text or a list of messages, not {type(prompt).__name__}")
     row = Row("prompts", number, {"messages": list(prompt)})
     return Example(f"prompt/{number}", read_messages(row, "messages"))

@@ -21,6 +21,8 @@ from posttrain.types import Example, Message, Turn
 
 # Other names of the parts in the common layouts: ShareGPT, Alpaca, prompts with completions.
 ALIASES = {"messages": ("conversations",), "prompt": ("instruction", "question"), "response": ("completion", "output")}
+LABEL_KEYS = ("label", "labels", "kto_tag")  # of judged answers
+_RESULT = re.compile(r"####[ \t]*(.+?)[ \t]*(?:\n|\Z)")
 # Why a response whose grader's word is not ``right`` was left out.
 OUTCOMES: dict[Outcome, str] = {
     "wrong": "a wrong answer",
@@ -111,7 +113,9 @@ def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
         name, first = formulas[0]
         how_many = f"{len(formulas):,} of {len(golds):,} gold answers are formulas"
         return "math", (f"task.grader: math, because {how_many}, such as {first[:60]!r} ({name})",)
-    line = f"task.grader: numeric, because all {len(golds):,} gold answers are numbers or words"
+    words = [gold for _, gold in golds if parse_quantity(gold) is None]
+    shown_words = f" or words ({len(words):,}, such as {words[0][:60]!r})" if words else ""
+    line = f"task.grader: numeric, because all {len(golds):,} gold answers are numbers{shown_words}"
     return "numeric", (line,) if golds else ()
 
 
@@ -125,10 +129,6 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
     messages = add_system(row, _question_messages(row, keys))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
-    row.refuse_if(
-        of_response in ALIASES["response"] and (row.has("label") or row.has("labels")),
-        f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences",
-    )
     solution = row.text(of_solution) if row.has(of_solution) else None
     parts = {} if solution is None else {repr(of_solution): solution}
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
@@ -144,7 +144,8 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
             len(messages) == 1,
             f"{keys['messages']!r} holds nothing but the assistant's message; a prompt must come before it",
         )
-        parts[f"an assistant's message at the end of {_key_of(row, 'messages', keys)!r}"] = messages[-1].text
+        of_messages = next(k for p in ("messages", "prompt") if row.has(k := _key_of(row, p, keys)) or p == "prompt")
+        parts[f"an assistant's message at the end of {of_messages!r}"] = messages[-1].text
         conversation, (messages, turns) = messages, split_turns(messages[:-1])
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
@@ -154,30 +155,47 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         demonstration is not None and unread is not None,
         f"the key {unread!r} of the row belongs to a response in text; put it into the last message",
     )
-    answer, of_answer = None, keys["answer"]
-    if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
-        row, of_answer = _with_ground_truth(row), "ground_truth"
-    if of_answer and (demonstration is None or row.has(of_answer)):
-        otherwise = (
-            'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
-        )
-        otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
-        row.need(of_answer, f". Name the right one as {otherwise}")
-        answer = row.answer(of_answer)
-    working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
-    if working.strip() and result.strip():
-        answer, solution = result.strip(), solution if parts else working.strip()
+    if demonstration is not None:
+        _refuse_judged(row, of_response)
+    working, answer = _gold_answer(row, keys["answer"], needed=demonstration is None)
     return Example(
         "",
         messages,
         answer=answer,
-        solution=solution,
+        solution=solution if parts else working or None,
         demonstration=demonstration,
         turns=turns,
         conversation=conversation,
         variables=read_variables(row),
         meta=row.meta(),
     )
+
+
+def _refuse_judged(row: Row, of_response: str) -> None:
+    """Refuse a response that has a label: a judged answer, which may be a bad one."""
+    labels = [value for key, value in row.data.items() if key in LABEL_KEYS and value is not None]
+    in_layout = of_response in ALIASES["response"] and (row.has("label") or row.has("labels"))
+    row.refuse_if(
+        in_layout or any(isinstance(label, bool) for label in labels),
+        f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences (label)",
+    )
+
+
+def _gold_answer(row: Row, of_answer: str, *, needed: bool) -> tuple[str, str | None]:
+    """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answer."""
+    if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
+        row, of_answer = _with_ground_truth(row), "ground_truth"
+    if not of_answer or not (needed or row.has(of_answer)):
+        return "", None
+    otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+    otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
+    row.need(of_answer, f". Name the right one as {otherwise}")
+    answer = row.answer(of_answer)
+    for found in reversed(list(_RESULT.finditer(answer))):
+        before = answer[: found.start()]
+        if before.endswith("\n") or parse_quantity(found[1]) is not None:
+            return before.strip(), found[1]
+    return "", answer
 
 
 def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
@@ -206,6 +224,8 @@ def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]
     if row.has(of_messages):
         return read_messages(row, of_messages)
     if of_prompt == "instruction":
+        both = "'instruction' and 'question' are both there; name the prompt as task.prompt_key, or leave one out by "
+        row.refuse_if(row.has("question"), f"{both}task.ignore_keys")
         return read_instruction(row)
     option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
     row.need(of_prompt, f". Name the right one as {option}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from posttrain.data.reading import OTHER_ROLES, ROLES, Row, shown
@@ -43,6 +44,11 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
+    for number, (one, other) in enumerate(pairwise(messages), start=1):
+        row.refuse_if(
+            one.role == other.role == "assistant" and not one.calls,
+            f"{key!r}: messages {number} and {number + 1} are both the assistant's; join them into one",
+        )
     _check_results(row, key, messages)
     return tuple(_in_order(row, key, value, messages))
 
@@ -54,11 +60,14 @@ def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     fields = {k: v for k, v in fields.items() if k not in row.ignored}
     of_role, of_content = ("role", "content") if "role" in fields else ("from", "value")
     calls = fields.get("tool_calls")
+    if isinstance(calls, str) and isinstance(decoded := _decoded(calls), list):
+        calls = decoded
     if fields.get("from") == "function_call":  # the call is the value
         calls, fields["value"] = _decoded(fields.get("value")), ""
         calls = calls if isinstance(calls, list) else [calls]
+    old = ". A call is written as 'tool_calls', not 'function_call'" if "function_call" in fields else ""
     if of_role not in fields or (of_content not in fields and not calls and fields[of_role] != "tool"):
-        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}")
+        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}{old}")
     role = row.checked(fields[of_role], f"{key} {number} {of_role}")
     role = OTHER_ROLES[of_role].get(role, role)
     if role not in ROLES:
@@ -195,7 +204,11 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
             )
             missing -= 1
             continue
-        row.refuse_if(missing, f"{where}: a call has no result; a message of the role tool follows for each call")
+        row.refuse_if(
+            missing,
+            f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call "
+            "(rows that end with a call cannot be trained)",
+        )
         if message is None:
             return
         row.refuse_if(

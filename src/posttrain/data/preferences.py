@@ -106,10 +106,12 @@ SCORE_KEYS = (
     ("rating_chosen", "rating_rejected"),
     ("chosen_rating", "rejected_rating"),
     ("chosen-rating", "rejected-rating"),
+    ("chosen_reward", "rejected_reward"),
+    ("chosen_avg_rating", "rejected_avg_rating"),
 )
 VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a table of texts has them
 RATING_KEYS = ("rating", "score")  # of a judged answer; ``data.label_above`` makes a label of it
-PROMPT_KEYS = ("prompt", "conversations", "instruction")  # the first of these that a row has
+PROMPT_KEYS = ("prompt", "conversations", "instruction", "question")  # the first of these that a row has
 Layout = Literal["pair", "judged", "steps"]
 # The keys of each layout next to the prompt; the messages of a judged conversation hold the prompt as well.
 LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
@@ -138,8 +140,8 @@ def preferences(
 ) -> Task:
     """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
 
-    The prompt is ``prompt`` (text or messages), ``conversations`` (ShareGPT) or ``instruction`` with ``input``
-    (Alpaca).
+    The prompt is ``prompt`` or ``question`` (text or messages), ``conversations`` (ShareGPT) or ``instruction`` with
+    ``input`` (Alpaca).
 
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
     turns need no prompt. OpenAI's ``input``, ``preferred_output`` and ``non_preferred_output`` are such a pair. Scores
@@ -308,10 +310,6 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
                 "'prompt' is not what the conversations begin with",
             )
             prompt = add_system(row, turns)
-    row.refuse_if(
-        prompt[-1].role == "assistant",
-        "two messages of the assistant follow one another; the last message before an answer must not be his",
-    )
     return prompt, [_answer_of(row, key, messages[-1]) for key, messages in conversations.items()]
 
 

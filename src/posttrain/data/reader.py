@@ -236,7 +236,8 @@ class Collected:
         """Raise a DataError with the reasons where there were rows and all of them were dropped."""
         if not self.examples and self.dropped:
             reasons = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items())
-            raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
+            what = "`posttrain explain` with the task's name says what a row must have"
+            raise DataError(place, f"no row can be used: {reasons}. {what}")
 
     def as_task(
         self,

@@ -33,6 +33,7 @@ _NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError
 MAX_LINE_BYTES = 1 << 28
 MAX_DIGITS = 300  # a number of more is beyond floating point
 _NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
+_REPR = re.compile(r"\s*\[\s*\{'(?:role|content|from|value)':")  # of a list of messages, as pandas writes it to csv
 ROLES = ("system", "user", "assistant", "tool")
 # Other names of roles, by the key of the role: of chat templates and of ShareGPT.
 OTHER_ROLES = {
@@ -118,7 +119,10 @@ class Row:
 
     def is_text(self, key: str) -> bool:
         """Return True if a text stands under ``key`` that is not the JSON text of messages."""
-        return isinstance(self.data.get(key), str) and not are_messages(self.nested(key))
+        value = self.data.get(key)
+        is_repr = isinstance(value, str) and _REPR.match(value)
+        self.refuse_if(is_repr, f"{key!r} holds messages as Python prints them; write them by json.dumps")
+        return isinstance(value, str) and not are_messages(self.nested(key))
 
     def as_written(self, value: object) -> object:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
@@ -242,7 +246,10 @@ def _read_lines(path: Path) -> Iterator[Row]:
                 if text:
                     yield Row(str(path), number, _parse_object(text, path, number))
     except UnicodeDecodeError as error:
-        raise DataError(path, f"not UTF-8 text ({error.reason}); save it as UTF-8", number) from None
+        remedy = "save it as UTF-8"
+        with suppress(OSError), path.open("rb") as stream:
+            remedy = f"it is gzip, so name it {path.name}.gz" if stream.read(2) == b"\x1f\x8b" else remedy
+        raise DataError(path, f"not UTF-8 text ({error.reason}); {remedy}", number) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             path, f"the gzip file is damaged or cut off ({error}); get it again, or compress it again", number + 1
@@ -326,9 +333,14 @@ def _read_table(path: Path) -> Iterator[Row]:
                 continue
             if not names:  # one without a name, as pandas writes its index, is called by its place
                 names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
+                if len(names) == 1 and ";" in names[0]:
+                    raise DataError(path, "its cells are parted by ';'; write commas, or tabs in a .tsv file", line)
                 twice = next((name for name in names if names.count(name) > 1), None)
                 if twice is not None:
                     raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
+            elif any(value[:1] == " " and value.strip()[:1] == value.strip()[-1:] == '"' for value in values):
+                what = "a space stands between a comma and a quoted cell, so that its quotes are text; take it out"
+                raise DataError(path, what, line)
             elif len(values) != len(names):
                 what = f"{len(values)} cells, and the first line names {len(names)} keys; quote cells with commas"
                 raise DataError(path, what, line)

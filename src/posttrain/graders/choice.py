@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from posttrain.graders.answers import answer_region, word_set
-from posttrain.graders.grading import Submission, Verdict
+from posttrain.graders.grading import Submission, Verdict, texts_of
 from posttrain.registry import register
 
 LETTERS = "ABCDEFGHIJ"
@@ -109,7 +109,10 @@ def multiple_choice(submission: Submission) -> Verdict:
     ``meta["choices"]``, the texts in order, is optional; without it only letters are read. A response that answers at
     once and then makes up further questions is graded by its first line.
     """
-    choices = tuple(str(choice) for choice in submission.meta.get("choices") or ())
+    listed = submission.meta.get("choices") or ()
+    choices = texts_of(listed.get("text") if isinstance(listed, Mapping) else listed)
+    if choices is None:
+        return Verdict("ungraded")
     gold = None if submission.answer is None else read_gold(submission.answer, choices)
     if gold is None:
         return Verdict("ungraded")
@@ -123,8 +126,8 @@ def multiple_choice(submission: Submission) -> Verdict:
 def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
     """Return the letter of a gold answer: a letter (in front of its text), a choice's text, or a sentence with it."""
     text = gold.strip()
-    if match := re.match(r"[(\[]?([A-J])(?:[)\].:]|\s|$)", text):
-        return match[1]
+    if match := re.match(r"[(\[]?([A-J])(?:[)\].:]|\s|$)|([a-j])\Z", text):
+        return (match[1] or match[2]).upper()
     if text in choices:
         return LETTERS[choices.index(text)]
     letters = [_letter(found) for head in _HEAD.finditer(text) if (found := _LETTER.match(text, head.end()))]

@@ -6,8 +6,10 @@ A grader is a function of a ``Submission``; its keyword-only parameters are its 
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,17 +92,34 @@ def is_blank(text: str) -> bool:
     return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
 
 
+def texts_of(listed: object) -> tuple[str, ...] | None:
+    """Return a list of texts or numbers as texts, also where it stands as JSON text; None where it is none."""
+    if isinstance(listed, str) and listed.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            listed = json.loads(listed)
+    items = [listed] if isinstance(listed, str | int | float) else listed
+    if not isinstance(items, list | tuple) or not all(isinstance(one, str | int | float) for one in items):
+        return None
+    return tuple(map(str, items))
+
+
+def _gold_answers(submission: Submission) -> tuple[str | None, ...]:
+    listed = submission.meta.get("answers")
+    return (texts_of(listed) or (None,)) if listed else (submission.answer,)
+
+
 @register("grader", batched=True)
 def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list[Verdict]:
     """Right if the answer equals any of the gold answers in ``meta["answers"]``.
 
     ``right = max_k 1[mode(completion, gold_k) = right]``. Where none is equal, a grading that had to be stopped is
-    what is reported, so that it is counted. Without ``meta["answers"]`` the one gold answer counts.
+    what is reported, so that it is counted. Without ``meta["answers"]`` the one gold answer counts. Answers are a list
+    of texts or numbers (or its JSON text), or one of them; anything else is ungraded.
 
     Args:
         mode: the grader that compares with each of them.
     """
-    golds = [tuple(s.meta.get("answers") or ()) or (s.answer,) for s in submissions]
+    golds = [_gold_answers(s) for s in submissions]
     to_grade = [
         replace(submission, answer=gold) for submission, own in zip(submissions, golds, strict=True) for gold in own
     ]

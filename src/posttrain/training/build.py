@@ -40,8 +40,7 @@ from posttrain.training.checks import (
     OWN_TEACHER,
     Components,
     resolve_components,
-    unread_margins,
-    unread_responses,
+    unread_parts,
 )
 from posttrain.training.optimizer import build_optimizer
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
@@ -168,8 +167,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, components.shape)
     warnings = [
         *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.warnings),
-        *unread_margins(components, task.keys),
-        *unread_responses(components, task),
+        *unread_parts(components, task),
         *further_ends(tokenizer, grader.template),
         *warnings,
         *_slow_paths(policy, recipe),

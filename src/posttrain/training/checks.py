@@ -7,7 +7,7 @@ loaded model in ``build``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -131,23 +131,21 @@ def resolve_components(recipe: Recipe) -> Components:
     return components
 
 
-def unread_margins(components: Components, keys: Mapping[tuple[str, str], int]) -> list[str]:
-    """Return a line where rows have margins that the objective does not read."""
-    if components.shape != "pair" or "margins" in components.needs or ("margin", "read") not in keys:
-        return []
-    name = components.recipe.objective.name
-    return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
-
-
-def unread_responses(components: Components, task: Task) -> list[str]:
-    """Return a line where rows bring judged answers, and the model samples others in their place."""
-    brings = any(example.responses for example in islice(task.examples, 1))
-    if components.recipe.rollout is None or components.shape == "demonstration" or not brings:
-        return []
-    return [
-        f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} are "
-        "not read; a recipe with data in place of rollout (dpo-preferences) trains on them"
-    ]
+def unread_parts(components: Components, task: Task) -> list[str]:
+    """Return lines about margins of rows that the objective does not read, and answers that sampled ones replace."""
+    lines = []
+    if components.shape == "pair" and "margins" not in components.needs and ("margin", "read") in task.keys:
+        name = components.recipe.objective.name
+        lines.append(
+            f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"
+        )
+    samples = components.recipe.rollout is not None and components.shape != "demonstration"
+    if samples and any(example.responses for example in islice(task.examples, 1)):
+        lines.append(
+            f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} "
+            "are not read; a recipe with data in place of rollout (dpo-preferences) trains on them"
+        )
+    return lines
 
 
 def _of_objective(w: Components) -> list[Rule]:

@@ -424,7 +424,8 @@ def prompt_pieces(
         wrong = f"template {template.name} has tools of its own, and the row brings {names}"
     if wrong:
         raise UsageError(f"{wrong}. Choose another, or name {names} in task.ignore_keys")
-    unread = [name for name in variables if name not in str(tokenizer.chat_template or "")]
+    read = set(re.findall(r"\w+", str(tokenizer.chat_template or "")))
+    unread = [name for name in variables if name not in read]
     if unread:
         key = "tools" if unread == ["tools"] else "chat_template_kwargs"
         raise UsageError(
