@@ -92,7 +92,7 @@ def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command:
     ("arguments", "message"),
     [
         ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"),
-        ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: {'no given responses': 30}"),
+        ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: 30 × no given responses"),
         ("--objective distillation --teacher.name self", "teacher.name: 'self' learns from its own samples"),
     ],
 )  # fmt: skip

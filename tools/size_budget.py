@@ -23,7 +23,7 @@ MAX_CONTRIB_LINES = 3_000
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (566, 1806),
     "api": (567, 1197),
-    "commands": (3486, 6460),
+    "commands": (3488, 6462),
     "data": (3404, 6234),
     "evaluation": (1816, 3444),
     "graders": (2889, 4994),
@@ -36,7 +36,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (3580, 6196),
     "store": (1086, 2101),
     "sweeps": (1107, 1874),
-    "training": (3044, 5078),
+    "training": (3045, 5079),
 }
 
 

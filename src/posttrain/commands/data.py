@@ -30,6 +30,8 @@ def run_data(arguments: argparse.Namespace) -> int:
     """List the tasks, or show the contents of one."""
     console = open_console()
     if arguments.action == "list":
+        if arguments.name is not None:
+            raise UsageError(f"data list takes no name. Did you mean `posttrain data show {arguments.name}`?")
         _print_tasks(console)
         return 0
     if arguments.name is None:

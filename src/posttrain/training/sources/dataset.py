@@ -127,7 +127,8 @@ class SupervisedSource(Source):
                     continue
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
-            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
+            dropped = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items()) or "none"
+            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}")
         self.num_examples = len(self.units)
         if shape == "judged":
             labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
