@@ -106,6 +106,19 @@ def test_command_in_the_documents_can_be_typed(place: str, command: str) -> None
         assert cli.main(words[1:]) == 0, f"{place}: nothing is called that"
 
 
+def test_runs_that_pages_make_have_names_of_their_own() -> None:
+    """A reader goes through them in one folder, and a name that is there is refused."""
+    read = [
+        page for folder in ("start", "learn", "book", "coming-from") for page in (ROOT / "docs" / folder).rglob("*.md")
+    ]
+    texts = [
+        text for page in read for _, language, text in BLOCK.findall(page.read_text("utf-8")) if language == "bash"
+    ]
+    names = re.findall(r"^posttrain train .*--run (\S+)", "\n".join(texts), re.MULTILINE)
+    assert len(names) > 10
+    assert sorted(names) == sorted(set(names))
+
+
 def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
     written = blocks("yaml")
     assert len(written) >= 1
