@@ -196,7 +196,7 @@ def calling(arguments: str) -> dict[str, Any]:
         ({**OFFER, "tool_choice": "required"}, "tool_choice", "Input should be 'none' or 'auto'"),
         ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out, or give True"),
         ({"messages": [*QUESTION, TOOL_RESULT]}, "messages", "message 2: a result of a tool that was not called"),
-        ({"messages": [*QUESTION, REPLY]}, "messages", "message 3: a call has no result"),
+        ({"messages": [*QUESTION, REPLY]}, "messages", "message 2: a call has no result"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT | {"tool_call_id": "b"}]}, "messages", "'b' must name one of"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT, QUESTION[0]]}, "messages", "message 4: a message amid the use"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT, SAID]}, "messages", "from message 4 on: after an answer"),

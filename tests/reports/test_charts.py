@@ -199,7 +199,7 @@ def test_the_page_of_a_sweep_is_whole_and_loads_nothing() -> None:
     assert [value for name, value in page.attributes if name in ("src", "href")] == []
     assert text.count("<svg viewBox=") == 2
     assert page.tags.count("tr") == 1 + 3
-    assert page.words.count("50.0 ± 127.1 %") == 1
+    assert page.words.count("50.0 ± 127.1%") == 1
 
 
 def test_the_page_of_a_sweep_follows_the_theme_scrolls_tables_and_ends_with_answers_and_runs() -> None:
