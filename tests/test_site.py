@@ -60,7 +60,8 @@ def as_tested(page: Path, command: str) -> str:
     stands = page.relative_to(DOCS).parts[0] in AS_THEY_STAND
     if words[1] in INTERACTIVE:
         return f"posttrain {words[1]} --help"
-    if words[1] == "train" and not is_embedded(words[2]):
+    is_reference = "reference" in page.relative_to(DOCS).parts  # each method's recipe is trained in ``test_recipes``
+    if words[1] == "train" and (is_reference or not is_embedded(words[2])):
         return f"{command} --dry-run"
     if words[1] == "train" and not stands and not {"--train.steps", "--train.num_epochs"} & set(words):
         return f"{command} --train.steps 2"

@@ -206,8 +206,8 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
             continue
         row.refuse_if(
             missing,
-            f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call, so "
-            "no conversation ends with one",
+            f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call, "
+            "so no conversation ends with one",
         )
         if message is None:
             return
