@@ -92,7 +92,7 @@ def test_rows_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> 
     prompts = sorted(len(encode_prompt(tokenizer, template, e.messages)) for e in task.examples)
     limited = supervised(tokenizer, template, task, prompt={"max_prompt_tokens": prompts[-2]})
     assert limited.dropped == {"blank": 2, f"prompt longer than {prompts[-2]} tokens": 1}
-    with pytest.raises(UsageError, match=r"task 'sums': no row is left.*longer than data\.max_length=2': 9"):
+    with pytest.raises(UsageError, match=r"task 'sums': no row is left.*9 × longer than data\.max_length=2"):
         supervised(tokenizer, template, task, data={"max_length": 2})
 
 
