@@ -61,7 +61,7 @@ def test_jsonl_rows_of_verl_have_the_ground_truth_as_answer(tmp_path: Path) -> N
     other = {"prompt": "1+1?", "response": "2", "reward_model": {"name": "armorm"}}
     (carried,) = jsonl(path=write_rows(tmp_path / "y.jsonl", [other]), split="all").examples
     assert (carried.answer, carried.meta) == (None, {"reward_model": {"name": "armorm"}})
-    with pytest.raises(DataError, match="'ground_truth' stands in the row and in its 'reward_model'"):
+    with pytest.raises(DataError, match="has 'ground_truth' twice"):
         jsonl(path=write_rows(tmp_path / "z.jsonl", [row | {"ground_truth": "3"}]), split="all")
 
 
@@ -95,7 +95,14 @@ def test_jsonl_rows_that_would_train_something_else_are_refused(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("answer", "gold"),
-    [("So 5 #### 5", "5"), ("#### 5", "5"), ("2+3\n#### 5\nThe answer is: 5", "5"), ("see #### the end", None)],
+    [
+        ("So 5 #### 5", "5"),
+        ("#### 5", "5"),
+        ("2+3\n#### 5\nThe answer is: 5", "5"),
+        ("see #### the end", None),
+        ("#### " + " " * 10**6 + "x", None),
+        ("A.\n#### B\nC.", "B\nC."),
+    ],
 )
 def test_jsonl_results_behind_hashes_are_the_answer(tmp_path: Path, answer: str, gold: str | None) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "2+3?", "answer": answer}])

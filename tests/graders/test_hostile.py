@@ -39,7 +39,7 @@ def grade_hostile(answers: list[str], way: str) -> tuple[list[Verdict], float]:
         gold, given = HONEST[place % len(HONEST)]
         submissions.append(submit(given, gold, "box"))
         expected.append(len(submissions) - 1)
-    # A limit with room: what is merely slow ends within it on a machine several times slower, what is endless does not.
+    # Slow answers end within the limit, on a machine several times slower too; endless ones do not.
     start = time.monotonic()
     verdicts = math(submissions, timeout_seconds=0.5, num_workers=2)
     seconds = (time.monotonic() - start) / len(answers)

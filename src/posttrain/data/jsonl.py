@@ -8,7 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from posttrain.data.base import Task
-from posttrain.data.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
+from posttrain.data.messages import (
+    REASONING_KEYS,
+    add_system,
+    read_instruction,
+    read_messages,
+    read_variables,
+    refuse_two_replies,
+)
 from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
 from posttrain.data.reading import Row, read_file, shown
 from posttrain.data.render.rows import split_turns
@@ -22,7 +29,6 @@ from posttrain.types import Example, Message, Turn
 # Other names of the parts in the common layouts: ShareGPT, Alpaca, prompts with completions.
 ALIASES = {"messages": ("conversations",), "prompt": ("instruction", "question"), "response": ("completion", "output")}
 LABEL_KEYS = ("label", "labels", "kto_tag")  # of judged answers
-_RESULT = re.compile(r"####[ \t]*(.+?)[ \t]*(?:\n|\Z)")
 # Why a response whose grader's word is not ``right`` was left out.
 OUTCOMES: dict[Outcome, str] = {
     "wrong": "a wrong answer",
@@ -146,6 +152,7 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
         )
         of_messages = next(k for p in ("messages", "prompt") if row.has(k := _key_of(row, p, keys)) or p == "prompt")
         parts[f"an assistant's message at the end of {of_messages!r}"] = messages[-1].text
+        refuse_two_replies(row, messages)
         conversation, (messages, turns) = messages, split_turns(messages[:-1])
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
@@ -191,11 +198,11 @@ def _gold_answer(row: Row, of_answer: str, *, needed: bool) -> tuple[str, str | 
     otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
     row.need(of_answer, f". Name the right one as {otherwise}")
     answer = row.answer(of_answer)
-    for found in reversed(list(_RESULT.finditer(answer))):
-        before = answer[: found.start()]
-        if before.endswith("\n") or parse_quantity(found[1]) is not None:
-            return before.strip(), found[1]
-    return "", answer
+    before, _, behind = answer.rpartition("####")
+    result = behind.partition("\n")[0].strip()
+    if behind != answer and parse_quantity(result) is not None:  # also amid a line, or with text below it
+        return before.strip(), result
+    return (before.strip(), behind.strip()) if before.strip() and before.endswith("\n") and result else ("", answer)
 
 
 def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
@@ -215,7 +222,7 @@ def _with_ground_truth(row: Row) -> Row:
     """The row with the ``ground_truth`` of verl's ``reward_model`` next to its other keys."""
     inside = row.nested("reward_model")
     row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown(inside)}")
-    row.refuse_if(row.has("ground_truth"), "'ground_truth' stands in the row and in its 'reward_model'; give one")
+    row.refuse_if(row.has("ground_truth"), "the row has 'ground_truth' twice, once in 'reward_model'; give one")
     return replace(row, data={**row.data, "ground_truth": inside.get("ground_truth")})
 
 
@@ -224,8 +231,6 @@ def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]
     if row.has(of_messages):
         return read_messages(row, of_messages)
     if of_prompt == "instruction":
-        both = "'instruction' and 'question' are both there; name the prompt as task.prompt_key, or leave one out by "
-        row.refuse_if(row.has("question"), f"{both}task.ignore_keys")
         return read_instruction(row)
     option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
     row.need(of_prompt, f". Name the right one as {option}")

@@ -44,13 +44,17 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
+    _check_results(row, key, messages)
+    return tuple(_in_order(row, key, value, messages))
+
+
+def refuse_two_replies(row: Row, messages: Sequence[Message]) -> None:
+    """Refuse a conversation to train on in which the assistant follows the assistant."""
     for number, (one, other) in enumerate(pairwise(messages), start=1):
         row.refuse_if(
             one.role == other.role == "assistant" and not one.calls,
-            f"{key!r}: messages {number} and {number + 1} are both the assistant's; join them into one",
+            f"messages {number} and {number + 1} are both the assistant's; join them into one",
         )
-    _check_results(row, key, messages)
-    return tuple(_in_order(row, key, value, messages))
 
 
 def _read_message(row: Row, item: object, key: str, number: int) -> Message:
@@ -280,6 +284,7 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
         )
         texts = [row.checked(text, "history") for text in pair]
         earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
+    row.refuse_if(row.has("question"), "'instruction' and 'question' are both there; leave one out by task.ignore_keys")
     further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]
     return (*earlier, Message("user", "\n\n".join(row.text(key) for key in ("instruction", *further))))
 

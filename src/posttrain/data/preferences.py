@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from posttrain.data.base import Task
-from posttrain.data.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
+from posttrain.data.messages import (
+    add_system,
+    is_blank,
+    read_instruction,
+    read_messages,
+    read_prompt,
+    read_variables,
+    refuse_two_replies,
+)
 from posttrain.data.reader import Dropped, FileSplit, Share, collect, drop_if, reads_rows, row_task
 from posttrain.data.reading import Row, read_file, shown
 from posttrain.registry import register, suggest
@@ -291,6 +299,8 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
     if are_texts == {True}:
         return _read_prompt(row), [row.text(key) for key in keys]
     conversations = {key: read_messages(row, key) for key in keys}
+    for messages in conversations.values():
+        refuse_two_replies(row, messages)
     turns = conversations[keys[0]][:-1]
     drop_if(
         any(messages[:-1] != turns for messages in conversations.values()), f"{names} part before their last message"

@@ -247,8 +247,9 @@ def _read_lines(path: Path) -> Iterator[Row]:
                     yield Row(str(path), number, _parse_object(text, path, number))
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8"
-        with suppress(OSError), path.open("rb") as stream:
-            remedy = f"it is gzip, so name it {path.name}.gz" if stream.read(2) == b"\x1f\x8b" else remedy
+        with path.open("rb") as stream:
+            if path.suffix.lower() != ".gz" and stream.read(2) == b"\x1f\x8b":
+                remedy = f"it is gzip, so name it {path.name}.gz"
         raise DataError(path, f"not UTF-8 text ({error.reason}); {remedy}", number) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(

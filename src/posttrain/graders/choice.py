@@ -126,10 +126,12 @@ def multiple_choice(submission: Submission) -> Verdict:
 def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
     """Return the letter of a gold answer: a letter (in front of its text), a choice's text, or a sentence with it."""
     text = gold.strip()
-    if match := re.match(r"[(\[]?([A-J])(?:[)\].:]|\s|$)|([a-j])\Z", text):
-        return (match[1] or match[2]).upper()
+    if match := re.match(r"[(\[]?([A-J])(?:[)\].:]|\s|$)", text):
+        return match[1]
     if text in choices:
         return LETTERS[choices.index(text)]
+    if len(text) == 1 and text.upper() in LETTERS:
+        return text.upper()
     letters = [_letter(found) for head in _HEAD.finditer(text) if (found := _LETTER.match(text, head.end()))]
     return letters[-1] if letters else None
 

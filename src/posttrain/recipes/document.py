@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -236,7 +236,8 @@ def _whole_component(model: type[BaseModel], key: str) -> str:
     field: Any = None
     for part in above.split(".") if above != key else ():
         field = getattr(model, "model_fields", {}).get(part.replace("-", "_"))
-        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        of_list = field is None or get_origin(field.annotation) is list
+        kinds = [] if of_list else [field.annotation, *get_args(field.annotation)]
         model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
     return above if model is Component else key
 
