@@ -83,11 +83,11 @@ def test_the_outcome_follows_the_figures() -> None:
 
     before = figures(0.10, 0.08, 0.13, 0.1)
     assert REASONING.outcome(before, figures(0.97, 0.95, 0.98, 0.99)) == (
-        "It discovered that working step by step pays: right answers went from 10% to 97%, "
+        "The model learned to work step by step: right answers went from 10% to 97%, "
         "answers that show their working from 10% to 99%."
     )
     same = REASONING.outcome(before, figures(0.12, 0.09, 0.15, 0.1))
-    assert same.startswith("In this run it found nothing that the intervals could tell from chance")
+    assert same.startswith("In this run accuracy did not change by more than its intervals")
 
 
 @pytest.mark.slow

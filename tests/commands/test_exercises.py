@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.commands.exercises import checking, command
-from posttrain.commands.exercises.catalog import EXERCISES
+from posttrain.commands.exercises.checking import EXERCISES
 from posttrain.graders.sandbox.workers import Limits
 
 HALF = "import torch\n\n\ndef group_advantage(rewards):\n    centred = rewards - rewards.mean(1, keepdim=True)\n"
@@ -22,7 +22,7 @@ def check(name: str, source: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_exercise_given_the_library_function_is_correct(name: str) -> None:
-    source = f"from posttrain.commands.exercises.catalog import EXERCISES\n{name} = EXERCISES[{name!r}].reference"
+    source = f"from posttrain.commands.exercises.checking import EXERCISES\n{name} = EXERCISES[{name!r}].reference"
     assert check(name, source) == {"wrong": "", "printed": ""}
 
 
@@ -31,7 +31,7 @@ def test_exercise_given_each_known_mistake_names_it(name: str) -> None:
     exercise = EXERCISES[name]
     assert len(exercise.mistakes) >= 3
     for message in exercise.mistakes:
-        source = "from posttrain.commands.exercises.catalog import EXERCISES\n"
+        source = "from posttrain.commands.exercises.checking import EXERCISES\n"
         source += f"{name} = EXERCISES[{name!r}].mistakes[{message!r}]"
         assert check(name, source)["wrong"] == message
 

@@ -73,19 +73,19 @@ class Story:
 
 
 def reasoning_outcome(before: Results, after: Results) -> str:
-    """Say whether working step by step was discovered."""
+    """Return a sentence on whether the model learned to work step by step."""
     change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
     if "shows_reasoning" in before and "shows_reasoning" in after:
         change += (
             f", answers that show their working from {before['shows_reasoning']:.0%} to {after['shows_reasoning']:.0%}"
         )
     if after["accuracy_low"] > before["accuracy_high"]:
-        return f"It discovered that working step by step pays: {change}."
-    return f"In this run it found nothing that the intervals could tell from chance: {change}."
+        return f"The model learned to work step by step: {change}."
+    return f"In this run accuracy did not change by more than its intervals: {change}."
 
 
 def tools_outcome(before: Results, after: Results) -> str:
-    """Say whether it was discovered when a call pays."""
+    """Return a sentence on whether the model learned when a call pays."""
     large, small = (f"{size}:accuracy" for size in ("large", "small"))
     change = (
         f"of the large sums {before[large]:.0%} were right before and {after[large]:.0%} after, with "
@@ -93,8 +93,8 @@ def tools_outcome(before: Results, after: Results) -> str:
         f"{after[small]:.0%}, with {after['small:called']:.0%} computed by the tool"
     )
     if after[f"{large}_low"] > before[f"{large}_high"] and after["small:called_high"] < after["large:called_low"]:
-        return f"It discovered when a tool pays: {change}."
-    return f"In this run it did not find out when a tool pays, as far as the intervals tell: {change}."
+        return f"The model learned when to call the tool: {change}."
+    return f"In this run the intervals do not show that the model learned when to call the tool: {change}."
 
 
 STORIES: Mapping[str, Story] = {
@@ -112,14 +112,14 @@ STORIES: Mapping[str, Story] = {
             "little stories and worked sums, nothing else: it completes text and does not know what a question is.",
             "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most of them "
             "guess the answer at once, only some write down their steps; so it learns the format, and mostly to guess.",
-            "Nothing is demonstrated any more. For each problem the model writes several answers; those that are right "
-            "earn a reward, and whatever made them right becomes likelier. Watch accuracy, length and the share of "
-            "worked answers: does it discover that working step by step pays?",
+            "There are no demonstrations any more. The model writes several answers to each problem; the right ones "
+            "earn a reward, and their tokens become more likely. Watch accuracy, length and the share of answers that "
+            "show their steps: does the model learn to work step by step?",
         ),
         descriptions=(
-            "has read stories and sums; was never asked anything",
+            "was trained on stories and sums, not on questions",
             "knows the format; mostly guesses",
-            "was only ever told right or wrong",
+            "was trained on right-or-wrong rewards",
         ),
         outcome=reasoning_outcome,
     ),
@@ -138,14 +138,14 @@ STORIES: Mapping[str, Story] = {
             "of numbers below a hundred. It does not know what a question is, and has never met a tool.",
             "It now copies demonstrations. Most write the sum down and answer; one in four, of small numbers and "
             "large ones alike, calls a calculator with <tool>calculator: ...</tool>, reads its result, and answers. "
-            "So it learns how a tool is called, and to call none unless chance will have it.",
-            "Nothing is demonstrated any more. A right answer earns 1, and a call costs 0.1. Watch the calls for small "
-            "sums and for large ones: does it discover when a call is worth its price?",
+            "So it learns how a tool is called, and calls it rarely.",
+            "There are no demonstrations any more. A right answer earns 1, and a call costs 0.1. Watch the calls for "
+            "small sums and for large ones: does the model learn when a call is worth its price?",
         ),
         descriptions=(
-            "has read small sums; was never asked anything",
+            "was trained on small sums, not on questions",
             "was shown a few calls, whatever the numbers",
-            "was told right or wrong; a call costs a little",
+            "was trained on right-or-wrong rewards; a call costs a little",
         ),
         outcome=tools_outcome,
         shares={

@@ -1,6 +1,7 @@
-"""The check of an exercise, in a process that can be killed (``graders.sandbox.workers``).
+"""The list of the exercises, and the check of one in a process that can be killed (``graders.sandbox.workers``).
 
-The file is the reader's own Python, run because the reader asked for it.
+The file is the reader's own Python, run because the reader asked for it. Its function is called as the exercise and
+takes the arguments of a case. Tensors are float64, masks bool. Shapes: B rows, T tokens, N prompts, G samples, P pairs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,23 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from posttrain.commands.exercises.catalog import EXERCISES
+from posttrain.commands.exercises import answers, policy_gradients
 from posttrain.commands.exercises.exercise import Answer, Exercise
+
+EXERCISES = {
+    "response_mask": answers.RESPONSE_MASK,
+    "bradley_terry": answers.BRADLEY_TERRY,
+    "policy_gradient_loss": policy_gradients.POLICY_GRADIENT_LOSS,
+    "group_advantage": policy_gradients.GROUP_ADVANTAGE,
+    "gae": policy_gradients.GAE,
+    "clipped_surrogate": policy_gradients.CLIPPED_SURROGATE,
+    "tagged_answer": answers.TAGGED_ANSWER,
+    "token_tis": policy_gradients.TOKEN_TIS,
+    "dpo": answers.DPO,
+    "best_of_n": answers.BEST_OF_N,
+    "kl_estimators": policy_gradients.KL_ESTIMATORS,
+    "pass_at_k": answers.PASS_AT_K,
+}
 
 TOLERANCE = 1e-6
 MAX_CHARS = 2000  # of what the function printed

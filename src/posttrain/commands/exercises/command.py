@@ -29,7 +29,7 @@ OPTIONS = Options(
 
 def run_exercise(arguments: argparse.Namespace) -> int:
     """List the exercises, print one as a file to fill in, or check a file; 1 if it is wrong."""
-    from posttrain.commands.exercises.catalog import EXERCISES  # imports torch
+    from posttrain.commands.exercises.checking import EXERCISES  # imports torch
 
     console = open_console()
     if arguments.action == "list":
