@@ -44,6 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reader")
 
 
+@pytest.fixture(scope="module")
+def finished() -> set[tuple[Path, str]]:
+    """Folders and commands that succeeded: a reader does not type again what an earlier page said."""
+    return set()
+
+
 def is_embedded(recipe: str) -> bool:
     """Return whether a recipe trains a model that ships with the package."""
     try:
@@ -105,7 +111,9 @@ def test_site_is_built_strictly_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
-def test_blocks_of_a_page_run_in_order(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_page_run_in_order(
+    page: Path, folder: Path, finished: set[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     names: dict[str, object] = {"__name__": "__main__"}
     for language, body in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -119,7 +127,10 @@ def test_blocks_of_a_page_run_in_order(page: Path, folder: Path, monkeypatch: py
                 if command.startswith("cd "):
                     monkeypatch.chdir(folder := (folder / command[3:]).resolve())
                 elif command and not command.startswith(("make ", "source ", "pip ", "export ", "git ")):
-                    run(as_tested(page, command), folder)
+                    tested = as_tested(page, command)
+                    if (folder, tested) not in finished:
+                        run(tested, folder)
+                        finished.add((folder, tested))
 
 
 @pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
