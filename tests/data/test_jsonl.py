@@ -12,6 +12,7 @@ from sample_rows import write_rows
 
 from posttrain.cli import main
 from posttrain.data.jsonl import jsonl
+from posttrain.data.preferences import preferences
 from posttrain.errors import DataError, UnknownComponent, UsageError
 from posttrain.types import Call, Message, Turn
 
@@ -272,10 +273,31 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
     assert example.turns == (first, Turn("", (call("22 + 20", "42"),)))
 
 
+def test_conversation_that_ends_with_a_call_demonstrates_it(tmp_path: Path) -> None:
+    example = read_messages(tmp_path, *QUESTION, calling("1"), output("1"), calling("2", content="Again."))
+    assert [len(message.calls) for message in example.conversation] == [0, 0, 1, 0, 1]
+    assert example.messages == (Message("system", "Be brief."), Message("user", "What is 20 plus 22?"))
+    assert [turn.calls[0].result for turn in example.turns] == ["1"]
+    assert (example.demonstration, example.answer) == ('Again.\ncalculator {"expression": "2"}', None)
+    file = write_rows(
+        tmp_path / "pairs.jsonl",
+        [{"prompt": "q", "chosen": [*QUESTION, calling("1")], "rejected": [*QUESTION, ANSWER]}],
+    )
+    with pytest.raises(DataError, match="message 3: a call has no result"):
+        preferences(path=file)
+    file = write_rows(tmp_path / "parts.jsonl", [{"prompt": QUESTION, "completion": [calling("1")]}])
+    (example,) = jsonl(path=file, split="all").examples
+    assert [len(message.calls) for message in example.conversation] == [0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
         ([*QUESTION, calling("1"), ANSWER], "message 3: a call has no result; a message of the role tool follows"),
+        (
+            [*QUESTION, calling("1", "2"), output("1")],
+            "message 4: a call has no result",
+        ),
         ([*QUESTION, output("1"), ANSWER], "message 3: a result of a tool that was not called"),
         (
             [*QUESTION, calling("1"), output("1"), output("2"), ANSWER],

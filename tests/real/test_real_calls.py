@@ -11,12 +11,14 @@ from model_templates import tokenizer_of
 
 from posttrain.data.render.assistant import decode_response, encode_answer, encode_turn
 from posttrain.data.render.calls import TAGGED
+from posttrain.data.render.rows import rows_of
 from posttrain.data.render.template import build_template, encode_prompt
 from posttrain.data.render.template_calls import call_form
+from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import read_calls
 from posttrain.sampling.environments.tools import make_tool
-from posttrain.types import Call, Message, Turn
+from posttrain.types import Call, Example, Message, Turn
 
 CHAT = build_template(Component(name="chat"))
 NATIVE = [
@@ -74,6 +76,22 @@ def test_call_form_of_a_template_writes_and_reads_its_calls(name: str) -> None:
         assert [r.wrong for r in requests] == [""] * len(turn.calls)
         wanted = [(call.tool, json.loads(call.raw_arguments)) for call in turn.calls]
         assert [(r.tool, typed(r.arguments, w)) for r, (_, w) in zip(requests, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "qwen3-coder", "olmo3", "gpt-oss", "deepseek", "glm"])
+def test_conversation_that_ends_with_a_call_is_trained_as_the_template_writes_it(name: str) -> None:
+    turn = called({"city": "Oslo"})
+    calls = tuple(Call(call.tool, call.raw_arguments, "", "ok") for call in turn.calls)
+    conversation = (Message("user", "q"), Message("assistant", "", calls=calls))
+    example = Example("1", conversation[:1], answer=None, demonstration="f", conversation=conversation)
+    (unit,) = rows_of(tokenizer_of(name), CHAT, example, "demonstration")
+    (row,) = unit
+    trained = tokenizer_of(name).decode(row.ids[row.prompt_length :])
+    assert trained.strip() in rendered(name, turn)
+    assert "Oslo" in trained
+    assert not row.heard
+    with pytest.raises(UsageError, match="ends with a call"):
+        next(rows_of(tokenizer_of(name), build_template(Component(name="plain")), example, "demonstration"))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3", "chatml"])

@@ -64,11 +64,11 @@ def jsonl(
     """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT, Alpaca and verl.
 
     A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response: a whole text
-    to imitate, as is the assistant's message at the end of messages; such a row needs no answer. A row with nothing but
-    a ``text`` is one to read, under ``prompt.template: document``. ``system`` and
-    ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools
-    (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or
-    ``train: false`` is not trained. The template decides how the response is written. Every other key is carried along
+    to imitate, as is the assistant's message at the end of messages, maybe a call; such a row needs no answer. A row
+    with nothing but a ``text`` is one to read, under ``prompt.template: document``. ``system`` and ``tools`` of a row
+    go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools (``tool_calls``, then the
+    role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or ``train: false`` is not
+    trained. The template decides how the response is written. Every other key is carried along
     in ``meta``; one that would change what is trained is refused.
 
     Args:
@@ -138,7 +138,7 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     solution = row.text(of_solution) if row.has(of_solution) else None
     parts = {} if solution is None else {repr(of_solution): solution}
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
-        messages = (*messages, *read_messages(row, of_response))
+        messages += read_messages(row, of_response, before=messages, ends_with_calls=True)
     elif row.has(of_response):
         thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
         reasoning = next((row.text(key) for key in thoughts), None)
@@ -151,7 +151,8 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
             f"{keys['messages']!r} holds nothing but the assistant's message; a prompt must come before it",
         )
         of_messages = next(k for p in ("messages", "prompt") if row.has(k := _key_of(row, p, keys)) or p == "prompt")
-        parts[f"an assistant's message at the end of {of_messages!r}"] = messages[-1].text
+        calls = (f"{call.tool} {call.raw_arguments}" for call in messages[-1].calls)
+        parts[f"an assistant's message at the end of {of_messages!r}"] = "\n".join((messages[-1].text, *calls)).lstrip()
         refuse_two_replies(row, messages)
         conversation, (messages, turns) = messages, split_turns(messages[:-1])
     if len(parts) > 1:
@@ -229,7 +230,7 @@ def _with_ground_truth(row: Row) -> Row:
 def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
     if row.has(of_messages):
-        return read_messages(row, of_messages)
+        return read_messages(row, of_messages, ends_with_calls=True)
     if of_prompt == "instruction":
         return read_instruction(row)
     option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
@@ -237,7 +238,9 @@ def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]
     value = row.data[of_prompt]
     is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
     is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
-    return read_messages(row, of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
+    if is_messages:
+        return read_messages(row, of_prompt, ends_with_calls=True)
+    return (Message("user", row.text(of_prompt)),)
 
 
 def _keep_correct(collected: Collected, grader: str, place: str) -> None:

@@ -32,8 +32,12 @@ def read_prompt(row: Row, key: str) -> tuple[Message, ...]:
     return messages
 
 
-def read_messages(row: Row, key: str) -> tuple[Message, ...]:
+def read_messages(
+    row: Row, key: str, *, before: Sequence[Message] = (), ends_with_calls: bool = False
+) -> tuple[Message, ...]:
     """The conversation under ``key``: a list of messages, or one message.
+
+    ``before``: the messages that these go on from. ``ends_with_calls``: the last may call tools without results.
 
     Raises:
         DataError: missing, of another shape, empty, with an unknown role or key, or a tool's results that fit no calls.
@@ -44,7 +48,7 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
-    _check_results(row, key, messages)
+    _check_results(row, key, messages, before[-1].role if before else "", ends_with_calls)
     return tuple(_in_order(row, key, value, messages))
 
 
@@ -171,7 +175,7 @@ def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Messa
     ordered = list(messages)
     for at, message in enumerate(messages):
         calls = items[at].get("tool_calls") if message.calls else None
-        if not isinstance(calls, list):
+        if not isinstance(calls, list) or at == len(messages) - 1:
             continue
         ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
         named = [items[i].get("tool_call_id") for i in range(at + 1, at + 1 + len(message.calls))]
@@ -195,8 +199,8 @@ def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Messa
     return ordered
 
 
-def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
-    """Refuse calls without results, results without calls, and what stands between them."""
+def _check_results(row: Row, key: str, messages: Sequence[Message], previous: str, ends_with_calls: bool) -> None:
+    """Refuse calls without results, results without calls, and what stands between them; ``previous``: a role."""
     missing, has_called = 0, False
     for number, message in enumerate([*messages, None], start=1):
         where = f"{key!r}, message {number}"
@@ -209,9 +213,8 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
             missing -= 1
             continue
         row.refuse_if(
-            missing,
-            f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call, "
-            "so no conversation ends with one",
+            missing and not (message is None and ends_with_calls and messages[-1].calls),
+            f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call",
         )
         if message is None:
             return
@@ -220,7 +223,7 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
             f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message",
         )
         row.refuse_if(
-            message.calls and (number == 1 or messages[number - 2].role not in ("user", "tool")),
+            message.calls and (messages[number - 2].role if number > 1 else previous) not in ("user", "tool"),
             f"{where}: tools are used in answer to a message of the user",
         )
         missing, has_called = len(message.calls), bool(message.calls)

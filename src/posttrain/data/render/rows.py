@@ -91,6 +91,8 @@ def rows_of(
 def _demonstrations(
     tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn | None
 ) -> Iterator[tuple[Row, ...] | str]:
+    if template.turns != "rendered" and any(message.calls for message in example.conversation[-1:]):
+        raise UsageError(f"example {example.id!r} ends with a call, which needs the prompt.template chat")
     if template.turns == "last" and not all(m.is_trained for m in example.conversation[-1:]):
         yield UNTRAINED
         return
