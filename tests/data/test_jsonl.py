@@ -66,6 +66,16 @@ def test_jsonl_rows_of_verl_have_the_ground_truth_as_answer(tmp_path: Path) -> N
         jsonl(path=write_rows(tmp_path / "z.jsonl", [row | {"ground_truth": "3"}]), split="all")
 
 
+@pytest.mark.parametrize("key", ["question", "problem", "query"])
+def test_jsonl_reads_the_usual_names_of_a_question(tmp_path: Path, key: str) -> None:
+    row = {key: "1+1?", "answer": "2"}
+    (example,) = jsonl(path=write_rows(tmp_path / "x.jsonl", [row]), split="all").examples
+    assert (example.messages, example.answer) == ((Message("user", "1+1?"),), "2")
+    pair = {key: "1+1?", "chosen": "2", "rejected": "3"}
+    (example,) = preferences(path=write_rows(tmp_path / "y.jsonl", [pair]), split="all").examples
+    assert (example.messages, example.meta) == ((Message("user", "1+1?"),), {})
+
+
 def test_jsonl_rows_of_text_alone_are_read_and_parted_by_their_text(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"text": f"Ada has {n} shells."} for n in range(40)])
     parts = [jsonl(path=path, split=split).examples for split in ("train", "validation", "test")]

@@ -1,6 +1,6 @@
 """Progress of a training run: a live panel, plain lines, or nothing.
 
-A progress is an observer (``train/files.py``): the loop calls it with an event and its payload. A run without it is the
+A progress is an observer (``training/files.py``): the loop calls it with an event and its payload. A run without it is the
 same run.
 """
 

@@ -33,7 +33,7 @@ class Task:
         dropped: number of rows that were left out, by reason.
         worked: returns True for a text that shows its working, where the task can tell.
         origin: the file, where the environment names its folder.
-        shares: measures over answered items (``evals/items.py``): by name one share in 0..1 per item.
+        shares: measures over answered items (``evaluation/items.py``): by name one share in 0..1 per item.
         parts: of a mixture.
         keys: number of rows with a key, by the key and its use.
         warnings: lines for the start of a run.

@@ -9,6 +9,7 @@ from functools import partial
 
 from posttrain.data.base import Task
 from posttrain.data.messages import (
+    QUESTION_KEYS,
     REASONING_KEYS,
     add_system,
     read_instruction,
@@ -27,7 +28,11 @@ from posttrain.registry import find, register
 from posttrain.types import Example, Message, Turn
 
 # Other names of the parts in the common layouts: ShareGPT, Alpaca, prompts with completions.
-ALIASES = {"messages": ("conversations",), "prompt": ("instruction", "question"), "response": ("completion", "output")}
+ALIASES = {
+    "messages": ("conversations", "conversation"),
+    "prompt": ("instruction", *QUESTION_KEYS),
+    "response": ("completion", "output"),
+}
 LABEL_KEYS = ("label", "labels", "kto_tag")  # of judged answers
 # Why a response whose grader's word is not ``right`` was left out.
 OUTCOMES: dict[Outcome, str] = {
@@ -74,8 +79,9 @@ def jsonl(
     Args:
         split: ``validation`` and ``test`` are parts of the rows chosen by a hash of the prompt up to the user's first
             message, ``train`` is the rest, ``all`` the whole file.
-        prompt_key: of a text or messages; else ``instruction`` with ``input``, or ``question``. Messages come first.
-        messages_key: of the conversation; else ``conversations``.
+        prompt_key: of a text or messages; else ``instruction`` with ``input``, ``question``, ``problem`` or ``query``.
+            Messages come first.
+        messages_key: of the conversation; else ``conversations`` or ``conversation``.
         answer_key: where the gold answer stands (maybe after a solution and ``####``), else verl's
             ``reward_model.ground_truth``; ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.

@@ -12,6 +12,7 @@ from posttrain.registry import suggest
 from posttrain.types import Call, Message
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
+QUESTION_KEYS = ("question", "problem", "query")  # of a prompt in rows without ``prompt``
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
 _TRAINED_KEYS = ("weight", "train")
@@ -287,7 +288,8 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
         )
         texts = [row.checked(text, "history") for text in pair]
         earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
-    row.refuse_if(row.has("question"), "'instruction' and 'question' are both there; leave one out by task.ignore_keys")
+    for key in QUESTION_KEYS:
+        row.refuse_if(row.has(key), f"'instruction' and {key!r} are both there; leave one out by task.ignore_keys")
     further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]
     return (*earlier, Message("user", "\n\n".join(row.text(key) for key in ("instruction", *further))))
 

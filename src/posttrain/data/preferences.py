@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from posttrain.data.base import Task
 from posttrain.data.messages import (
+    QUESTION_KEYS,
     add_system,
     is_blank,
     read_instruction,
@@ -24,7 +25,7 @@ from posttrain.data.reading import Row, read_file, shown
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
 
-# The keys by which a line of ``items.jsonl`` (``evals/items.py``) differs from a row of any other file.
+# The keys by which a line of ``items.jsonl`` (``evaluation/items.py``) differs from a row of any other file.
 ITEM_KEYS = ("id", "index", "question", "samples")
 RESPONSE_IDS = "response_ids"  # of an answer whose text encodes to other tokens than were sampled
 # An answer is right or not by the grader's word; with any other word nobody knows.
@@ -119,7 +120,7 @@ SCORE_KEYS = (
 )
 VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a table of texts has them
 RATING_KEYS = ("rating", "score")  # of a judged answer; ``data.label_above`` makes a label of it
-PROMPT_KEYS = ("prompt", "conversations", "instruction", "question")  # the first of these that a row has
+PROMPT_KEYS = ("prompt", "conversations", "instruction", *QUESTION_KEYS)  # the first of these that a row has
 Layout = Literal["pair", "judged", "steps"]
 # The keys of each layout next to the prompt; the messages of a judged conversation hold the prompt as well.
 LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
@@ -148,8 +149,8 @@ def preferences(
 ) -> Task:
     """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
 
-    The prompt is ``prompt`` or ``question`` (text or messages), ``conversations`` (ShareGPT) or ``instruction`` with
-    ``input`` (Alpaca).
+    The prompt is ``prompt``, ``question``, ``problem`` or ``query`` (text or messages), ``conversations`` (ShareGPT) or
+    ``instruction`` with ``input`` (Alpaca).
 
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
     turns need no prompt. OpenAI's ``input``, ``preferred_output`` and ``non_preferred_output`` are such a pair. Scores

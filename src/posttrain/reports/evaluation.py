@@ -244,7 +244,7 @@ def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable
 def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
     """For every task on which several models were measured alike: each model's accuracy less that of the first.
 
-    Over the items that both have scored, by the paired bootstrap (``evals/statistics.py``).
+    Over the items that both have scored, by the paired bootstrap (``evaluation/statistics.py``).
     """
     tables = []
     for (name, view), ((first, base), *others) in _groups(rows).items():

@@ -19,7 +19,7 @@ _OF_A_PART = ("accuracy", "called")
 
 @dataclass(frozen=True)
 class Stage:
-    """One model of the story with its held-out results (``evals/generation.py``)."""
+    """One model of the story with its held-out results (``evaluation/generation.py``)."""
 
     label: str
     description: str

@@ -1,7 +1,7 @@
 """A run is a directory: its lock, recipe, environment, status and log.
 
 ``recipe.yaml`` (resolved, reruns the run), ``env.json`` (every start: command, commit, versions, hardware),
-``status.json`` (state and step), ``log.txt`` (events, with times). The loop writes the rest (``train/files.py``).
+``status.json`` (state and step), ``log.txt`` (events, with times). The loop writes the rest (``training/files.py``).
 Readers need no lock and import no torch.
 """
 

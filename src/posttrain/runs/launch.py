@@ -47,7 +47,7 @@ from posttrain.training.files import Observer, RunFiles
 from posttrain.untrusted import allow_code_options
 
 DEFAULT_ROOT = "runs"
-# train/loop.py: train(recipe, files, *, resume, observer, should_stop, world), with .step, .reason, .evaluations
+# training/loop.py: train(recipe, files, *, resume, observer, should_stop, ...), with .step, .reason, .evaluations
 Train = Callable[..., Any]
 
 
@@ -82,7 +82,7 @@ def launch(
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
         accept_changes: continue although recipe or records are others than those of the newest checkpoint.
-        observer: receives events (``train/files.py``); notes: further notices at the start.
+        observer: receives events (``training/files.py``); notes: further notices at the start.
         should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
         train: the loop, if another than ``posttrain.training.loop.train``.
 
@@ -402,7 +402,7 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
 
 
 def hard_changes(changed: Changes) -> str:
-    """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``passes`` alone)."""
+    """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``num_epochs`` alone)."""
     hard = [key for key in changed if key not in LENGTHS]
     length = " or ".join(LENGTHS)
     return f"Only {length} may change when a run is resumed, not {', '.join(hard)}." if hard else ""

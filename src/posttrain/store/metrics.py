@@ -225,7 +225,7 @@ def is_evaluation(row: MetricsRow) -> bool:
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """The results of one evaluation during a run (``evals/generation.py``) after ``step`` updates."""
+    """The results of one evaluation during a run (``evaluation/generation.py``) after ``step`` updates."""
 
     step: int
     name: str

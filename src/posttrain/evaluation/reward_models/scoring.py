@@ -1,6 +1,6 @@
 """A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
 
-Rows of tokens are those of training (``render/rows.py``), and a score is read at the same place: the end token of an
+Rows of tokens are those of training (``data/render/rows.py``), and a score is read at the same place: the end token of an
 answer, the last token of each step.
 """
 

@@ -1,4 +1,4 @@
-"""Calls of tools as a model writes them, read from the text of one of its turns (forms: ``render.calls``)."""
+"""Calls of tools as a model writes them, read from the text of one of its turns (forms: ``data/render/calls.py``)."""
 
 from __future__ import annotations
 

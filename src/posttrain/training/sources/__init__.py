@@ -75,7 +75,7 @@ class Turn:
 class RowOrder:
     """Rows of a source in a new order for every epoch; the parts of a mixture take turns by weight, each in its order.
 
-    Every batch has its share of each part (``tasks/mixture.next_turn``). Further rounds of a batch, which replace
+    Every batch has its share of each part (``data/mixture.next_turn``). Further rounds of a batch, which replace
     dropped groups, have the same shares and orders of their own.
 
     Args:
