@@ -1,7 +1,7 @@
 """Progress of a training run: a live panel, plain lines, or nothing.
 
-A progress is an observer (``training/files.py``): the loop calls it with an event and its payload. A run without it is the
-same run.
+A progress is an observer (``training/files.py``): the loop calls it with an event and its payload. A run without it is
+the same run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
 
-Rows of tokens are those of training (``data/render/rows.py``), and a score is read at the same place: the end token of an
-answer, the last token of each step.
+Rows of tokens are those of training (``data/render/rows.py``), and a score is read at the same place: the end token of
+an answer, the last token of each step.
 """
 
 from __future__ import annotations
