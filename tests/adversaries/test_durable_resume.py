@@ -21,8 +21,10 @@ from posttrain.store.rollouts import RolloutStore
 pytestmark = pytest.mark.usefixtures("no_curves")
 
 RECIPE: dict[str, Any] = {
+    "model": {"name": "tiny-sft"},
     "task": {"name": "stories", "size": 16, "max_steps": 1},
-    "rollout": {"num_prompts": 2, "group_size": 2, "max_tokens": 4, "temperature": 1.5},
+    "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+    "rollout": {"num_prompts": 2, "group_size": 4, "max_tokens": 16, "temperature": 1.5},
     "rewards": [{"name": "xml_format"}],
     "objective": "grpo",
     "train": {"steps": 4, "lr": 1.0e-5, "save_every": 2, "keep_checkpoints": 5},
@@ -41,6 +43,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     (root / "mine.yaml").write_text(yaml.safe_dump(RECIPE))
     assert main(["train", str(root / "mine.yaml"), "--run", "a", "--runs-dir", str(root / "runs"), "--quiet"]) == 0
+    rows = [row for row in MetricsLog(root / "runs" / "a" / "metrics.jsonl").read() if "grad_norm" in row.metrics]
+    assert sum(row.metrics["grad_norm"] > 0 for row in rows) >= 3, "there is nothing to resume"
     return root
 
 
@@ -93,7 +97,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         [
             "train.lr: 1e-05 in the run, 2e-05 now",
             "metrics.jsonl: 1 of 3 lines up to step 2 are missing",
-            "rollouts.db: 4 of 8 rollouts up to step 2 are missing",
+            "rollouts.db: 8 of 16 rollouts up to step 2 are missing",
         ],
     ),
     "no metrics": (

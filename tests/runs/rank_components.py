@@ -21,8 +21,8 @@ def _is_late(after: int) -> bool:
 
 
 def fine(text: str) -> float:
-    """A reward that varies."""
-    return sum(c.isdigit() for c in text) / max(1, len(text))
+    """A reward that varies in what a model of one layer says."""
+    return sum(c in "aeiou" for c in text) / max(1, len(text))
 
 
 def raises_in_rank_one(text: str, *, after: int = 0) -> float:
