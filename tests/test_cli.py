@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -23,10 +24,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
     return captured.err.removeprefix("posttrain: ")
 
 
+def options(*names: str) -> argparse.ArgumentParser:
+    """Return a parser of these options; ``--resume`` takes no value."""
+    parser = argparse.ArgumentParser()
+    for name in names:
+        parser.add_argument(name, action="store_true" if name == "--resume" else "store")
+    return parser
+
+
 def test_overrides_are_distinguished_from_the_commands_own_options() -> None:
     own, overrides = split_overrides(
         ["tiny/grpo", "--run", "a", "--train.lr", "1e-4", "--objective=grpo", "--resume", "--rewards.0.weight", "-1"],
-        ["--run", "--resume"],
+        options("--run", "--resume"),
         ANY,
     )
     assert own == ["tiny/grpo", "--run", "a", "--resume"]
@@ -34,15 +43,15 @@ def test_overrides_are_distinguished_from_the_commands_own_options() -> None:
 
 
 def test_overrides_hold_anything_and_end_at_two_dashes() -> None:
-    _, overrides = split_overrides(["--template.preamble=a = b", "--x.y", "c d"], [], ANY)
+    _, overrides = split_overrides(["--template.preamble=a = b", "--x.y", "c d"], options(), ANY)
     assert overrides == [("template.preamble", "a = b"), ("x.y", "c d")]
-    assert split_overrides(["tiny", "--", "--train.lr"], [], ANY) == (["tiny", "--", "--train.lr"], [])
+    assert split_overrides(["tiny", "--", "--train.lr"], options(), ANY) == (["tiny", "--", "--train.lr"], [])
 
 
 @pytest.mark.parametrize("arguments", [["--train.lr"], ["--train.lr", "--resume"]])
 def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match=r"--train\.lr: this key needs a value"):
-        split_overrides(arguments, ["--resume"], ANY)
+        split_overrides(arguments, options("--resume"), ANY)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,20 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["generate", "tiny", "--max_new_tokens", "4"], "no option --max_new_tokens. Did you mean --max-tokens?"),
         (["generate", "tiny", "-n", "2"], "`posttrain generate -n` was removed. Use `--samples`, the number of"),
         (["evaluate", "tiny", "--n", "2"], "`posttrain evaluate --n` was removed. Use `--limit`, the number of rows"),
+        (["train", "tiny/grpo", "--train.lr", "=", "1e-5"], "--train.lr = 1e-5: leave out the =, as in --train.lr V"),
+        (["train", "tiny/grpo", "-train.lr", "1e-5"], "no option -train.lr. Did you mean --train.lr?"),
+        (["train", "tiny/grpo", "\u2013-train.lr", "1e-5"], "a dash that is no hyphen. Write --train.lr"),
+        (["train", "tiny/grpo", "+train.lr=1e-5"], "argument too many. Did you mean --train.lr 1e-5?"),
+        (["train", "tiny/grpo", "trainer.total_epochs=3"], "argument too many. This is called train.num_epochs here."),
+        (["train", "tiny/grpo", "--bf16"], "--bf16: this key needs a value. Here it is train.precision: bf16"),
+        (["train", "--config", "mine.yaml"], "no option --config. RECIPE stands without one: `posttrain train RECIPE`"),
+        (["generate", "tiny", "--prompt", "2+2?"], "no option --prompt. PROMPT stands without one: `posttrain gen"),
+        (["serve", "--model", "tiny"], "no option --model. MODEL_OR_RUN stands without one: `posttrain serve MODEL"),
+        (["generate", "tiny", "how", "many"], "or an argument too many. Put a text of several words into quotes"),
+        (["evaluate", "tiny", "--num-samples", "2"], "no option --num-samples. Did you mean --limit or --samples?"),
+        (["evaluate", "tiny", "--log_samples"], "no option --log_samples. Did you mean --out?"),
+        (["data", "show", "stories", "--split", "test"], "no option --split. Did you mean --task.split?"),
+        (["runs", "list", "--status", "failed"], "no option --status. Did you mean --state? Known: "),
         (["train", "tiny/grpo", "--model.dtype", "fp16"], "Input should be 'fp32', 'bf16' or 'fp64'; got 'fp16'"),
     ],
 )  # fmt: skip
@@ -98,6 +121,17 @@ def test_what_argparse_refuses_exits_with_2(
         main(arguments)
     assert done.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_words_after_options_are_found() -> None:
+    arguments = parse(["generate", "tiny", "--max-tokens", "4", "2+2?", "--task.split=test", "--seed", "1"])
+    assert (arguments.model, arguments.prompt, arguments.max_tokens, arguments.seed) == ("tiny", "2+2?", 4, 1)
+    assert parse(["generate", "--seed", "1", "tiny", "-5"]).prompt == "-5"
+    assert parse(["generate", "--seed", "1", "tiny", "--", "-x"]).prompt == "-x"
+    assert parse(["chat", "tiny", "--top-k", "2", "tiny-sft"]).models == ["tiny", "tiny-sft"]
+    shown = parse(["data", "show", "--limit", "3", "stories", "--plot"])
+    assert (shown.name, shown.limit, shown.plot) == ("stories", 3, "")
+    assert parse(["runs", "compare", "a", "--json", "b"]).names == ["a", "b"]
 
 
 def test_options_with_underscores_are_those_with_dashes() -> None:

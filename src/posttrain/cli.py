@@ -14,6 +14,7 @@ import argparse
 import errno
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ from posttrain.commands.options import (
     spelled,
 )
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
-from posttrain.other_names import answer_option
+from posttrain.other_names import WORDS, answer_option, answer_other_name
 from posttrain.untrusted import declare_from_command_line, guard_output
 
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
@@ -87,6 +88,8 @@ a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells
 # 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
 ANY = ("",)
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # hyphen, and what web pages and word processors make of it
+_OTHER_DASH = re.compile(f"-*[{_DASHES[1:]}][{_DASHES}]*[A-Za-z][\\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -284,44 +287,69 @@ COMMANDS = {
 
 
 def split_overrides(
-    arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str]
+    arguments: Sequence[str], parser: argparse.ArgumentParser, sections: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the arguments of the command itself, and dotted keys with their values.
+    """Return the arguments of the command itself, words before options, and dotted keys with their values.
 
-    Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override.
+    Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override. Words stand together,
+    because argparse before Python 3.12 looks for them in one place alone.
 
     Raises:
-        UsageError: a key without a value, or outside ``sections`` (ANY: the recipe will judge).
+        UsageError: neither an option nor a key in ``sections`` (ANY: the recipe will judge), no value, or a second one.
     """
+    words: list[str] = []
     own: list[str] = []
     overrides: dict[str, str] = {}
-    tokens = iter(arguments)
-    for token in tokens:
+    rest = list(arguments)
+    while rest:
+        token = rest.pop(0)
         name, equals, value = token.partition("=")
-        key = name.removeprefix("--")
+        key, quoted, action = name.lstrip(_DASHES), shown(name)[1:-1], parser._option_string_actions.get(name)
         if token == "--":
-            own += [token, *tokens]
+            return [*own, *words, token, *rest], list(overrides.items())
+        if rest[:1] == ["="] and rest[1:]:
+            raise UsageError(f"{quoted} = {shown(rest[1])[1:-1]}: leave out the =, as in --{key} VALUE")
+        if action is not None:
+            is_next = action.nargs is None or (action.nargs == "?" and not "".join(rest[:1]).startswith("-"))
+            own += [token, rest.pop(0)] if is_next and rest and not equals else [token]
             continue
-        if not token.startswith("--") or name in own_options:
-            own.append(token)
+        if _OTHER_DASH.fullmatch(name):
+            raise UsageError(f"{quoted}: this begins with a dash that is no hyphen. Write --{key}")
+        if not token.startswith("-") or " " in name or token[1:2] in "0123456789.":
+            words.append(token)
             continue
-        quoted = shown(name)[1:-1]
-        if sections != ANY and not ("." in key and key.partition(".")[0] in sections):
-            known = [option for option in own_options if option.startswith("--")] + [f"--{s}.KEY" for s in sections]
-            hint = f" Did you mean {o}?" if (o := answer_option(name, own_options)) else _suggest(name, own_options)
-            raise UsageError(f"there is no option {quoted}.{hint} Known: {', '.join(known)}")
-        following = value if equals else next(tokens, None)
-        if following is None or (not equals and following.startswith("--")):
-            raise UsageError(f"{quoted}: this key needs a value.{_suggest(name, own_options)}")
+        is_key = sections == ANY or ("." in key and key.partition(".")[0] in sections)
+        if not (is_key and name.startswith("--")) or (sections == ANY and _word_of(name, parser)):
+            known = [o for o in parser._option_string_actions if o.startswith("--")] + [f"--{s}.KEY" for s in sections]
+            listed = "" if sections == ANY else f" Known: {', '.join(known)}"
+            raise UsageError(f"there is no option {quoted}.{_suggest(name, parser, sections)}{listed}")
+        following = value if equals else rest.pop(0) if rest else "--"
+        if not equals and following.startswith("--"):
+            raise UsageError(f"{quoted}: this key needs a value.{_suggest(name, parser, sections)}")
         if key in overrides:
             raise UsageError(f"{quoted}: given twice; give it once")
         overrides[key] = following
-    return own, list(overrides.items())
+    return [*words, *own], list(overrides.items())
 
 
-def _suggest(name: str, known: Sequence[str]) -> str:
-    near = nearest(name, known)
-    return f" Did you mean {near}?" if near else ""
+def _word_of(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return how a command takes what is an option elsewhere (``--model tiny``), if it is a word without one."""
+    words, plain = parser._get_positional_actions(), name.strip("-").replace("-", "_")
+    word = next((word for word in words if plain in WORDS.get(word.dest, "").split()), None)
+    listed = " ".join(str(word.metavar or word.dest) for word in words)
+    return f" {word.metavar} stands without one: `{parser.prog} {listed}`." if word else ""
+
+
+def _suggest(name: str, parser: argparse.ArgumentParser, sections: Sequence[str]) -> str:
+    """Return what was probably meant by ``name``, which is no option of the command."""
+    if "." in name and (sections == ANY and not name.startswith("--")):
+        return f" Did you mean -{name}?"
+    if "." in name and parser.prog.endswith(" resume"):
+        return " A run goes on by its own recipe, but for its length: --steps N."
+    own = parser._option_string_actions
+    meant = answer_option(name, [*own, *(f"--{section}" for section in sections)]) or nearest(name, own)
+    elsewhere = answer_other_name(name) if sections == ANY and "." not in name else ""
+    return _word_of(name, parser) or (f" Did you mean {meant}?" if meant else elsewhere)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -336,7 +364,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             raise UsageError(f"{shown(argument)}: an argument must be text in UTF-8; a file of that name, rename")
     rest = list(arguments)
     overrides: list[tuple[str, str]] = []
-    name, keys = "", None
+    name = ""
+    keys: Sequence[str] = ()
     start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
@@ -355,15 +384,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if actions := actions or (["list", "show"] if command in ("recipes", "data") else []):
             refuse_action(command, rest[start + 1 :], actions)
         name, end = (name, start + 2) if name in choices else (command, start + 1)
-        if (keys := COMMANDS[name].keys) is not None:
-            own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)
+        if COMMANDS[name].body is not None:
+            keys = COMMANDS[name].keys or ()
+            own, overrides = split_overrides(rest[end:], choices[name], keys)
             rest = rest[:end] + own
     namespace, unknown = parser.parse_known_args(rest)
     if unknown:
-        key, equals, value = unknown[0].partition("=")
-        hint = f" Did you mean --{key} {value}?" if equals and keys is not None else ""
-        if name == "runs resume" and key.startswith("--"):
-            hint = " A run goes on by its own recipe, but for its length: --steps N."
+        key, equals, value = unknown[0].lstrip("+").partition("=")
+        hint = " Put a text of several words into quotes." if name == "generate" else ""
+        if equals and keys:  # as verl and Hydra write it
+            hint = (answer_other_name(key) if keys == ANY else "") or f" Did you mean --{key} {value}?"
         called = f"posttrain {name}".rstrip()
         raise UsageError(
             f"{shown(unknown[0])} is no option of `{called}`, or an argument too many.{hint} See `{called} --help`"

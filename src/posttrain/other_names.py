@@ -268,28 +268,50 @@ _COMMANDS = {
 }
 _OPTIONS = {
     "--max-tokens": "max_new_tokens max_completion_length max_length max_gen_toks response_length num_predict",
+    "--temperature": "do_sample greedy",
     "--limit": "n num_examples num_samples max_samples max_examples num_prompts rows",
-    "--samples": "n num_return_sequences n_samples num_generations group_size num_samples_per_prompt repeats",
+    "--samples": (
+        "n num_samples num_return_sequences n_samples num_generations group_size num_samples_per_prompt repeats"
+    ),
     "--engine": "use_vllm backend inference_engine",
     "--device": "device_map cuda gpu",
     "--dtype": "torch_dtype bf16 fp16 precision",
-    "--out": "output_path output_dir output save_dir",
+    "--out": "output_path output_dir output save_dir log_samples",
     "--task": "tasks dataset dataset_name",
+    "--task.path": "path file data_files dataset_path data_path train_file",
+    "--task.split": "split dataset_split",
+    "--model": "tokenizer tokenizer_name",
+    "--bits": "load_in_4bit load_in_8bit w_bit quantization",
+    "--engine.gpu_memory_utilization": "gpu_memory_utilization",
+    "--engine.max_model_len": "max_model_len",
+    "--engine.gpus": "tensor_parallel_size",
+    "--to": "out output output_dir",
     "--template": "chat_template prompt_template apply_chat_template",
     "--batch": "batch_size per_device_eval_batch_size",
     "--runs-dir": "runs output_dir",
     "--run": "name run_name",
     "--dry-run": "check print_config cfg",
     "--quiet": "silent disable_tqdm",
-    "--host": "ip address",
+    "--host": "ip address share",
+}
+# What a command takes as a word without an option, by the options that people try.
+WORDS = {
+    "model": "model model_name model_path model_name_or_path checkpoint pretrained",
+    "models": "model models model_name model_path model_name_or_path checkpoint pretrained",
+    "prompt": "prompt question message input text",
+    "recipe": "recipe config config_file config_path cfg c",
+    "name": "name task dataset",
+    "names": "name names run",
+    "folder": "dir folder output out",
 }
 COMMANDS = {name: command for command, names in _COMMANDS.items() for name in names.split()}
 
 
 def answer_option(name: str, known: Collection[str]) -> str:
-    """Return the option that is called otherwise elsewhere, or nothing; ``known``: the command's own."""
+    """Return the options that are called otherwise elsewhere, or nothing; ``known``: the command's own and sections."""
     plain = name.strip("-").lower().replace("-", "_")
-    return next((option for option, names in _OPTIONS.items() if option in known and plain in names.split()), "")
+    found = [o for o, names in _OPTIONS.items() if o.partition(".")[0] in known and plain in names.split()]
+    return " or ".join(found)
 
 
 def answer_other_name(name: str) -> str:
