@@ -87,6 +87,15 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["train", "tiny/grpo", "trainer.total_epochs=3"], "argument too many. This is called train.num_epochs here."),
         (["train", "tiny/grpo", "--bf16"], "--bf16: this key needs a value. Here it is train.precision: bf16"),
         (["train", "--config", "mine.yaml"], "no option --config. RECIPE stands without one: `posttrain train RECIPE`"),
+        (["train", "tiny/grpo", "--task.nmae", "sums"], "task 'stories' has no key 'nmae'. Did you mean 'name'? Known"),
+        (["train", "tiny/grpo", "--rewards.0.wieght", "2"], "no key 'wieght'. Did you mean 'weight'? Known keys: name"),
+        (["train", "tiny/grpo", "--model.adapter", "lora"], "got 'lora'. Did you mean model.adapter.kind?"),
+        (["train", "tiny/grpo", "--train.max_grad_norm", "None"], "got 'None'. No value is null"),
+        (["train", "tiny/grpo.yaml"], "tiny/grpo.yaml: no such recipe file. Did you mean 'tiny/grpo'?"),
+        (["train", "ppo-grpo-dpo"], "'ppo-grpo-dpo'. Did you mean `posttrain sweep ppo-grpo-dpo`?"),
+        (["evaluate", "tiny/grpo"], "'tiny/grpo' is a recipe; train it, and give the run"),
+        (["evaluate", "tiny", "stories"], "'stories' is a task, and no model; a task is given by --task"),
+        (["evaluate", __file__], "is a file; give a model's folder, a hub name, or a run (of a recipe: train it)"),
         (["generate", "tiny", "--prompt", "2+2?"], "no option --prompt. PROMPT stands without one: `posttrain gen"),
         (["serve", "--model", "tiny"], "no option --model. MODEL_OR_RUN stands without one: `posttrain serve MODEL"),
         (["generate", "tiny", "how", "many"], "or an argument too many. Put a text of several words into quotes"),
@@ -204,6 +213,8 @@ def test_dry_run_states_which_models_are_not_there(
 
     behind = "; to be made before this is trained"
     missing = f"model.name: there is no folder runs/mine{behind}"
+    for name in ("$HOME/mine", "hf:org/model", "\u201ctiny\u201d"):  # no name of the hub has such letters
+        assert message("train", "tiny/grpo", "--model.name", name) == [missing.replace("runs/mine", name)]
     assert message("train", "tiny/grpo", "--model.name", "runs/mine") == [missing]
     assert message("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
     assert message("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]

@@ -85,6 +85,10 @@ def test_anchors_are_copies_and_merges_give_way() -> None:
         ("? [1]\n: 2", "mine.yaml:1: a key must be a plain word"),
         ("a: " + "[" * 60 + "]" * 60, f"mine.yaml:1: nested more than {MAX_DEPTH} deep"),
         ("a: [1", "mine.yaml:1: not valid YAML: expected ',' or ']'"),
+        (
+            "a:\n\tb: 1",
+            "mine.yaml:2: not valid YAML: found character '\\t' that cannot start any token; use spaces, no",
+        ),
         ("a: \x07", "mine.yaml: not valid YAML: special characters are not allowed"),
     ],
 )

@@ -419,7 +419,9 @@ def run_command(arguments: Sequence[str]) -> int:
         for option in command.models:  # with these two, the first argument is a folder of activations
             named = getattr(namespace, option)
             for name in [named] if isinstance(named, str) else named or ():
-                importlib.import_module("posttrain.runs.paths").refuse_absent(namespace.runs_dir, name)
+                importlib.import_module("posttrain.runs.paths").refuse_absent(
+                    namespace.runs_dir, name, may_be_file=option == "judge"
+                )
     body = command.body or COMMANDS[f"{namespace.command} {namespace.action}"].body
     assert body is not None, "actions have bodies"
     if getattr(namespace, "format", "table") == "table":

@@ -170,7 +170,7 @@ def explain_type(message: str, value: object) -> str:
         "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
     )
     message = _LIST.sub("a list ([a, b])", _LENGTH.sub(r"Input \1", message))
-    return f"{message}; got {describe_value(value)}"
+    return f"{message}; got {describe_value(value)}{'. No value is null' if value == 'None' else ''}"
 
 
 def describe_value(value: object) -> str:

@@ -164,7 +164,9 @@ class Entry:
             checked = model.model_validate(dict(options), context={"where": where or self.kind})
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
-            raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
+            own = ("name", "weight") if where.startswith("rewards") else ("name",)
+            known = [*(key for key in own if key not in options), *model.model_fields]
+            raise RecipeError(explain_validation(error, known, where or self.kind, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}
         for key, kind in self.traits.get("components", {}).items():
             _check_component(filled[key], kind, f"{where}.{key}" if where else key)

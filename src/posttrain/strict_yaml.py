@@ -45,7 +45,8 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         reason = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", "damaged")).split())
-        raise RecipeError(f"{place}{line}: not valid YAML: {reason}; write it as `key: value`, one to a line") from None
+        advice = "use spaces, no tabs" if "'\\t'" in reason else "write it as `key: value`, one to a line"
+        raise RecipeError(f"{place}{line}: not valid YAML: {reason}; {advice}") from None
 
 
 def read_option(text: str, key: str) -> object:

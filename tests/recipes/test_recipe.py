@@ -164,6 +164,19 @@ def test_missing_files_and_names():
         load_recipe("grpo-gsm8kk")
 
 
+def test_recipe_as_other_files_are_written_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    for name, text, message in (
+        ("rows.jsonl", '{"prompt": "a"}', r"rows\.jsonl: these are rows and no recipe; name the file as task\.path"),
+        ("a.yaml", "train.lr: 1", r"no key 'train\.lr'\. Keys with dots are .*; in a file it is train: \{lr: \.\.\.\}"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(str(tmp_path / name))
+    (tmp_path / "recipe.yaml").write_text("{}")
+    with pytest.raises(RecipeError, match=f"folder of a run; `posttrain runs resume {tmp_path.name}` goes on with it"):
+        load_recipe(str(tmp_path))
+
+
 def test_a_recipe_that_is_no_mapping():
     with pytest.raises(RecipeError, match="a recipe is a mapping of sections"):
         parse_yaml("- 1\n- 2\n", "x.yaml")

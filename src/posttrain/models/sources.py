@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
 SCORE = "score.weight"  # among the weights of a reward model, its head
 HUB_SECONDS = 2.0
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def resolve_model_name(name: str) -> str:
@@ -70,7 +72,7 @@ def resolve_model_name(name: str) -> str:
 
 def looks_local(name: str) -> bool:
     """Return True if a name can only be that of a folder, not of the hub."""
-    return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    return name.startswith((".", "/", "~", "runs/")) or _HUB_NAME.fullmatch(name) is None
 
 
 def is_missing(name: str) -> bool:

@@ -210,8 +210,8 @@ class Document(Generic[T]):
         where = f"{self.line_of(key)}{key}: " if key else self.line_of(key)
         what = f"section {'.'.join(path[:-1])!r}" if path[:-1] else self.model.label
         if item["type"] != "extra_forbidden":
-            names_one = isinstance(item["input"], str) and "name" in known_keys(self.model, path)
-            hint = f". Did you mean {key}.name?" if names_one else ""
+            own = known_keys(self.model, path) if isinstance(item["input"], str) else []
+            hint = next((f". Did you mean {key}.{word}?" for word in ("name", "kind") if word in own), "")
             if key == "data" and isinstance(item["input"], str):
                 hint = ". A file of rows is task.path (task jsonl or preferences)"
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
@@ -227,6 +227,9 @@ class Document(Generic[T]):
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
         inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in known_keys(self.model, [name])]
         hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
+        section, _, rest = path[0].partition(".")
+        if rest and section in known:
+            hint = f" Keys with dots are for the command line; in a file it is {section}: {{{rest}: ...}}."
         return f"{where}{registry.explain_fault(item, key, what, known, hint)}"
 
 
@@ -317,18 +320,23 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
     path = Path(name_or_path)
     kind = kind_of_file(path)
     if kind == "file":
+        if path.suffix in (".jsonl", ".csv", ".parquet", ".gz"):
+            raise RecipeError(f"{path}: these are rows and no recipe; name the file as task.path of one")
         return str(path), _read_file(path)
     known = recipe_names()
     if path.suffix in (".yaml", ".yml") or (kind != "nothing" and name_or_path not in known):
         what = "no such recipe file" if kind == "nothing" else f"this is a {kind}; give a recipe's YAML file, or a name"
         if kind_of_file(path / "recipe.yaml") == "file":
-            what = f"this is the folder of a run; give its recipe, {path / 'recipe.yaml'}"
-        raise RecipeError(f"{name_or_path}: {what}. `posttrain recipes` lists those that ship")
+            what = f"this is the folder of a run; `posttrain runs resume {path.name}` goes on with it, and "
+            what += f"{path / 'recipe.yaml'} is its recipe"
+        hint = recipe_hint(str(path.with_suffix(""))) if path.suffix and str(path.with_suffix("")) in known else ""
+        raise RecipeError(f"{name_or_path}: {what}.{hint} `posttrain recipes` lists those that ship")
     if name_or_path in GONE:
         raise RecipeError(f"the recipe {name_or_path!r} was removed. Use {GONE[name_or_path]}.")
     if name_or_path not in known:
         near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
-        hint = registry.suggest(name_or_path, near) or recipe_hint(name_or_path)
+        sweep = f" Did you mean `posttrain sweep {name_or_path}`?" if f"sweep/{name_or_path}" in known else ""
+        hint = sweep or registry.suggest(name_or_path, near) or recipe_hint(name_or_path)
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
     return f"{name_or_path}.yaml", (_SHIPPED / f"{name_or_path}.yaml").read_text(encoding="utf-8")
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.models.sources import looks_local, refuse_out_of_reach
 from posttrain.option_types import shorten
+from posttrain.recipes.document import recipe_names
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
@@ -107,7 +109,7 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
     return list(places.values())
 
 
-def refuse_absent(root: str | Path, name: str) -> None:
+def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> None:
     """Refuse the name of a model that is no run and no folder, and that neither the hub nor its cache can give.
 
     No library that loads models is imported for that. What is there is judged by the code that opens it.
@@ -119,6 +121,10 @@ def refuse_absent(root: str | Path, name: str) -> None:
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
     if inside in sweep_names(root) and (trials := trial_names(root, inside)):
         raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
+    if kind_of_file(path) == "file" and not may_be_file:
+        raise UsageError(
+            f"{shorten(name)} is a file; give a model's folder, a hub name, or a run (of a recipe: train it)"
+        )
     in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
     if name in ("", *EMBEDDED_MODELS) or in_run or kind_of_file(path.expanduser()) != "nothing":
         return
@@ -126,6 +132,10 @@ def refuse_absent(root: str | Path, name: str) -> None:
         known = every_run_name(root)
         near = suggest(name.removeprefix(f"{Path(root)}/"), known)
         raise UsageError(f"{shorten(name)}: no such run or folder.{near} {list_names(known)}")
+    if name in recipe_names():
+        raise UsageError(f"{shorten(name)} is a recipe; train it, and give the run")
+    if name in registry.names("task"):
+        raise UsageError(f"{shorten(name)} is a task, and no model; a task is given by --task")
     refuse_out_of_reach(name)
 
 
