@@ -92,6 +92,7 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["train", "tiny/grpo", "--model.adapter", "lora"], "got 'lora'. Did you mean model.adapter.kind?"),
         (["train", "tiny/grpo", "--train.max_grad_norm", "None"], "got 'None'. No value is null"),
         (["train", "tiny/grpo.yaml"], "tiny/grpo.yaml: no such recipe file. Did you mean 'tiny/grpo'?"),
+        (["train", "tiny/grpo", "--task.path", "a.jsonl"], "no key 'path'. Here it is task jsonl (or preferences)"),
         (["train", "ppo-grpo-dpo"], "'ppo-grpo-dpo'. Did you mean `posttrain sweep ppo-grpo-dpo`?"),
         (["evaluate", "tiny/grpo"], "'tiny/grpo' is a recipe; train it, and give the run"),
         (["evaluate", "tiny", "stories"], "'stories' is a task, and no model; a task is given by --task"),

@@ -89,6 +89,29 @@ vllm_gpu_memory_utilization rollout.engine.gpu_memory_utilization | steps_per_ge
 generation_batch_size rollout.num_prompts | remove_unused_columns meta | rpo_alpha objective.nll_weight
 dataset_text_field task.prompt_key | importance_sampling_level gspo | use_rslora model.adapter.use_rslora
 random_state train.seed | full_finetuning model.adapter | fast_inference rollout.engine
+actor_rollout_ref.actor.optim.min_lr_ratio train.min_lr_ratio | critic.optim.warmup_style train.schedule
+actor_rollout_ref.actor.optim.lr_warmup_steps train.warmup_steps | max_critic_ckpt_to_keep train.keep_checkpoints
+algorithm.rollout_correction.rollout_is_threshold correction | algorithm.rollout_correction.rollout_rs correction
+actor_rollout_ref.rollout.multi_turn.max_user_turns rollout.max_turns | data.gen_batch_size rollout.num_prompts
+algorithm.filter_groups.max_num_gen_batches rollout.max_rounds | algorithm.filter_groups.metric rollout.uniform_by
+actor_rollout_ref.rollout.val_kwargs.n eval.samples | actor_rollout_ref.rollout.val_kwargs.temperature eval.temperature
+actor_rollout_ref.rollout.val_kwargs.top_p eval.top_p | algorithm.kl_penalty kl_in_reward.estimator
+algorithm.kl_ctrl.horizon kl_in_reward.horizon | actor_rollout_ref.model.path model.name
+reward_model.model.path rewards
+critic.model.path head.trunk | reward_model.overlong_buffer.len overlong | trainer.val_only posttrain evaluate
+trainer.resume_from_path --resume | trainer.log_val_generations recorded in the run | trainer.rollout_data_dir recorded
+actor_rollout_ref.ref.log_prob_micro_batch_size train.micro_batch_rows | actor_rollout_ref.rollout.max_num_seqs vLLM
+actor_rollout_ref.actor.ulysses_sequence_parallel_size not offered | actor_rollout_ref.actor.tau_pos tau_positive
+simpo_gamma objective.gamma | orpo_alpha objective.odds_weight | center_rewards_coefficient objective.centering
+sapo_temperature_neg objective.tau_negative | num_generations_eval eval.samples | lmbda on_policy_distillation
+num_completions_to_print recorded in the run | ref_model_sync_steps reference | vllm_importance_sampling_mode correction
+base_model_config model.name | lora_model_dir model.name | max_lora_rank model.adapter.rank | rl_beta objective.beta
+peft_init_lora_weights model.adapter.init_lora_weights | lora_target_parameters model.adapter.target_parameters
+cosine_min_lr_ratio train.min_lr_ratio | xformers_attention model.attention | chat_template_jinja prompt.template
+roles_to_train data.train_on | excess_length_strategy left out and counted | process_reward_model objective: process
+use_tensorboard track | wandb_entity track | auto_resume_from_checkpoints --resume | save_method runs export
+quantization_method posttrain quantize | early_stopping_patience eval.best | save_safetensors safetensors
+noisy_embedding_alpha not offered | logging_dir --runs-dir | datasets.split task.split | data.path task.path
 """
 
 
@@ -98,7 +121,7 @@ def answers(table: str) -> dict[str, str]:
     return {name: word for name, _, word in rows}
 
 
-@pytest.mark.parametrize(("table", "least"), [(KNOWN, 74), (DOCUMENTED, 45)])
+@pytest.mark.parametrize(("table", "least"), [(KNOWN, 74), (DOCUMENTED, 106)])
 def test_names_of_other_libraries_lead_to_the_right_key(table: str, least: int) -> None:
     wanted = answers(table)
     assert len(wanted) >= least
