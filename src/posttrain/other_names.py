@@ -331,7 +331,7 @@ _COMMANDS = {
     "data": "dataset datasets tasks",
     "runs": "status ps jobs experiments",
     "runs show NAME": "log logs report results",
-    "runs delete NAME": "remove",
+    "runs delete NAME": "remove rm del",
     "runs export NAME --to FOLDER": "merge push upload publish save",
     "activations MODEL --layer N": "record hidden",
     "generate MODEL --steer FEATURE=FACTOR": "steer",

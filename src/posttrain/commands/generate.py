@@ -15,6 +15,7 @@ from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Example, Message
+from posttrain.untrusted import kind_of_file
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -27,6 +28,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
             raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
+        if kind_of_file(arguments.prompt) == "file":
+            raise UsageError(f"PROMPT {arguments.prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
         examples = [Example("prompt", (Message("user", arguments.prompt),))]
     else:
         task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")

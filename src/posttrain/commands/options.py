@@ -371,7 +371,9 @@ def refuse_action(command: str, components: Sequence[str], actions: Sequence[str
     component = next(iter(components), "-")
     if component.startswith("-") or component in actions:
         return
-    meant = nearest(component, actions) or (f"show {component}" if "show" in actions else "")
+    own, _, elsewhere = other_names.COMMANDS.get(component, "").partition(" ")
+    meant = nearest(component, actions) or (elsewhere if own == command else "")
+    meant = meant or (f"show {component}" if "show" in actions else "")
     hint = f" Did you mean `posttrain {command} {meant}`?" if meant else ""
     raise UsageError(
         f"there is no action {shown(component)} of `posttrain {command}`.{hint} Actions: {', '.join(actions)}"

@@ -15,6 +15,7 @@ from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import task_components
+from posttrain.runs.directory import check_run_name
 from posttrain.runs.processes import follow, is_follower
 from posttrain.untrusted import harmless
 
@@ -22,6 +23,7 @@ from posttrain.untrusted import harmless
 def run_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = check_recipe(arguments.recipe, arguments.overrides)
+    check_run_name(arguments.run or "run")
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
     if arguments.dry_run:
