@@ -86,7 +86,9 @@ DIFF_OPTIONS = Options(
 def run_sae_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
     from posttrain.interpret.saes.recipe import load_sae_recipe
+    from posttrain.runs.directory import check_run_name
 
+    check_run_name(arguments.run or "run")
     recipe = load_sae_recipe(arguments.recipe, arguments.overrides).resolve()
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
@@ -195,12 +197,14 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     from posttrain.commands.console import Text, open_console, say
     from posttrain.commands.progress import show_duration
     from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
+    from posttrain.runs.directory import check_run_name
 
     if len(arguments.models) > 2:
         raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
     overrides = list(arguments.overrides)
     if arguments.layer is not None:
         overrides.append(("changes.site", f"resid.{arguments.layer}"))
+    check_run_name(arguments.run or "run")
     recipe = load_diff_recipe(arguments.models, overrides).resolve()
     if arguments.dry_run:
         print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")
