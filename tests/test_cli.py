@@ -76,6 +76,7 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["resume", "tiny-grpo"], "no command 'resume'. Did you mean `posttrain runs resume`?"),
         (["sae", "tran", "tiny/sae"], "no action 'tran' of `posttrain sae`. Did you mean `posttrain sae train`?"),
         (["runs", "rm", "a"], "no action 'rm' of `posttrain runs`. Did you mean `posttrain runs delete NAME`?"),
+        (["train", "tiny/grpo", "--dry-run", "--resume"], "--dry-run continues no run; leave out --resume"),
         (["train", "tiny/grpo", "--dry-run", "--run", "a/b"], "--run 'a/b': a run's name is made of letters"),
         (["sae", "train", "tiny/sae", "--dry-run", "--run", "a/b"], "--run 'a/b': a run's name is made of letters"),
         (["sae", "diff", "tiny", "tiny-sft", "--dry-run", "--run", "a/b"], "--run 'a/b': a run's name is made of"),

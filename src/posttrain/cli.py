@@ -156,6 +156,10 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
 
 
 _QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")
+_TRUNCATED = (
+    option("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)"),
+    option("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)"),
+)
 _LISTED = option("action", nargs="?", choices=("list", "show"), default="list")
 _OPTIONS = {
     "demo": Options(
@@ -186,6 +190,7 @@ _OPTIONS = {
         option("--limit", type=positive, metavar="N", help="rows of the task that are answered (default: 1)"),
         MAX_TOKENS,
         option("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)"),
+        *_TRUNCATED,
         seed_of("seed of the sampling, and which example"),
         usage="posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]",
         groups=STEERING,
@@ -195,8 +200,7 @@ _OPTIONS = {
         TEMPLATE,
         option("--system", metavar="TEXT", help="a system message above the conversation"),
         option("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)"),
-        option("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)"),
-        option("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)"),
+        *_TRUNCATED,
         MAX_TOKENS,
         seed_of(),
         usage="posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]",

@@ -44,6 +44,14 @@ def test_generation_is_a_function_of_the_seed(capsys: pytest.CaptureFixture[str]
     assert shown[0].count("mean log-prob") == 2
 
 
+def test_generation_from_the_likeliest_token_is_greedy(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for options in (["--top-k", "1"], ["--top-p", "1e-6"], ["--temperature", "0"]):
+        assert main(["generate", "tiny", "--max-tokens", "8", *options]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+
+
 def test_generation_answers_the_prompt_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "tiny", "Eva has 3 shells [bold].", "--temperature", "0", "--max-tokens", "4"]) == 0
     shown = capsys.readouterr().out

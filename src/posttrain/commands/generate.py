@@ -45,6 +45,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             max_tokens=arguments.max_tokens,
             temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            top_k=arguments.top_k,
         )
     console = open_console()
     if change:

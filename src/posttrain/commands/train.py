@@ -27,6 +27,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
     if arguments.dry_run:
+        if arguments.resume or arguments.accept_changes:
+            raise UsageError("--dry-run continues no run; leave out --resume and --accept-changes")
         check_data(recipe)
         check_tools(recipe)
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
