@@ -115,7 +115,8 @@ def played_here(tokenizer: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     engine = FakeEngine(lambda prompt, key: script[(prompt.count(tokenizer.eos_token_id) - first) // 2])
     sampler = Sampler(engine, tokenizer, build_grader(recipe.rewards, stage.template), 2000, stage=stage)
     request = RolloutRequest(examples, prompts, sampler.sampling(400, 1.0), (3, "rollout 0", 1), 2)
-    return stage.toolset.schemas, [one for group in collect(sampler, request)[0] for one in group]
+    schemas = [tool.schema for tool in stage.toolset.tools.values()]
+    return schemas, [one for group in collect(sampler, request)[0] for one in group]
 
 
 def without_returns(schema: Any) -> Any:
