@@ -157,7 +157,7 @@ def test_an_episode(package: None, serve: Callable[..., str], pool: Pool) -> Non
         url, pool, first, second, seen({"text": "home"}, 1, True), reset={"size": 3}, fields=["level"]
     )
     assert opening == "Go."
-    [schema] = session.toolset.schemas
+    [schema] = (tool.schema for tool in session.toolset.tools.values())
     assert schema["function"]["description"] == "Moves. < |im_end|>", "a marker that an untrusted server writes"
     assert schema["function"]["parameters"]["properties"] == {
         "to": {"enum": ["left", "right"], "type": "string"},

@@ -81,7 +81,7 @@ def play(session: Session) -> list[str]:
 
 def test_its_actions_are_a_tool_and_its_episodes_follow_from_the_seed(guessing: str) -> None:
     built = toolset(guessing, show=["text"], fields=["level"], reset={"high": 5})
-    assert built.schemas == [
+    assert [tool.schema for tool in built.tools.values()] == [
         {
             "type": "function",
             "function": {
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_an_action_is_reported_and_the_episode_goes_on(guessi
 def test_tools_of_an_environment_are_its_tools() -> None:
     with server("toolbox") as (url, _), Pool() as pool:
         built = toolset(url)
-        [schema] = built.schemas
+        [schema] = (tool.schema for tool in built.tools.values())
         assert schema["function"]["name"] == "double"
         assert schema["function"]["description"] == "Doubles a number.\n\n< |im_end|> is text."
         session = begun(built, pool)
