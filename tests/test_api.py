@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 import posttrain as pt
 from posttrain import registry
-from posttrain.api.inputs import data_word, model_name, overrides_of, reward_words
+from posttrain.api.inputs import data_word, model_name, overrides_of, plain_recipe, reward_words
 from posttrain.api.run import Run
+from posttrain.api.training import given, read_recipe
 from posttrain.errors import RecipeError, RewardFailure, RunConflict, UnallowedCode, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -117,6 +118,13 @@ def test_run_shows_its_evaluations_checkpoints_and_files(run: Run, tmp_path: Pat
     assert same(run.export(tmp_path / "out"), run.checkpoint("best"))
     with pytest.raises(UsageError, match="has no adapter"):
         run.export(tmp_path / "merged", merge=True)
+
+
+def test_run_refuses_an_evaluation_and_weights_that_it_has_not(run: Run, tmp_path: Path):
+    with pytest.raises(UsageError, match=r"no evaluation 'jsonl'\. Did you mean 'jsonl/validation'"):
+        run.rollouts(evaluation="jsonl")
+    with pytest.raises(UsageError, match="--weights 'newest': give best, last or none"):
+        run.export(tmp_path / "out", weights="newest")  # type: ignore[arg-type]
 
 
 def test_load_run_by_path_or_name_finds_it(run: Run):
@@ -258,6 +266,9 @@ def test_keywords_mean_keys_of_the_recipe(keys: dict[str, Any], expected: list[t
         ({"train__lrr": 3}, r"\Atrain\.lrr: section 'train' has no key 'lrr'"),
         ({"lr": "fast"}, r"\Atrain\.lr: "),
         ({"recipe_file": object()}, "recipe_file"),
+        ({"output_dir": "out"}, r"output_dir: .* Here it is runs_dir\."),
+        ({"task": "sums"}, r"\Atask: given twice \(data is the task\)"),
+        ({"train": {"lr": 1e-4}, "lr": 1e-5}, r"\Atrain\.lr: given twice"),
     ],
 )
 def test_train_with_an_unknown_keyword_is_refused_with_a_suggestion(keys: dict[str, Any], message: str, tmp_path: Path):
@@ -278,7 +289,14 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
     assert data_word(Path("rows.jsonl"), tmp_path) == {"name": "jsonl", "path": "rows.jsonl"}
     assert data_word("hf:org/name", tmp_path) == {"name": "jsonl", "path": "hf:org/name"}
     assert data_word({"name": "sums", "size": 4}, tmp_path) == {"name": "sums", "size": 4}
-    for bad, message in [([], "no rows"), (["a"], "row 1 is a str"), ({"a": 1}, "no 'name'"), (3, "int is no data")]:
+    pandas = pytest.importorskip("pandas")
+    assert data_word(pandas.DataFrame(ROWS), tmp_path) == word
+    missing = data_word(pandas.DataFrame([ROWS[0], ROWS[1] | {"level": 2.0}]), tmp_path)["path"]
+    assert [json.loads(line).get("level") for line in Path(missing).read_text().splitlines()] == [None, 2.0]
+    for bad, message in [
+        ([], "no rows"), (["a"], "row 1 is a str"), ({"a": 1}, "no 'name'.* There are: a"), (3, "int is no data"),
+        ("summs", "'summs' is no file and no task. Did you mean 'sums'"), ("org/name", "is hf:org/name"),
+    ]:  # fmt: skip
         with pytest.raises(UsageError, match=message):
             data_word(bad, tmp_path)
     with pytest.raises(UsageError, match="row 1 cannot be stored as JSON: a object"):
@@ -296,8 +314,58 @@ def test_rewards_are_names_functions_and_mappings_with_weights():
     assert [(word["name"], word.get("weight")) for word in words] == [
         ("correct", None), ("test_api:brief", 0.5), ("truncated", 2), ("xml_format", 0.2),
     ]  # fmt: skip
+    weights = reward_words({"correct": 0.5, brief: 0.1})
+    assert [(word["name"], word["weight"]) for word in weights] == [("correct", 0.5), ("test_api:brief", 0.1)]
+    assert reward_words({"name": "correct", "weight": 2}) == [{"name": "correct", "weight": 2}]
     with pytest.raises(UsageError, match=r"rewards\.0: int is no reward"):
         reward_words([3])  # type: ignore[list-item]
+
+
+def test_recipe_as_a_mapping_extends_a_shipped_one_and_holds_functions():
+    own = {"extends": "tiny/grpo", "train": {"steps": 3}, "rewards": [brief], "optimizer": {"weight_decay": 0.1}}
+    recipe, _ = read_recipe(plain_recipe(own), (), given("runs", None, None, None, {"name": "tiny", "dtype": "bf16"}))
+    assert (recipe.train.steps, recipe.train.lr, recipe.rewards[0].name) == (3, 3e-5, "test_api:brief")
+    assert (recipe.optimizer.name, recipe.optimizer.options["weight_decay"], recipe.model.dtype) == (
+        "adamw",
+        0.1,
+        "bf16",
+    )
+    with pytest.raises(RecipeError, match=r"extends: no recipe file .* Did you mean 'tiny/grpo'"):
+        read_recipe({"extends": "tiny/gropo"}, ())
+    with pytest.raises(UsageError, match="recipe: NoneType is none"):
+        plain_recipe(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda runs: pt.train(RECIPE, runs_dir=runs, eval_data=ROWS[:3], **SMALL), "eval_data: nothing is evaluated"),
+        (lambda runs: pt.train(RECIPE, runs_dir=runs, on_step=3, **SMALL), "on_step: int cannot be called"),
+        (lambda runs: pt.train(RECIPE, runs_dir=runs, resume="last", **SMALL), "resume: 'last' is neither True nor"),
+        (lambda runs: pt.train(RECIPE, runs_dir=runs, data=lambda: iter(ROWS), steps=1), "task: .* returned list_it"),
+        (lambda runs: pt.generate("tiny", "a", n=0), "n: 0 is no whole number from 1 on"),
+        (lambda runs: pt.generate("tiny", "a", max_tokens=0), "max_tokens: 0 is no whole number"),
+        (lambda runs: pt.generate("tiny", "a", max_new_tokens=4), "max_new_tokens: .* This is called max_tokens here"),
+        (lambda runs: pt.generate("tiny", None), "prompts: NoneType is none"),
+        (lambda runs: pt.evaluate("tiny", ROWS, samples=0), "samples: 0 is no whole number"),
+        (lambda runs: pt.evaluate("tiny", ROWS, num_examples=3), "num_examples: .* This is called n here"),
+        (lambda runs: pt.sweep({"recipe": "tiny/grpo", "over": {"lr": [1]}}, lr=1, runs_dir=runs), r"train\.lr: given"),
+        (
+            lambda runs: pt.sweep({"recipe": "tiny/grpo", "seeds": [0, 1]}, runs_dir=runs),
+            r"seeds: \[0, 1\] is no whole",
+        ),
+    ],
+)
+def test_calls_with_wrong_arguments_are_refused_by_name(call: Any, message: str, tmp_path: Path):
+    with pytest.raises(UsageError, match=message):
+        call(tmp_path)
+
+
+def test_generate_takes_one_text_and_any_iterable_of_prompts():
+    options = {"max_tokens": 2, "temperature": 0}
+    texts = [answer.text for answer in pt.generate("tiny-sft", (text for text in ["a", "b"]), **options)]
+    assert len(texts) == 2
+    assert [answer.text for answer in pt.generate("tiny-sft", "a", **options)] == texts[:1]
 
 
 def test_model_that_is_loaded_is_saved_once_by_its_weights(tmp_path: Path):
@@ -359,6 +427,26 @@ def test_trainer_takes_objectives_by_name_or_function(tmp_path: Path):
         trainer.forward_backward(batch, "distillation")
     with pytest.raises(UsageError, match="Give a recipe with 'rollout'"):
         pt.Trainer("tiny-sft", {"task": "sums", "objective": "cross_entropy", "data": {}}, runs_dir=tmp_path)
+
+
+def test_trainer_in_the_wrong_order_or_without_completions_is_refused(tmp_path: Path):
+    trainer = pt.Trainer("tiny-sft", data=ROWS, group_size=2, num_prompts=2, rollout__max_tokens=2, runs_dir=tmp_path)
+    with pytest.raises(UsageError, match="optim_step: there are no gradients"):
+        trainer.optim_step()
+    assert [len(group) for group in trainer.sample("Hi?")] == [2]
+    groups = trainer.sample(trainer.prompts(1))
+    for bad in ([], [[]], groups[0]):
+        with pytest.raises(UsageError, match="batch: give what sample returned"):
+            trainer.forward_backward(bad)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="step: 0 is no whole number"):
+        trainer.prompts(0)
+    for rollout in (one for group in groups for one in group):
+        rollout.advantage = 1.0
+    trainer.forward_backward(groups)
+    with pytest.raises(UsageError, match="lr is nan"):
+        trainer.optim_step(lr=float("nan"))
+    assert trainer.optim_step(lr=1e-5) > 0
+    assert trainer.step == 1
 
 
 def test_sweep_with_a_wrong_description_is_refused(tmp_path: Path):

@@ -5,31 +5,46 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from posttrain import registry
-from posttrain.data.reading import HUB
+from posttrain.data.reading import HUB, SUFFIXES
 from posttrain.errors import PosttrainError, RecipeError, UsageError
-from posttrain.other_names import OTHER_NAMES, answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_option, answer_other_name
 from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import declare_code
 
 Place: TypeAlias = str | os.PathLike[str]
 Function: TypeAlias = Callable[..., Any]
-# A task by name or function, a file, a task with options, or rows (a list of mappings, a Hugging Face Dataset).
+# A task by name or function, a file, a task with options, or rows (a list of mappings, a Dataset, a DataFrame).
 Data: TypeAlias = Place | Function | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 Model: TypeAlias = Place | tuple[Any, Any]  # a name, a folder, a run; or a loaded model with its tokenizer
 Reward: TypeAlias = str | Function | Mapping[str, Any]
-Rewards: TypeAlias = Sequence[Reward | tuple[Reward, float]]
+Rewards: TypeAlias = Reward | Sequence[Reward | tuple[Reward, float]]  # a mapping without a name has weights
 Override: TypeAlias = tuple[str, str]
 # Folders next to the runs, for what Python gave them; hidden folders are no runs.
 ROWS, MODELS = ".rows", ".models"
+# Arguments of pt.train by their names elsewhere; keys of a recipe are in ``other_names``.
+_ARGUMENTS = {
+    **dict.fromkeys(("dataset", "dataset_name", "train_dataset", "train_data"), "data"),
+    **dict.fromkeys(("eval_dataset", "eval_tasks", "test_dataset"), "eval_data"),
+    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "rewards"),
+    **dict.fromkeys(("run_name", "experiment_name"), "run"),
+    **dict.fromkeys(("output_dir", "save_dir"), "runs_dir"),
+    **dict.fromkeys(("resume_from_checkpoint", "resume_from"), "resume, which is True or False"),
+    **dict.fromkeys(("disable_tqdm", "quiet", "verbose"), "progress, which is True or False"),
+    **dict.fromkeys(("tokenizer", "processing_class"), "model, as (model, tokenizer)"),
+    "callbacks": "on_step, on_evaluation or on_checkpoint, each one function",
+}
 
 
 def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
@@ -44,13 +59,19 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
         if "name" not in data:
             raise UsageError(
                 "data: a mapping is a task with its options, and this one has no 'name'. Give rows as a list of "
-                "mappings, or one split of a data set"
+                f"mappings, or one split of a data set. There are: {', '.join(map(str, data))}"
             )
         return dict(data)
     if isinstance(data, str | os.PathLike):
         text = os.fspath(data)
         is_code = ":" in text and not text.startswith(HUB) and not Path(text).exists()
-        return {"name": text} if is_code or text in registry.names("task") else {"name": "jsonl", "path": text}
+        tasks = registry.names("task")
+        if not (
+            is_code or text in tasks or text.lower().endswith(SUFFIXES) or text.startswith(HUB) or Path(text).exists()
+        ):
+            hint = registry.suggest(text, tasks)
+            raise UsageError(f"data: {text!r} is no file and no task.{hint} A data set of the hub is {HUB}{text}")
+        return {"name": text} if is_code or text in tasks else {"name": "jsonl", "path": text}
     first, path = store_rows(data, runs_dir)
     return {"name": "preferences" if {"chosen", "preferred_output"} & first.keys() else "jsonl", "path": str(path)}
 
@@ -63,6 +84,9 @@ def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[M
     """
     if not isinstance(rows, Iterable):
         raise UsageError(f"data: {type(rows).__name__} is no data. Give rows, a Dataset, a file or a task's name")
+    table: Any = rows
+    if hasattr(table, "iloc"):  # a DataFrame, which has NaN where a value is missing
+        rows = table.astype(object).where(table.notna(), None).to_dict("records")
     lines, first = list[str](), None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
@@ -134,11 +158,15 @@ def model_name(model: Model, runs_dir: Place) -> str:
 def reward_words(rewards: Rewards) -> list[dict[str, object]]:
     """Return the entries of ``rewards`` in a recipe: names, functions, each maybe with a weight.
 
+    A mapping is one reward, if it has a ``name``, else rewards with their weights.
+
     Raises:
         UsageError: one is something else.
     """
     words = []
-    listed: Sequence[object] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    listed: Any = rewards.items() if isinstance(rewards, Mapping) and "name" not in rewards else rewards
+    if isinstance(rewards, str) or (listed is rewards and not isinstance(rewards, Sequence)):
+        listed = [rewards]
     for number, given in enumerate(listed):
         reward, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if not (callable(reward) or isinstance(reward, str | Mapping)):
@@ -161,14 +189,46 @@ def overrides_of(keys: Mapping[str, object]) -> list[Override]:
     Raises:
         RecipeError: no section has such a key, or several have; the message says what would do.
     """
-    return [pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)]
+    pairs = refuse_repeats([pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)])
+    declare_code([text for _, text in pairs], os.getcwd())
+    return pairs
+
+
+def refuse_repeats(overrides: list[Override]) -> list[Override]:
+    """Return the overrides, in which no key stands twice.
+
+    Raises:
+        RecipeError: one does; ``data`` is ``task``, ``eval_data`` is ``eval.tasks``, ``model`` is ``model.name``.
+    """
+    for key, count in Counter(key.replace("-", "_").removesuffix(".name") for key, _ in overrides).items():
+        if count > 1:
+            same = {"task": " (data is the task)", "model": " (model is model.name)"}.get(key, "")
+            raise RecipeError(f"{key}: given twice{same}. Give it once")
+    return overrides
+
+
+def plain_recipe(recipe: Place | Mapping[str, object]) -> str | dict[str, Any]:
+    """Return the name or file of a recipe, or its content as plain data, with functions by their names.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(recipe, Mapping):
+        return {key: json.loads(_as_json(key, value)) for key, value in recipe.items()}
+    if not isinstance(recipe, str | os.PathLike):
+        raise UsageError(f"recipe: {type(recipe).__name__} is none. Give a name (tiny/grpo), a YAML file, or a mapping")
+    return os.fspath(recipe)
 
 
 def _flat(key: str, value: object) -> list[Override]:
     if isinstance(value, Mapping) and value and "name" not in value:
         return list(chain.from_iterable(_flat(f"{key}.{name}", part) for name, part in value.items()))
+    return [(key, _as_json(key, value))]
+
+
+def _as_json(key: str, value: object) -> str:
     try:
-        return [(key, json.dumps(value, default=_plain))]
+        return json.dumps(value, default=_plain)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{key}: {error}. Give a plain value, or a function") from None
 
@@ -186,8 +246,31 @@ def _whole_key(name: str) -> str:
         keys = " or ".join(key.replace(".", "__") for key in inside)
         raise RecipeError(f"{name}: several sections of a recipe have this key. Write {keys}")
     every = [key for known in sections.values() for key in known] + list(sections)
-    hint = answer_other_name(name) or registry.suggest(name, every)
+    argument = f" Here it is {_ARGUMENTS[name]}." if name in _ARGUMENTS else ""
+    hint = argument or answer_other_name(name) or registry.suggest(name, every)
     raise RecipeError(f"{name}: no section of a recipe has this key.{hint} `posttrain explain` describes them")
+
+
+def check_arguments(
+    needed: Mapping[str, object],
+    optional: Mapping[str, object],
+    others: Mapping[str, object] | None = None,
+    arguments: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse an argument that is no whole number from 1 on (an ``optional`` one may be None), and all ``others``.
+
+    ``arguments``: those that the function has, by the option of the command.
+
+    Raises:
+        UsageError: with the name of the argument, and the one that is meant.
+    """
+    for name in others or ():
+        meant = (arguments or {}).get(answer_option(name, arguments or {}))
+        hint = f" This is called {meant} here." if meant else " The docstring describes those that there are"
+        raise UsageError(f"{name}: there is no such argument.{hint}")
+    for name, value in {**needed, **{name: value for name, value in optional.items() if value is not None}}.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
+            raise UsageError(f"{name}: {value!r} is no whole number from 1 on. Give one")
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.inputs import Data, Model, Place, data_word, model_name
+from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
 from posttrain.commands.console import open_console
 from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
@@ -38,6 +38,17 @@ from posttrain.sampling.rollout import Attempt
 from posttrain.types import Example, Message
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content
+# Arguments of both functions by the options of the commands.
+_ALIKE = {f"--{name.replace('_', '-')}": name for name in ("max_tokens", "temperature", "top_p", "top_k", "template")}
+_OF_EVALUATE = {
+    "--task": "data",
+    "--limit": "n",
+    "--samples": "samples",
+    "--engine": "engine",
+    "--out": "out",
+    **_ALIKE,
+}
+_OF_GENERATE = {"--samples": "n", **_ALIKE}
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ def evaluate(
     *,
     n: int = 500,
     samples: int = 1,
-    k: Sequence[int] | None = None,
+    k: int | Sequence[int] | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -107,17 +118,16 @@ def evaluate(
     out: Place | None = None,
     runs_dir: Place = "runs",
     progress: bool = True,
+    **others: object,
 ) -> Measured:
     """Measure a model on held-out data, as ``posttrain evaluate`` does; results, page and every answer are stored.
 
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
-        data: rows, a Hugging Face Dataset, a file, a task's name, or a task with options. By default that of the run.
-        n: items at most.
-        samples: answers to each item; ``k``: of pass@k.
+        data: rows, a Dataset, a DataFrame, a file, a task's name, or a task with options. By default that of the run.
+        n: items at most; ``samples``: answers to each item; ``k``: of pass@k.
         temperature: 0 is greedy; by default 0 for one answer to each item, else 1.
-        max_tokens: of an answer; by default those of the run, else 256.
-        template: the prompt template; by default that of the run.
+        max_tokens: of an answer; by default, as ``template``, that of the run, else 256.
         best_of: a reward model's run that chooses among the samples.
         out: the folder of the results; by default in the run, else below ``evaluations``.
         progress: show a bar.
@@ -131,6 +141,7 @@ def evaluate(
         (0.82, (0.73, 0.89), 100)
     """
     stop_import()
+    check_arguments({"n": n, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE)
     runs = os.fspath(runs_dir)
     word = None if data is None else data_word(data, runs)
     if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
@@ -177,7 +188,7 @@ class Answer:
 
 def generate(
     model: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     *,
     n: int = 1,
     max_tokens: int | None = None,
@@ -187,6 +198,7 @@ def generate(
     seed: int = 0,
     template: str | Mapping[str, object] | None = None,
     runs_dir: Place = "runs",
+    **others: object,
 ) -> list[Answer]:
     """Sample ``n`` answers to each prompt, as ``posttrain generate`` does; those of the first prompt come first.
 
@@ -205,12 +217,9 @@ def generate(
         7
     """
     stop_import()
+    check_arguments({"n": n}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
     source = find_source(model_name(model, runs_dir), os.fspath(runs_dir))
-    is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-    listed: Sequence[Any] = [prompts] if is_one else prompts
-    examples = [example_of(prompt, i) for i, prompt in enumerate(listed)]
-    if not examples:
-        raise UsageError("prompts: there are none. Give at least one")
+    examples = examples_of(prompts)
     word = None if template is None else complete_template(read_component(template, "template"), source)
     opened = open_model(source, word)
     return answers_to(
@@ -247,6 +256,22 @@ def answers_to(
             outcome = model.grader.grade(graded)[0].outcome if graded else None
             answers.append(Answer(request, text, template.extract(text), count, one.finish, logprob, outcome))
     return answers
+
+
+def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
+    """Return prompts as examples; a text, or the messages of one conversation, is one prompt.
+
+    Raises:
+        UsageError: there is none, or one is empty.
+    """
+    if not isinstance(prompts, Iterable):
+        raise UsageError(f"prompts: {type(prompts).__name__} is none. Give questions, or lists of messages")
+    listed: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    if not listed:
+        raise UsageError("prompts: there are none. Give at least one")
+    if isinstance(listed[0], Mapping):
+        listed = [listed]  # the messages of one conversation
+    return [one if isinstance(one, Example) else example_of(one, i) for i, one in enumerate(listed)]
 
 
 def example_of(prompt: Prompt, number: int) -> Example:

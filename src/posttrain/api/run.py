@@ -71,11 +71,19 @@ class Run:
     def rollouts(self, step: int | None = None, *, evaluation: str | None = None) -> list[RecordedRollout]:
         """Return the sampled completions of a training step (None: of all), or those of a held-out ``evaluation``.
 
+        Raises:
+            UsageError: there is no such evaluation; the message names those that there are.
+
         Examples:
             >>> [(rollout.completion, rollout.reward) for rollout in run.rollouts(step=10)][:1]
             [('7 plus 7 is 14. </think> <answer>14</answer>', 1.2)]
         """
         store = RolloutStore(self.folder / "rollouts.db", read_only=True)
+        known = {str(point["task"]) for point in self.evaluations}
+        if evaluation is not None and evaluation not in known:
+            there = ", ".join(sorted(known)) or "none"
+            hint = suggest(evaluation, known)
+            raise UsageError(f"{self.folder}: there is no evaluation {evaluation!r}.{hint} There: {there}")
         return store.training(step) if evaluation is None else store.evaluations(evaluation, step)
 
     def checkpoint(self, which: str | int = "best") -> Path:

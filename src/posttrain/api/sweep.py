@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.inputs import Data, Model, Place, Rewards, overrides_of, without_command_line
+from posttrain.api.inputs import (
+    Data,
+    Model,
+    Place,
+    Rewards,
+    check_arguments,
+    overrides_of,
+    refuse_repeats,
+    without_command_line,
+)
 from posttrain.api.run import Run
 from posttrain.api.training import given, session_notes
 from posttrain.commands.console import open_console, say
@@ -40,12 +50,12 @@ class Sweep:
 
 
 def sweep(
-    spec: str | Mapping[str, object],
+    spec: Place | Mapping[str, object],
     *,
     data: Data | None = None,
     eval_data: Data | None = None,
     rewards: Rewards | None = None,
-    model: Model | None = None,
+    model: Model | Mapping[str, object] | None = None,
     jobs: int | None = None,
     run: str | None = None,
     runs_dir: Place = "runs",
@@ -70,16 +80,18 @@ def sweep(
         runs/sweep-tiny-grpo-over-train.lr/report.html
     """
     stop_import()
-    content: dict[str, Any] = {"recipe": spec} if isinstance(spec, str) else dict(spec)
+    content: dict[str, Any] = {"recipe": os.fspath(spec)} if isinstance(spec, str | os.PathLike) else dict(spec)
     for key in content:
         if key not in KEYS:
             raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
-    if "recipe" not in content:
-        raise RecipeError("recipe: a sweep needs this key, such as tiny/grpo")
+    if not isinstance(content.get("recipe"), str):
+        raise RecipeError("recipe: a sweep needs this key, a recipe's name or file, such as tiny/grpo")
     over, rows, seeds = _read_over(content.get("over")), content.get("rows"), content.get("seeds")
+    check_arguments({}, {"seeds": seeds, "jobs": jobs})
     folder = folder_of(run, str(content["recipe"]), None if over is None else over[0], runs_dir)
     with without_command_line():
         overrides = [*given(runs_dir, data, eval_data, rewards, model), *overrides_of(keys)]
+        refuse_repeats([*overrides, (over[0], "")] if over else overrides)
         plan = load_sweep(content["recipe"], overrides, folder=folder, rows=rows, num_seeds=seeds, over=over)
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
@@ -89,7 +101,11 @@ def sweep(
 def _read_over(over: object) -> tuple[str, list[str]] | None:
     if over is None:
         return None
-    if not isinstance(over, Mapping) or len(over) != 1 or not all(isinstance(v, list | tuple) for v in over.values()):
+    if (
+        not isinstance(over, Mapping)
+        or len(over) != 1
+        or not all(isinstance(v, list | tuple) and v for v in over.values())
+    ):
         raise RecipeError('over: one key with its values is needed, such as {"train.lr": [1e-5, 1e-4]}')
     ((name, values),) = over.items()
     pairs = [overrides_of({name: value})[0] for value in values]

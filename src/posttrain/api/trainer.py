@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,17 @@ import torch
 
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
-from posttrain.api.inputs import Data, Model, Place, Rewards, overrides_of, without_command_line
-from posttrain.api.measure import Prompt, example_of
+from posttrain.api.inputs import (
+    Data,
+    Model,
+    Place,
+    Rewards,
+    check_arguments,
+    overrides_of,
+    plain_recipe,
+    without_command_line,
+)
+from posttrain.api.measure import Prompt, examples_of
 from posttrain.api.training import given, read_recipe
 from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
@@ -49,7 +59,7 @@ class Trainer:
     The random numbers of step k are those of step k of ``pt.train`` with the same seed.
 
     Args:
-        model: a run, a folder, a name, or a loaded ``(model, tokenizer)``, of which a copy is trained.
+        model: as of ``pt.train``.
         recipe: names the method and all options; by default GRPO's objective.
         data: as of ``pt.train``; gives ``prompts``.
         rewards: as of ``pt.train``; grade what is sampled.
@@ -65,7 +75,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Model,
+        model: Model | Mapping[str, object],
         recipe: str | os.PathLike[str] | Mapping[str, object] = BASE,
         *,
         data: Data | None = None,
@@ -74,12 +84,14 @@ class Trainer:
         **keys: object,
     ) -> None:
         stop_import()
-        name = dict(recipe) if isinstance(recipe, Mapping) else os.fspath(recipe)
         with without_command_line():
-            overrides = [*overrides_of(keys), ("eval.every", "0"), ("eval.num_kl_prompts", "0")]
-            self.recipe, _ = read_recipe(name, overrides, given(runs_dir, data, None, rewards, model))
+            overrides = dict(overrides_of(keys)) | {"eval.every": "0", "eval.num_kl_prompts": "0"}
+            words = given(runs_dir, data, None, rewards, model)
+            self.recipe, _ = read_recipe(plain_recipe(recipe), list(overrides.items()), words)
         if self.recipe.rollout is None:
             raise UsageError("recipe: it trains on data, and a trainer samples. Give a recipe with 'rollout'")
+        if self.recipe.scale.processes > 1:
+            raise UsageError("scale.processes: a trainer works in one process. Leave it out")
         self.parts: TrainerState = prepare(self.recipe)
         assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
         self.source = self.parts.source
@@ -103,10 +115,11 @@ class Trainer:
             >>> [example.answer for example in trainer.prompts(1)]
             ['34', '8']
         """
+        check_arguments({"step": step}, {})
         return [self.source.task.examples[self.source.kept[place]] for place in self.source.order.turn(step - 1).places]
 
     def sample(
-        self, prompts: Sequence[Prompt | Example], *, n: int | None = None, max_tokens: int | None = None
+        self, prompts: Prompt | Iterable[Prompt | Example], *, n: int | None = None, max_tokens: int | None = None
     ) -> list[list[Rollout]]:
         """Sample ``n`` completions of each prompt with the current weights, and grade them.
 
@@ -123,10 +136,8 @@ class Trainer:
             >>> groups = trainer.sample(["What is 3 plus 4?"], n=2)
             >>> [rollout.text for rollout in groups[0]]
         """
-        source, step = self.source, self.step + 1
-        examples = [one if isinstance(one, Example) else example_of(one, i) for i, one in enumerate(prompts)]
-        if not examples:
-            raise UsageError("prompts: there are none. Give at least one")
+        check_arguments({}, {"n": n, "max_tokens": max_tokens})
+        source, step, examples = self.source, self.step + 1, examples_of(prompts)
         template, sampling = source.grader.template, source.sampling
         request = RolloutRequest(
             examples,
@@ -157,6 +168,10 @@ class Trainer:
         """
         if self.source.rows_per_unit != 1:
             raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
+        if not groups or not all(isinstance(group, Sequence) and group for group in groups):
+            raise UsageError(
+                "batch: give what sample returned: a list of completions for each prompt, none of them empty"
+            )
         units: list[tuple[tuple[int, int], ...]] = [
             ((n, g),) for n, group in enumerate(groups) for g in range(len(group))
         ]
@@ -213,6 +228,7 @@ class Trainer:
             lr: by default that of the recipe's schedule.
 
         Raises:
+            UsageError: there are no gradients, or ``lr`` is no number from 0 on.
             NonFiniteLoss: loss or norm is not finite; the weights are as before.
 
         Examples:
@@ -222,6 +238,10 @@ class Trainer:
         options, step, loss = self.recipe.train, self.step + 1, self._loss
         own, apart = self.parts.split_parameters()
         rate = learning_rate(options, step) if lr is None else lr
+        if all(one.grad is None for one in (*own, *apart)):
+            raise UsageError("optim_step: there are no gradients. Call forward_backward first")
+        if not 0 <= rate < math.inf:
+            raise UsageError(f"optim_step: lr is {rate}. Give a number from 0 on")
         self._loss = 0.0
         norm = apply_update(self.parts.optimizer, own, rate, options.max_grad_norm, loss, step, apart)
         self.step, self._calls = step, 0

@@ -19,6 +19,8 @@ from posttrain.api.inputs import (
     data_word,
     model_name,
     overrides_of,
+    plain_recipe,
+    refuse_repeats,
     reward_words,
     without_command_line,
 )
@@ -67,6 +69,11 @@ class Callbacks:
     on_checkpoint: Callback | None = None
     is_stopped: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("on_step", "on_evaluation", "on_checkpoint"):
+            if not (callable(callback := getattr(self, name)) or callback is None):
+                raise UsageError(f"{name}: {type(callback).__name__} cannot be called. Give one function of an event")
+
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         self.view(event, info)
         callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
@@ -86,7 +93,7 @@ def train(
     data: Data | None = None,
     eval_data: Data | None = None,
     rewards: Rewards | None = None,
-    model: Model | None = None,
+    model: Model | Mapping[str, object] | None = None,
     run: str | None = None,
     runs_dir: Place = "runs",
     resume: bool = False,
@@ -101,18 +108,17 @@ def train(
 
     Args:
         recipe: a name that ``posttrain recipes`` lists, a YAML file, or a mapping (``{"extends": "tiny/grpo", ...}``).
-        data: rows, a Hugging Face Dataset, a file, a task's name, or a task with options. By default the recipe's task.
+        data: rows, a Dataset, a DataFrame, a file, a task's name, or a task with options. By default the recipe's task.
         eval_data: what is evaluated on; by default the recipe's tasks, and with ``data`` a part of it that is held out.
         rewards: names, functions, or either with a weight: ``["correct", (short, 0.1)]``. A function takes any of
             ``text``, ``answer``, ``meta``, ... by name, or has TRL's form, ``(completions, **columns)``.
-        model: a name, a folder, a run, or a loaded ``(model, tokenizer)``, of which a copy is trained.
+        model: a name, a folder, a run, a loaded ``(model, tokenizer)``, of which a copy is trained, or its keys.
         run: the name of its folder below ``runs_dir``; by default the recipe's name, with a number where that is taken.
         resume: continue the run from its newest checkpoint; all other arguments are the same as when it began.
         accept_changes: continue although recipe or records are others than those of the checkpoint.
         progress: show the progress; without it, nothing but notes.
-        on_step: called with an ``Event`` after each step; its ``stop()`` ends the run.
-        on_evaluation: the same after each evaluation.
-        on_checkpoint: the same after each checkpoint.
+        on_step: called with an ``Event`` after each step; its ``stop()`` ends the run. So are ``on_evaluation`` and
+            ``on_checkpoint`` after these.
         keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
             ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``.
 
@@ -129,7 +135,8 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    name, called = (dict(recipe), "run") if isinstance(recipe, Mapping) else (os.fspath(recipe),) * 2
+    name = plain_recipe(recipe)
+    called = name if isinstance(name, str) else "run"
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     notes += session_notes(checked)
@@ -143,12 +150,17 @@ def train(
 
 
 def given(
-    runs_dir: Place, data: Data | None, eval_data: Data | None, rewards: Rewards | None, model: Model | None
+    runs_dir: Place,
+    data: Data | None,
+    eval_data: Data | None,
+    rewards: Rewards | None,
+    model: Model | Mapping[str, object] | None,
 ) -> list[Override]:
     """Return what was given in Python as keys of a recipe."""
     keys: dict[str, Any] = {}
     if model is not None:
-        keys["model.name"] = model_name(model, runs_dir)
+        section = model if isinstance(model, Mapping) else {"name": model_name(model, runs_dir)}
+        keys |= {f"model.{key}": value for key, value in section.items()}
     if data is not None:
         keys["task"] = data_word(data, runs_dir)
     if eval_data is not None:
@@ -171,7 +183,9 @@ def read_recipe(
     Raises:
         UsageError: it cannot be used; nothing was built.
     """
-    recipe = load_recipe(name, [*given, *overrides]).resolve()
+    recipe = load_recipe(name, refuse_repeats([*given, *overrides])).resolve()
+    if not recipe.eval.every and any(key == "eval.tasks" for key, _ in given):
+        raise UsageError("eval_data: nothing is evaluated, as eval.every is 0. Give both, such as eval__every=10")
     refuse_tasks(recipe)
     resolve_components(recipe)
     return recipe, lost_options(name, overrides)
@@ -210,6 +224,8 @@ def carry_out(
     recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
 ) -> tuple[RunResult, Path]:
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
+    if not isinstance(resume := options.get("resume", False), bool):
+        raise UsageError(f"resume: {resume!r} is neither True nor False. The run to continue is named as run='mine'")
     result = launch(recipe, root=Path(runs_dir), name=run, recipe_name=called, observer=observer, **options)
     from posttrain.commands.summary import write_summary  # it draws, which training does not need
 

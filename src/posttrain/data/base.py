@@ -87,7 +87,11 @@ def num_repeated(examples: Sequence[Example]) -> int:
 
 def build_task(component: Component, where: str = "task") -> Task:
     """Build the task that a recipe names."""
-    return registry.find("task", component.name, where).bind(component.options, where)()
+    task = registry.call(where, registry.find("task", component.name, where).bind(component.options, where))
+    if not isinstance(task, Task):
+        what = "the function must return a posttrain.data.base.Task. Rows are given as a list, or as a file"
+        raise UsageError(f"{where}: {component.name} returned {registry.describe_result(task)}; {what}")
+    return task
 
 
 def held_out_task(component: Component) -> Component:

@@ -71,7 +71,7 @@ class Drawing:
 def choose_drawing(
     *,
     samples: int = 1,
-    k: Sequence[int] | None = None,
+    k: int | Sequence[int] | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -89,6 +89,7 @@ def choose_drawing(
     for option, value in (("--top-p", top_p), ("--top-k", top_k)):
         if temperature == 0 and value is not None:
             raise UsageError(f"{option}: greedy decoding draws nothing; give --temperature above 0 with it")
+    k = [k] if isinstance(k, int) else k
     for wanted in k or ():
         if wanted > samples:
             raise UsageError(

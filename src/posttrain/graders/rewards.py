@@ -75,6 +75,8 @@ class BoundReward:
         if self.batched:
             place, count = places[0] if len(set(example_ids)) == 1 else f"reward {self.name!r}", len(available)
             values = self._call({name: [one[name] for one in available] for name in self.parameters}, place)
+            if inspect.iscoroutine(values):
+                _check_number(values, place)
             values = values.tolist() if hasattr(values, "tolist") else values  # an array is as good as a list
             place += ": the function returned"
             if isinstance(values, str | bytes) or not isinstance(values, Sequence):
@@ -94,8 +96,9 @@ class BoundReward:
         except PosttrainError:
             raise  # it says already what is wrong and what would work
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
+            hint = "Prompts and completions are texts, no messages. " if "string indices" in str(error) else ""
             raise RewardFailure(
-                f"{place}: the function raised {type(error).__name__}: {error}. "
+                f"{place}: the function raised {type(error).__name__}: {error}. {hint}"
                 "Correct it (--traceback shows the place in it), or have it return a number there"
             ) from error
 
@@ -139,6 +142,13 @@ def _call_with_columns(
         "completions": text,
     }
     parameters = inspect.signature(reward.func).parameters.values()
+    empty, kind = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    lacking = [p.name for p in parameters if p.kind is kind and p.default is empty and p.name not in columns]
+    if lacking:
+        raise RewardFailure(
+            f"reward {getattr(reward.func, '__name__', 'function')!r} asks for {', '.join(lacking)}, which no row has."
+            f"{suggest(lacking[0], columns)} There are: {', '.join(columns)}"
+        )
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
     values = reward(**{key: column for key, column in columns.items() if key not in reward.keywords})

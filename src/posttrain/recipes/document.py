@@ -128,7 +128,7 @@ class Document(Generic[T]):
         name = own.pop("extends", None)
         if name is None:
             return replace(self, content=own)
-        where = f"{self.places['extends']}: extends"
+        where = f"{self.places.get('extends', self.place)}: extends"
         if not isinstance(name, str):
             raise RecipeError(f"{where}: give a recipe's name or file; got {shorten(name)}")
         if len(above) == _MAX_BELOW:

@@ -64,6 +64,10 @@ _OTHERS = {
 }
 
 
+def _named_adamw(value: object) -> object:
+    return {"name": "adamw"} | value if isinstance(value, dict) else value
+
+
 class Recipe(Content):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
@@ -85,7 +89,7 @@ class Recipe(Content):
         head: head of a value or reward model.
         teacher: teacher model, for distillation.
         aggregate: how the values of tokens or pairs are averaged.
-        optimizer: ``adamw`` or ``muon``.
+        optimizer: ``adamw``, which needs no name next to its options, or ``muon``.
         train: the training loop.
         eval: held-out evaluation.
         scale: number of processes and sharding.
@@ -109,7 +113,7 @@ class Recipe(Content):
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
     aggregate: Component | None = None
-    optimizer: Component = Component(name="adamw")
+    optimizer: Annotated[Component, BeforeValidator(_named_adamw)] = Component(name="adamw")
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     scale: ScaleSection = Field(default_factory=ScaleSection)

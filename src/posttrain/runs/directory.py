@@ -85,7 +85,7 @@ class _Environment(BaseModel, extra="allow"):
 
 def check_run_name(name: str) -> str:
     """Return the name, if it can be that of a folder; raises UsageError otherwise."""
-    if not RUN_NAME.fullmatch(name):
+    if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise UsageError(
             f"--run {shorten(name)}: a run's name is made of {NAME_RULE}, "
             "and does not start with '.' or '-'; the folder that holds it is given by --runs-dir"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
@@ -112,6 +112,8 @@ def _check_target(root: Path, goal: Path) -> None:
 def _choose_step(run: Path, weights: Weights | None) -> int | None:
     folder = run / "checkpoints"
     steps, best = checkpoint_steps(folder), best_step(folder)
+    if weights not in (None, *get_args(Weights)):
+        raise UsageError(f"--weights {weights!r}: give best, last or none")
     if weights == "none":
         return None
     if weights == "best" and best is None:
