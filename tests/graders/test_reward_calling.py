@@ -184,3 +184,27 @@ def test_rewards_that_cannot_be_averaged_are_refused_by_name(monkeypatch: pytest
             weighted(eval(f"lambda text: {text}"), 0.0, monkeypatch)
     with pytest.raises(RewardFailure, match=r"the weighted sum of the rewards is 1e\+16; .*beyond 1e\+15"):
         weighted(lambda text: 1e15, 10.0, monkeypatch)
+
+
+def test_reward_in_the_form_of_trl_that_cannot_be_called_says_why():
+    def levels(completions: list[str], levl: list[int]) -> list[float]:
+        return [1.0] * len(completions)
+
+    def messages(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(len(one[0]["content"])) for one in completions]
+
+    async def later(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    given = {
+        "prompt": "p",
+        "text": "t",
+        "example": Example("x", (Message("user", "q"),), answer="1", meta={"level": 3}),
+    }
+    for function, message in [
+        (levels, r"reward 'levels' asks for levl, which no row has\. Did you mean 'level'"),
+        (messages, "Prompts and completions are texts, no messages"),
+        (later, "write it without async"),
+    ]:
+        with pytest.raises(RewardFailure, match=message):
+            bind_reward(Entry("reward", "mine", function, {})).grade([given], ["x"])
