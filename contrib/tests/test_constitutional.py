@@ -148,7 +148,7 @@ def test_the_file_is_read_as_pairs_with_their_meta(tmp_path: Path) -> None:
     about = write_pairs(tmp_path / "p.jsonl", found, {"seed": 0})
     content = json.loads(about.read_text())
     assert (about.name, content["num_pairs"], content["settings"]) == ("p.about.json", 2, {"seed": 0})
-    first, long = preferences(path=str(tmp_path / "p.jsonl"), split="test").examples
+    first, long = preferences(path=str(tmp_path / "p.jsonl"), split="all").examples
     assert [(r.text, r.score) for r in first.responses] == [(" Please go, 0.", 1.0), (" Go away, 0.", 0.0)]
     assert first.meta["principle"] == "kind"
     assert long.messages == talks

@@ -138,7 +138,7 @@ def pool() -> Iterator[Pool]:
 
 def begun(url: str, pool: Pool, *script: Any, **options: Any) -> tuple[Session, str]:
     Client.script[:] = script
-    session = build_toolset(Component(name="openenv_adapter:openenv", url=url, **options)).open(pool, 60.0)
+    session = Session(build_toolset(Component(name="openenv_adapter:openenv", url=url, **options)), pool, 60.0)
     session.begin(Example("row/1", (Message("user", "?"),), answer="7", meta={"level": 3}), (1 << 31) + 5)
     return session, session.opening()
 
