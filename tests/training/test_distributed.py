@@ -206,7 +206,8 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: ProcessG
     for name, recipe in recipes.items():
         train_case(several if name == "parted" else SINGLE_PROCESS, recipe, tmp_path / name)
     alone, exact, parted = (steps_of(tmp_path / name) for name in recipes)
-    assert parted[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
+    # the loss of a first step is 0 but for rounding: all ratios are 1, and advantages sum to 0
+    assert parted[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5, abs=1e-7)
     one, other, sharded = (steps[0]["grad_norm"] for steps in (alone, exact, parted))
     assert sharded == pytest.approx(one, rel=1e-3)
     assert abs(sharded - other) > 1e-4 * other, "nothing was computed in bf16: fp32 is within 1e-5"

@@ -16,6 +16,7 @@ from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.load import load_model
 from posttrain.models.scorer import classifier_class, save_scorer
 from posttrain.recipes.sections import ModelSection
+from posttrain.training.build import prepare
 from posttrain.types import Sample, collate
 from small_runs import one_layer_recipe, run, shallow
 
@@ -99,6 +100,8 @@ def test_a_trained_run_is_a_sequence_classifier_and_resumes(tmp_path: Path) -> N
     torch.testing.assert_close(classifier(input_ids=torch.tensor([row])).logits[:, 0], ours, atol=1e-5, rtol=1e-5)
     longer = one_layer_recipe("judged", train={"steps": 3, "save_every": 1})
     assert run(tmp_path, longer, resume=True).step == 3
+    (note,) = prepare(one_layer_recipe("grpo", model={"name": str(folder)})).warnings
+    assert "is a reward model (Qwen3ForSequenceClassification); its head (score.weight) is left out" in note
 
 
 def test_a_reward_models_adapter_is_one_that_peft_loads_on_a_classifier(tmp_path: Path) -> None:

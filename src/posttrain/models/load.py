@@ -320,11 +320,18 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
             f"model.name: {source} does not hold all weights of a causal language model; missing: "
             f"{first_names(missing)}. They would be random; give a complete model"
         )
-    unused = sorted(name for name in loading_info["unexpected_keys"] if name != SCORE)  # a reward model's head
+    unused = sorted(name for name in loading_info["unexpected_keys"] if name != SCORE)  # see ``describe_left_out``
     if unused:
         warnings.warn(
             f"{source}: {len(unused)} tensors have no place in the model: {', '.join(unused[:3])}", stacklevel=2
         )
+
+
+def describe_left_out(loaded: LoadedModel) -> list[str]:
+    """Return a line on the head that a language model is loaded without, where the folder is of a reward model."""
+    kinds = [one for one in loaded.model.config.architectures or () if one.endswith("SequenceClassification")]
+    left_out = f"its head ({SCORE}) is left out, and the language model below it is used"
+    return [f"model.name: {loaded.source} is a reward model ({kind}); {left_out}" for kind in kinds]
 
 
 def _switch_off_dropout(model: Model) -> None:

@@ -23,7 +23,7 @@ from posttrain.data.render.template import build_template, further_ends
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
-from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
+from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.sources import resolve_model_name
 from posttrain.models.trained_heads import forward_with_head
@@ -168,6 +168,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     warnings = [
         *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.warnings),
         *unread_parts(components, task),
+        *(() if recipe.trains_scorer else describe_left_out(loaded)),
         *further_ends(tokenizer, grader.template),
         *warnings,
         *_slow_paths(policy, recipe),
