@@ -15,9 +15,10 @@ from small_models import (
     unshared,
 )
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
 
 from posttrain.algorithms.objectives.primitives import row_last
+from posttrain.errors import UsageError
 from posttrain.models.forward.forward import (
     MAX_LOGIT_ELEMENTS,
     Entropy,
@@ -413,3 +414,25 @@ def test_forward_of_rows_beyond_a_chunk_of_the_attention_is_padded(tiny_random):
         own = model(input_ids=tokens).logits[0].log_softmax(-1)[1:-1].gather(1, tokens[0, 2:, None])[:, 0]
         got = forward(collate(rows)).logprobs[0, 2:30]
     torch.testing.assert_close(got, own, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("architecture", "shape"), [("nanochat", {}), ("doge", {"keep_window_size": 64})])
+def test_forward_of_a_model_whose_caps_and_masks_show_after_training_is_padded(architecture, shape):
+    """A cap of the logits and a mask that is zero at first: 32 and 0.02 nats off when the weights have grown."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **SHAPE, head_dim=8, **shape)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    batch, forward = ragged_batch(), Forward(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0).add_(torch.randn_like(parameter) * 0.1)
+        expected, _ = reference_logprobs(model, batch)
+        assert float((forward(batch).logprobs - expected).abs().max()) < 1e-5
+    assert expected.abs().max() > 3, "the model must not be near uniform"
+
+
+def test_forward_of_a_model_that_reads_later_tokens_is_refused(tiny_random):
+    """BERT's own language model without ``is_decoder`` attends to everything, what it is to predict included."""
+    with pytest.raises(UsageError, match=r"BertLMHeadModel reads the tokens that come after.*is_decoder: true"):
+        Forward(tiny_random("bert"))
+    assert Forward(tiny_random("bert", is_decoder=True)).path == "padded"

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.errors import EngineMismatch
-from posttrain.models.config import find_switches
+from posttrain.models.config import find_switches, shortest_window
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.fast_path import FastDecoder
@@ -61,6 +61,10 @@ def test_find_switches_names_the_lengths_below_the_reach() -> None:
     assert find_switches(AutoConfig.for_model("llama4_text", attention_chunk_size=50, floor_scale=70), 90) == (50, 70)
     assert find_switches(AutoConfig.for_model("qwen2", max_window_layers=28), 64) == ()
     assert find_switches(AutoConfig.for_model("mamba2", chunk_size=16), 64) == (16,)
+    gemma = AutoConfig.for_model("gemma3_text", sliding_window=12, sliding_window_pattern=6)
+    assert find_switches(gemma, 64) == (12,)
+    assert shortest_window(gemma) == 12
+    assert shortest_window(AutoConfig.for_model("qwen2", use_sliding_window=True, sliding_window=40)) == 40
     assert probe_lengths((12, 4096), 8192) == [PROMPT_TOKENS, (28, 11, 3), (6144, 4095, 3)]
     assert probe_lengths((4096,), 4100) == [PROMPT_TOKENS, (4096, 4095, 3)]
 

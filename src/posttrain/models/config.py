@@ -88,12 +88,15 @@ def context_length(config: Config) -> int:
 
 
 # Keys of configurations that name a number of tokens: windows, chunks, the lengths before a rotary scale is another,
-# steps of a position's temperature, how many tokens a sparse attention keeps.
+# steps of a position's temperature, how many tokens a sparse attention keeps. Patterns count layers.
 _LENGTHS = re.compile(
-    r"window(?!_layers)|chunk|original_max_position|max_position_embeddings|floor_scale|block_size|index_topk|local_attention"
+    r"window(?!_layers|_pattern)|chunk|original_max_position|max_position_embeddings|floor_scale|block_size|index_topk"
+    r"|local_attention"
 )
 # Those of them up to which every token attends to all before it.
-_WINDOWS = re.compile(r"sliding_window|attention_window|window_size|attention_chunk_size|index_topk|local_attention")
+_WINDOWS = re.compile(
+    r"sliding_window(?!_pattern)|attention_window|window_size|attention_chunk_size|index_topk|local_attention"
+)
 
 
 def shortest_window(config: Config) -> int | None:
@@ -114,4 +117,6 @@ def _lengths_in(settings: Mapping[str, object], keys: re.Pattern[str], is_length
             yield from _lengths_in(value, keys, found)
         elif found:
             numbers = value if isinstance(value, list | tuple) else [value]
-            yield from (int(n) for n in numbers if isinstance(n, int | float) and float(n).is_integer())
+            yield from (
+                int(n) for n in numbers if type(n) in (int, float) and float(n).is_integer()
+            )  # no use_sliding_window

@@ -88,12 +88,18 @@ def install_packed_attention(model: Model) -> None:
 def attention_forward(
     module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in transformers' interface: by the active packing, else SDPA."""
+    """Attention in transformers' interface: by the active packing, else SDPA.
+
+    Raises:
+        ValueError: in a packing, a module brings a mask or a bias of its own, which may be zero until it is trained.
+    """
     packing = active.packing
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if any(bias is not None for bias in (attention_mask, *map(kwargs.get, ("position_bias", "s_aux", "softcap")))):
+        raise ValueError("a mask, bias, sink or cap of the module's own has no place in a packed stream")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     window = kwargs.get("sliding_window")
     return attend(packing, q, k, v, kwargs.get("scaling"), kwargs.get("dropout", 0.0), window), None

@@ -34,6 +34,7 @@ MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
 KEPT_ELEMENTS = 1 << 27
 # On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
 KEPT_SHARE_OF_GPU = 1 / 16
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # in configurations
 
 T = TypeVar("T")
 Entropy = Literal["none", "detached", "differentiable"]
@@ -403,10 +404,31 @@ class Forward:
                 f"model.attention: {self._own_attention!r} does not compute what sdpa computes with this model here; "
                 "use sdpa, or another train.precision"
             )
-        self.path = "packed" if not named and self._takes_sdpa and self._agrees(["padded", "packed"]) else "padded"
+        settings = causal_lm(self.model).config.get_text_config()
+        is_capped = any(getattr(settings, key, None) for key in _LOGIT_CAPS)  # unseen in a probe
+        packs = not named and not is_capped and self._takes_sdpa and self._agrees(["padded", "packed"])
+        self.path = "packed" if packs else "padded"
         if self.path == "padded":
             causal_lm(self.model).config._attn_implementation = self._own_attention
+            self._gathered(self._refuse_reading_ahead)
         self.precision = precision
+
+    @torch.no_grad()
+    def _refuse_reading_ahead(self) -> None:
+        """Refuse a model whose logits depend on later tokens, as an encoder's do; the packed path is causal by itself.
+
+        Raises:
+            UsageError: with the name of its class.
+        """
+        base = causal_lm(self.model)
+        ids = _probe_batch(base.config.get_text_config().vocab_size).tokens.to(self.device)
+        rows = torch.stack([ids[0], torch.cat([ids[0, :-1], ids[1, -1:]])])
+        first, second = (self.model(input_ids=row[None], use_cache=False).logits[0, :-1].float() for row in rows)
+        if not torch.allclose(first, second, atol=self._rounding, equal_nan=True):
+            raise UsageError(
+                f"model.name: {type(base).__name__} reads the tokens that come after, so it is no causal language "
+                "model. An encoder becomes one by is_decoder: true in its config.json; or give a decoder"
+            )
 
     @torch.no_grad()
     def _agrees(self, paths: Sequence[Literal["packed", "padded"]]) -> bool:
@@ -431,10 +453,15 @@ class Forward:
                 return False  # modules with another calling convention; the padded path serves them
         finally:
             self.model.train(was_training)
-        exact = base.get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
+        return all(torch.allclose(got, expected, atol=self._rounding) for got in found)
+
+    @property
+    def _rounding(self) -> float:
+        """Largest difference of two ways to compute a logit."""
+        is_exact = causal_lm(self.model).get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
         if self.device.type != "cpu":
-            exact = exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3
-        return all(torch.allclose(got, expected, atol=2e-4 if exact else 0.3) for got in found)
+            is_exact = is_exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3
+        return 2e-4 if is_exact else 0.3
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
         self.path = path
