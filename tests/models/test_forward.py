@@ -435,4 +435,6 @@ def test_forward_of_a_model_that_reads_later_tokens_is_refused(tiny_random):
     """BERT's own language model without ``is_decoder`` attends to everything, what it is to predict included."""
     with pytest.raises(UsageError, match=r"BertLMHeadModel reads the tokens that come after.*is_decoder: true"):
         Forward(tiny_random("bert"))
+    with pytest.raises(UsageError, match=r"RobertaForCausalLM with this config.json ends in TypeError: "):
+        Forward(tiny_random("roberta", is_decoder=True))
     assert Forward(tiny_random("bert", is_decoder=True)).path == "padded"

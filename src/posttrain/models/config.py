@@ -117,6 +117,4 @@ def _lengths_in(settings: Mapping[str, object], keys: re.Pattern[str], is_length
             yield from _lengths_in(value, keys, found)
         elif found:
             numbers = value if isinstance(value, list | tuple) else [value]
-            yield from (
-                int(n) for n in numbers if type(n) in (int, float) and float(n).is_integer()
-            )  # no use_sliding_window
+            yield from (int(n) for n in numbers if isinstance(n, int | float) and n is not True and n == int(n))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.errors import UsageError
+from posttrain.errors import UsageError, first_line
 from posttrain.models.config import Model, shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, active, install_packed_attention, packed_attention
 from posttrain.models.forward.fused import FusedLayers
@@ -418,12 +418,16 @@ class Forward:
         """Refuse a model whose logits depend on later tokens, as an encoder's do; the packed path is causal by itself.
 
         Raises:
-            UsageError: with the name of its class.
+            UsageError: with the name of its class, or the reason why it computes nothing.
         """
         base = causal_lm(self.model)
         ids = _probe_batch(base.config.get_text_config().vocab_size).tokens.to(self.device)
         rows = torch.stack([ids[0], torch.cat([ids[0, :-1], ids[1, -1:]])])
-        first, second = (self.model(input_ids=row[None], use_cache=False).logits[0, :-1].float() for row in rows)
+        try:
+            first, second = (self.model(input_ids=row[None], use_cache=False).logits[0, :-1].float() for row in rows)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            what = f"model.name: {type(base).__name__} with this config.json ends in {type(error).__name__}"
+            raise UsageError(f"{what}: {first_line(error)}") from error
         if not torch.allclose(first, second, atol=self._rounding, equal_nan=True):
             raise UsageError(
                 f"model.name: {type(base).__name__} reads the tokens that come after, so it is no causal language "
@@ -447,10 +451,9 @@ class Forward:
                 install_packed_attention(base)
             else:
                 base.config._attn_implementation = self._own_attention
-            try:
-                found = [self._probed(batch, path) for path in paths]
-            except (TypeError, ValueError, AttributeError, RuntimeError):
-                return False  # modules with another calling convention; the padded path serves them
+            found = [self._probed(batch, path) for path in paths]
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            return False  # modules with another calling convention; the padded path serves them
         finally:
             self.model.train(was_training)
         return all(torch.allclose(got, expected, atol=self._rounding) for got in found)
