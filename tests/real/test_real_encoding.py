@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from model_templates import LAYOUTS, tokenizer_of
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from posttrain import registry
 from posttrain.data.jsonl import jsonl
@@ -113,3 +115,53 @@ def test_user_who_ends_with_the_tag_opens_no_thinking() -> None:
         tokenizer, made = tokenizer_of(name), template_of(template)
         prompt = encode_prompt(tokenizer, made, (Message("user", "Say it <think>\n"),))
         assert decode_response(tokenizer, made, tokenizer.encode("42"), prompt) == "42"
+
+
+def sentencepiece(kind: str, template: str) -> Any:
+    """A tokenizer as converted from SentencePiece: a space in front of a text, or of every text behind a marker."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁HeloIt42.", "▁H", "▁I"]
+    backend = Tokenizer(
+        models.BPE(
+            {p: i for i, p in enumerate(pieces)}, [("▁", "H"), ("▁", "I")], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in pieces[:3]])
+    if kind == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
+    )
+
+
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+MISTRAL_7B = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["first", "always", "legacy"])
+@pytest.mark.parametrize("chat_template", [ZEPHYR, MISTRAL_7B])
+def test_rows_of_a_tokenizer_that_begins_texts_with_a_space_are_the_whole_text_encoded(
+    tmp_path: Path, kind: str, chat_template: str
+) -> None:
+    """A part of a row goes on behind others: Zephyr's ``Hello`` behind a line break was trained as `` Hello``."""
+    tokenizer, template = sentencepiece(kind, chat_template), template_of("chat")
+    turns = [{"role": "user", "content": "42"}, {"role": "assistant", "content": "Hello"}]
+    turns = [*turns, turns[0], turns[1] | {"content": "It"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    (example,) = jsonl(path=str(tmp_path / "rows.jsonl"), split="all").examples
+    ((row,),) = rows_of(tokenizer, template, example, "demonstration")
+    whole = tokenizer.encode(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)
+    assert row.ids == whole[: len(row.ids)]
+    trained = [id for t, id in enumerate(row.ids) if t >= row.prompt_length and t not in row.heard]
+    start = "▁H" if chat_template == MISTRAL_7B else "H"
+    assert tokenizer.convert_ids_to_tokens(trained)[:5] == [start, "e", "l", "l", "o"]
+    prompt = encode_prompt(tokenizer, template, (Message("user", "42"),))
+    assert encode_answer(tokenizer, template, "Hello", prompt, {}) == trained[:5]

@@ -95,6 +95,8 @@ def behind_prompt(
             at, space = at + 1, space[1:]
         pieces = drop_text(pieces, at)
     is_answer = not is_thinking and not (opening and END_THINK in text)
+    if lead.isspace() and text[:1].isspace():
+        lead = ""
     before = [Piece(lead, trusted=True)] if lead and is_answer else []
     if template.space and text and not text[0].isspace():
         before.append(Piece(template.space, trusted=True))
@@ -122,7 +124,7 @@ def encode_response(
         UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
     """
     pieces = behind_prompt(tokenizer, template, template.response(example), prompt, example.variables)
-    ids = encode_pieces(tokenizer, pieces)
+    ids = encode_pieces(tokenizer, pieces, prompt)
     if not ids:
         raise UsageError(f"example {example.id!r}: the demonstration is empty")
     end = end_id(tokenizer, template)
@@ -133,8 +135,8 @@ def encode_answer(
     tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, object]
 ) -> list[int]:
     """Token ids of a given text of the assistant behind its prompt, the end token not included."""
-    pieces = [Piece(text, trusted=False)]
-    return encode_pieces(tokenizer, behind_prompt(tokenizer, template, pieces, prompt, variables)) if text else []
+    pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], prompt, variables)
+    return encode_pieces(tokenizer, pieces, prompt) if text else []
 
 
 def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
@@ -153,7 +155,7 @@ def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int]
 def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, Channels]:
     """The text that a chat template writes before an answer, and its channels.
 
-    Only what holds a marker: white space before an answer is the model's own.
+    Only what holds a marker, or white space, which an answer may bring itself.
     """
     question, find = Message("user", "a"), markers_of(tokenizer).find
 
@@ -178,7 +180,7 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
     lead = EMPTY_THINKING.sub("", plain[0]) if plain else ""
     if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
-    if not any(find(lead)) and END_THINK not in lead:
+    if not any(find(lead)) and END_THINK not in lead and not lead.isspace():
         lead = ""
     channels = (thinking[0], thinking[1]) if len(thinking) == 3 and THINK not in thinking[0] else ("", "")
     return lead, channels if any(find(channels[0])) else ("", "")
@@ -235,7 +237,7 @@ class ReplyFrame:
             quoted = template.quote(result.strip() if self.strips else result)
             pieces.append(Piece((self.between if number else "") + opening, trusted=True))
             pieces += [Piece(quoted, trusted=False), Piece(closing, trusted=True)]
-        ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)])
+        ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)], [] if last is None else [last])
         return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
 
 
@@ -277,7 +279,7 @@ def encode_turn(
     if turn.calls:
         pieces = [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
     end = form.end if turn.calls and form.end is not None else end_id(tokenizer, template)
-    return [*encode_pieces(tokenizer, pieces), end]
+    return [*encode_pieces(tokenizer, pieces, prompt), end]
 
 
 def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:

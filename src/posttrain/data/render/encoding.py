@@ -9,7 +9,7 @@ at the completion alone, never at the prompt.)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -47,10 +47,13 @@ class Markers:
         ids: by content.
         swallows: by content, whether the token takes the white space before and behind it along.
         leading: the ids that the tokenizer itself puts in front of a text (BOS).
+        anchors: texts with their ids, behind which a text is encoded that is no beginning; none where it is the same.
+        restarts: a text right behind a marker is encoded as a beginning.
     """
 
     def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
         self.ids, self.swallows, self.leading = ids, swallows, leading
+        self.anchors, self.restarts = dict[str, list[int]](), False
         self.id_set = frozenset(ids.values())
         # by first letter the lengths, longest first: some tokenizers have thousands of markers
         self._lengths = {
@@ -116,39 +119,61 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
         {content: swallows for content, (_, swallows) in added.items()},
         tuple(framed[:num_leading]),
     )
+    anchors = {text: _encode(tokenizer, text, split_special=False).ids for text in ("\n", ".")}
+    alone, behind = (_encode(tokenizer, text, split_special=False).ids for text in ("a", "\na"))
+    if behind != [*anchors["\n"], *alone]:  # a space in front of a text, as SentencePiece writes it
+        markers.anchors = anchors
+        markers.restarts = any(_encode(tokenizer, f"{one}a", split_special=False).ids[1:] == alone for one in added)
     _KNOWN[tokenizer] = (len(tokenizer), markers)
     return markers
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[int]:
+def _behind(markers: Markers, before: Sequence[int], encode: Callable[[str], list[int]]) -> list[int]:
+    """The ids of a text behind the ids ``before``; ``encode`` gives those of an anchor with the text."""
+    if before and not (markers.restarts and before[-1] in markers.id_set):
+        for anchor, start in markers.anchors.items():
+            ids = encode(anchor)
+            if ids[: len(start)] == start:  # no merge across the border
+                return ids[len(start) :]
+    return encode("")
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], before: Sequence[int] = ()) -> list[int]:
     """Token ids of the pieces, without any BOS or EOS that they do not spell out.
 
     Where no untrusted text touches a marker, the ids are those of the whole text encoded at once,
     as every other program would encode it. Otherwise the text is cut at the trusted markers, and
     everything between them is encoded with special tokens switched off.
 
+    Args:
+        before: the ids in front of them: some tokenizers put a space in front of a text that begins.
+
     Raises:
         UsageError: a marker of a single character stands in untrusted text and cannot be spelled.
     """
     markers = markers_of(tokenizer)
-    merged: list[Piece] = []  # neighbours of equal trust as one, so that both ways of encoding find the same markers
-    for piece in pieces:
-        if merged and merged[-1].trusted == piece.trusted:
-            merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
-        elif piece.text:
-            merged.append(piece)
-    encoded = _encode(tokenizer, "".join(piece.text for piece in merged), split_special=False)
-    ids: list[int] = encoded.ids
-    if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
-        return ids
-    ids, run = [], ""
-    for piece in merged:
-        start = 0
-        for begin, end, index in markers.find(piece.text) if piece.trusted else ():
-            ids += [*encode_plain(tokenizer, run + piece.text[start:begin]), index]
-            run, start = "", end
-        run += piece.text[start:]
-    return ids + encode_plain(tokenizer, run)
+
+    def encode(anchor: str) -> list[int]:
+        merged: list[Piece] = []  # neighbours of equal trust as one: both ways of encoding find the same markers
+        for piece in (Piece(anchor, trusted=True), *pieces):
+            if merged and merged[-1].trusted == piece.trusted:
+                merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
+            elif piece.text:
+                merged.append(piece)
+        encoded = _encode(tokenizer, "".join(piece.text for piece in merged), split_special=False)
+        ids: list[int] = encoded.ids
+        if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
+            return ids
+        ids, run = [], ""
+        for piece in merged:
+            start = 0
+            for begin, end, index in markers.find(piece.text) if piece.trusted else ():
+                ids += [*encode_plain(tokenizer, run + piece.text[start:begin], ids), index]
+                run, start = "", end
+            run += piece.text[start:]
+        return ids + encode_plain(tokenizer, run, ids)
+
+    return _behind(markers, before, encode)
 
 
 def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
@@ -162,14 +187,16 @@ def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]
     return not any(start < high and low < end for start, end in found for low, high in spans)
 
 
-def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of untrusted text; no marker is among them.
+def encode_plain(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) -> list[int]:
+    """Token ids of untrusted text behind the ids ``before``; no marker is among them.
 
     Raises:
         UsageError: a marker of a single character cannot be spelled with other tokens.
     """
+    if not text:
+        return []
     markers = markers_of(tokenizer)
-    ids: list[int] = _encode(tokenizer, text, split_special=True).ids if text else []
+    ids = _behind(markers, before, lambda anchor: list(_encode(tokenizer, anchor + text, split_special=True).ids))
     if markers.id_set.isdisjoint(ids):
         return ids
     # Added tokens that are not flagged as special are still matched: cut every marker in two.
@@ -178,7 +205,10 @@ def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
     cuts = sorted({0, *(start + 1 for start in markers.starts(text)), len(text)})
     if len(cuts) == 2:  # no marker stands there as written (a normaliser made it one): cut everywhere
         cuts = list(range(len(text) + 1))
-    return [token for start, end in pairwise(cuts) for token in encode_plain(tokenizer, text[start:end])]
+    ids = []
+    for start, end in pairwise(cuts):
+        ids += encode_plain(tokenizer, text[start:end], ids or before)
+    return ids
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, split_special: bool) -> Any:

@@ -153,7 +153,7 @@ def _stepwise(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], r
     ids = list(prompt)
     labels: dict[int, int] = {}
     for step, label in zip(response.steps, response.step_labels, strict=True):
-        ids += encode_plain(tokenizer, step)
+        ids += encode_plain(tokenizer, step, ids)
         if label is not None:
             labels[len(ids) - 1] = label
     return Row([*ids, end_id(tokenizer, template)], len(prompt), response.score, labels)
@@ -262,7 +262,7 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
         ids, heard = encode_pieces(tokenizer, prompt), set[int]()
         prompt_length = len(ids)
         for part, is_trained in parts:
-            encoded = encode_pieces(tokenizer, part)
+            encoded = encode_pieces(tokenizer, part, ids)
             heard |= set() if is_trained else set(range(len(ids), len(ids) + len(encoded)))
             ids = ids + encoded
         yield Row(ids, prompt_length, heard=frozenset(heard), is_apart=whole is None and len(chosen) > 1)
