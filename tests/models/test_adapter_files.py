@@ -120,6 +120,10 @@ def test_attach_adapter_with_a_file_that_does_not_match_is_refused(damage: str, 
     [
         ({"modules_to_save": ["lm_head"]}, "adapter_model.safetensors has no tensor"),
         ({"use_new_scaling": True}, "this peft has no setting 'use_new_scaling'"),
+        (
+            {"alora_invocation_tokens": [5, 6]},
+            r"alora_invocation_tokens \(\[5, 6\]\) acts only where peft's own wrapper",
+        ),
         ({"use_rslora": "no"}, "use_rslora: true or false is needed; got 'no'"),
     ],
 )

@@ -29,6 +29,7 @@ ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapt
 CLASSIFIER_TASK = "SEQ_CLS"  # of an adapter that is a reward model
 _CLASSIFIER_HEADS = ("classifier", "score")  # which peft adds to modules_to_save
 _ADAPTER = "default"
+_NEED_PEFTS_OWN_CALL = ("alora_invocation_tokens", "arrow_config")  # 5 nats of an adapter were left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +254,11 @@ def _check_settings(place: Path, config_type: Any) -> None:
             raise UsageError(
                 f"model.name: {place}: this peft has no setting {key!r} ({shorten(value)}), and without it the adapter "
                 f"is another model.{suggest(key, defaults)} Update peft, or take the setting out where it does nothing"
+            )
+        if key in _NEED_PEFTS_OWN_CALL and value:
+            raise UsageError(
+                f"model.name: {place}: {key} ({shorten(value)}) acts only where peft's own wrapper is called with a whole "
+                "prompt, and training and sampling call the model inside; train an adapter without it"
             )
         default, wanted = defaults.get(key), "true or false"
         is_wrong = isinstance(default, bool) and not isinstance(value, bool | None)
