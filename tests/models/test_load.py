@@ -208,6 +208,16 @@ def test_end_tokens_of_the_generation_config_all_stop_and_the_templates_own_is_t
         text = decode_response(tokenizer, plain(), [*tokenizer.encode("Tom"), *further])
         assert text == "Tom"
         assert other not in stop_ids(tokenizer, plain())
+    for content in ('{"eos_token_id": "0"}', "{"):
+        (folder / "generation_config.json").write_text(content)
+        with pytest.raises(
+            UsageError, match=r"generation_config\.json.*(an id or a list of ids is needed|cannot be read)"
+        ):
+            load_tokenizer(str(folder))
+    (folder / "generation_config.json").unlink()
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": [turn, other, 100]}))
+    assert stop_ids(load_tokenizer(str(folder)), plain()) == {small_tokenizer.eos_token_id, turn, other}
 
 
 def test_a_cpu_that_is_asked_for_starts_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

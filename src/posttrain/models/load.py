@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +19,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import PosttrainError, UsageError, first_line
-from posttrain.models.config import Config, Model, check_folder, check_sizes
+from posttrain.models.config import Config, Model, check_folder, check_sizes, read_object
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
 from posttrain.models.sources import (
     EMBEDDED,
@@ -205,14 +205,25 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Return the end tokens of ``generation_config.json``; an ordinary token comes from a default, and is none."""
+    """Return the end tokens of ``generation_config.json``, without one those of ``config.json``, as transformers does.
+
+    An ordinary token comes from a default, and is none.
+
+    Raises:
+        UsageError: the file cannot be read, or names something else than ids.
+    """
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
-    declared = None
-    with suppress(OSError):  # it has none
-        declared = GenerationConfig.from_pretrained(source).eos_token_id
-    ids = declared if isinstance(declared, list | tuple) else [declared]
-    return frozenset(index for index in ids if isinstance(index, int) and index in tokenizer.added_tokens_decoder)
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    places = (cached_file(source, name, **optional) for name in ("generation_config.json", "config.json"))
+    place = next(filter(None, places), None)
+    declared = None if place is None else read_object(Path(place)).get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(type(index) is int for index in ids):
+        raise UsageError(
+            f"model.name: {place}: eos_token_id: an id or a list of ids is needed; got {shorten(declared)}"
+        )
+    return frozenset(ids) & tokenizer.added_tokens_decoder.keys()
 
 
 @contextmanager

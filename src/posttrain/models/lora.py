@@ -257,8 +257,8 @@ def _check_settings(place: Path, config_type: Any) -> None:
             )
         if key in _NEED_PEFTS_OWN_CALL and value:
             raise UsageError(
-                f"model.name: {place}: {key} ({shorten(value)}) acts only where peft's own wrapper is called with a whole "
-                "prompt, and training and sampling call the model inside; train an adapter without it"
+                f"model.name: {place}: {key} ({shorten(value)}) acts only where peft's own wrapper is called with "
+                "a whole prompt, and training and sampling call the model inside; train an adapter without it"
             )
         default, wanted = defaults.get(key), "true or false"
         is_wrong = isinstance(default, bool) and not isinstance(value, bool | None)

@@ -460,11 +460,11 @@ def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
 
 
 def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
-    """A line on the end tokens that only the model's ``generation_config.json`` names; none where there are none."""
+    """A line on the end tokens that only the model's configuration names; none where there are none."""
     end = end_id(tokenizer, template)
     further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, end})
     names = [str(tokenizer.convert_ids_to_tokens(i)) for i in (*further, end)]
-    line = f"answers also end at {', '.join(names[:-1])}, by the model's generation_config.json; {names[-1]} is trained"
+    line = f"answers also end at {', '.join(names[:-1])}, by the model's configuration; {names[-1]} is trained"
     return [line] if further else []
 
 
