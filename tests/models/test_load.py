@@ -189,6 +189,18 @@ def test_load_model_whose_weights_have_other_sizes_names_them(tiny_random, small
         load_model(ModelSection(name=str(tmp_path)), seed=0)
 
 
+def test_load_model_whose_file_has_a_head_of_its_own_is_not_tied(tiny_random, small_tokenizer, tmp_path):
+    """A configuration that says otherwise would lose the head in programs that believe it."""
+    untied = tiny_random("qwen3", tie_word_embeddings=False)
+    untied.save_pretrained(tmp_path)
+    small_tokenizer.save_pretrained(tmp_path)
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"tie_word_embeddings": True}))
+    loaded = load_model(ModelSection(name=str(tmp_path), device="cpu"), seed=0).model
+    assert torch.equal(logits(loaded), logits(untied))
+    assert loaded.config.tie_word_embeddings is False
+
+
 def test_end_tokens_of_the_generation_config_all_stop_and_the_templates_own_is_trained(folder, small_tokenizer):
     small_tokenizer = AutoTokenizer.from_pretrained(folder)
     small_tokenizer.add_tokens(["<end_of_turn>", "<other>"], special_tokens=True)

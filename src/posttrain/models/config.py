@@ -80,6 +80,18 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
                 raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
 
 
+def note_ties(model: Any) -> None:
+    """Write into a model's configuration if its head is its embedding, which other programs believe of an export."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return
+    is_tied = head.weight is model.get_input_embeddings().weight
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = is_tied
+    if not is_tied:
+        model.all_tied_weights_keys = {}
+
+
 def context_length(config: Config) -> int:
     """The longest sequence of a model, in tokens, by its configuration."""
     text = config.get_text_config()

@@ -25,7 +25,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import PosttrainError, UsageError, first_line
-from posttrain.models.config import Config, Model, check_folder, check_sizes, read_object
+from posttrain.models.config import Config, Model, check_folder, check_sizes, note_ties, read_object
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
 from posttrain.models.sources import (
     EMBEDDED,
@@ -286,6 +286,8 @@ def _load_weights(source: str, section: ModelSection) -> Any:
         bits = section.load_bits if stored is None else None
         model, loading_info = load_quantized(source, bits, choose_device(section.device), options)
     _check_weights(source, loading_info)
+    if model.config.get_text_config().tie_word_embeddings:  # the file may have a head of its own
+        note_ties(model)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # some releases of transformers choose one that leaves the cap out
     return model

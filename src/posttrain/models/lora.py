@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from posttrain.errors import RecipeError, UsageError, first_line
-from posttrain.models.config import Model, read_object
+from posttrain.models.config import Model, note_ties, read_object
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE, first_names
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
@@ -234,11 +234,7 @@ def merge_adapter(model: Model) -> Any:
         return merged
     if tied and head.weight.shape == embedding.weight.shape and head.weight.equal(embedding.weight):
         head.weight = embedding.weight
-    is_tied = head.weight is embedding.weight
-    for config in (merged.config, merged.config.get_text_config()) if tied or not is_tied else ():
-        config.tie_word_embeddings = is_tied
-    if not is_tied:
-        merged.all_tied_weights_keys = {}
+    note_ties(merged)
     return merged
 
 
