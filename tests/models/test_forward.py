@@ -438,3 +438,11 @@ def test_forward_of_a_model_that_reads_later_tokens_is_refused(tiny_random):
     with pytest.raises(UsageError, match=r"RobertaForCausalLM with this config.json ends in TypeError: "):
         Forward(tiny_random("roberta", is_decoder=True))
     assert Forward(tiny_random("bert", is_decoder=True)).path == "padded"
+
+
+def test_forward_of_an_id_beyond_the_embeddings_is_refused(tiny_random):
+    """A tokenizer with more tokens than the model ended in a traceback; one whose last are never met is used."""
+    forward = Forward(tiny_random("llama"))
+    with pytest.raises(UsageError, match=r"a row has the token id 300, and the embeddings have 300 rows"):
+        forward(collate([Sample([1, 2, 300], [False, True, True])]))
+    assert forward(collate([Sample([1, 2, 299], [False, True, True])])).logprobs.shape == (1, 3)

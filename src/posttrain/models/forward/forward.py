@@ -252,6 +252,12 @@ class Forward:
         return replace(batch, mask=batch.mask & (behind == 1))
 
     def _states(self, batch: Batch, packing: Packing | None, *, predicts: bool) -> States:
+        size = causal_lm(self.model).get_input_embeddings().weight.shape[0]
+        if batch.tokens.device.type == "cpu" and bool((batch.tokens >= size).any()):
+            raise UsageError(
+                f"model.name: a row has the token id {int(batch.tokens.max())}, and the embeddings have {size} rows: "
+                "its tokenizer is of another model, or tokens were added to it alone; give one with its own, or resized"
+            )
         self.last_packing = packing
         if packing is None:
             columns = self._columns(batch)
