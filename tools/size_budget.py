@@ -22,21 +22,21 @@ MAX_CONTRIB_LINES = 3_000
 # (statements, lines) that a folder may have; "ground" is the modules outside of folders.
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (566, 1806),
-    "api": (567, 1197),
-    "commands": (3488, 6462),
-    "data": (3407, 6255),
-    "evaluation": (1816, 3444),
-    "graders": (2891, 4996),
-    "ground": (1132, 2806),
+    "api": (641, 1365),
+    "commands": (3499, 6469),
+    "data": (3440, 6308),
+    "evaluation": (1817, 3445),
+    "graders": (2898, 5006),
+    "ground": (1163, 2941),
     "interpret": (2379, 4329),
-    "models": (2011, 3641),
-    "recipes": (678, 1365),
-    "reports": (786, 2086),
-    "runs": (1309, 2257),
+    "models": (2052, 3722),
+    "recipes": (688, 1377),
+    "reports": (786, 2087),
+    "runs": (1319, 2269),
     "sampling": (3580, 6196),
     "store": (1086, 2101),
     "sweeps": (1107, 1874),
-    "training": (3045, 5079),
+    "training": (3045, 5080),
 }
 
 
