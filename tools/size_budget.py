@@ -36,7 +36,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (3580, 6196),
     "store": (1086, 2101),
     "sweeps": (1107, 1874),
-    "training": (3045, 5080),
+    "training": (3045, 5079),
 }
 
 

@@ -116,9 +116,7 @@ class TrainerState:
 
 
 def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS) -> TrainerState:
-    """Build all components of a resolved recipe; ``folder`` caches what is computed once for a data set.
-
-    ``process_group``: the processes that share the work; each builds all components.
+    """Build all components of a recipe, in every process; ``folder`` caches what is computed once for a data set.
 
     Raises:
         UsageError: components that do not fit one another, no data, or a model that cannot be loaded.
