@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from posttrain import registry
 from posttrain.cli import main
-from posttrain.errors import RecipeError
-from posttrain.other_names import OTHER_NAMES, answer_other_name
+from posttrain.errors import RecipeError, UnknownComponent
+from posttrain.other_names import _COMPONENTS, OTHER_NAMES, answer_other_name
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 
 KEY = re.compile(r"\b(?:[a-z]\w+\.)+[a-z]\w+\b")
@@ -152,3 +152,24 @@ def test_unknown_key_with_a_name_of_others_is_answered(
 def test_name_that_is_ours_is_not_answered() -> None:
     assert answer_other_name("train.num_epochs") == answer_other_name("objective") == answer_other_name("nothing") == ""
     assert answer_other_name("model.adapter.nothing") == "", "a key of ours, whose section is no name of others"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "ours"),
+    [
+        ("reward", "accuracy_reward", "correct"),
+        ("reward", "think_format_reward", "xml_format"),
+        ("objective", "sigmoid", "dpo"),
+        ("advantage", "RLOO", "leave_one_out"),
+        ("task", "json", "jsonl"),
+    ],
+)
+def test_component_that_is_called_otherwise_elsewhere_is_answered_by_name(kind: str, name: str, ours: str) -> None:
+    with pytest.raises(UnknownComponent, match=f"This is called {ours} here"):
+        registry.find(kind, name)
+
+
+def test_components_of_the_table_exist() -> None:
+    assert {
+        (kind, ours) for kind, rows in _COMPONENTS.items() for ours in rows if ours not in registry.names(kind)
+    } == set()

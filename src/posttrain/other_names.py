@@ -378,6 +378,38 @@ WORDS = {
     "names": "name names run",
     "folder": "dir folder output out",
 }
+# Components by their names elsewhere.
+_COMPONENTS = {
+    "reward": {
+        "correct": "accuracy_reward accuracy exact_match correctness correctness_reward correctness_reward_func",
+        "xml_format": "format think_format_reward format_reward strict_format_reward strict_format_reward_func",
+        "xml_soft": "soft_format_reward soft_format_reward_func",
+        "xml_count": "xmlcount_reward xmlcount_reward_func",
+        "is_number": "int_reward int_reward_func",
+        "overlong": "soft_overlong_punishment get_soft_overlong_punishment overlong_buffer length_penalty",
+        "judge": "llm_judge llm_as_judge",
+    },
+    "objective": {
+        "dpo": "sigmoid",
+        "cross_entropy": "sft nll ce",
+        "bradley_terry": "reward_model rm reward_modeling",
+        "robust_dpo": "robust",
+        "exo": "exo_pair",
+        "nca": "nca_pair",
+        "hinge": "slic",
+        "on_policy_distillation": "gkd opd",
+    },
+    "advantage": {
+        "normalized": "grpo group group_norm",
+        "centered": "dr_grpo",
+        "leave_one_out": "rloo",
+        "batch_normalized": "reinforce_plus_plus reinforce++",
+    },
+    "optimizer": {"adamw": "adam adamw_torch adamw_torch_fused"},
+    "grader": {"math": "math_verify latex", "multiple_choice": "choice mcq", "numeric": "number gsm8k"},
+    "template": {"r1_zero": "r1 deepseek_r1 think", "plain": "none raw"},
+    "task": {"jsonl": "json csv parquet custom local"},
+}
 COMMANDS = {name: command for command, names in _COMMANDS.items() for name in names.split()}
 
 
@@ -386,6 +418,13 @@ def answer_option(name: str, known: Collection[str]) -> str:
     plain = name.strip("-").lower().replace("-", "_")
     found = [o for o, names in _OPTIONS.items() if o.partition(".")[0] in known and plain in names.split()]
     return " or ".join(found)
+
+
+def answer_component(kind: str, name: str) -> str:
+    """Return `` This is called correct here.`` for the name of a component elsewhere, or nothing."""
+    plain = name.lower().replace("-", "_")
+    found = next((ours for ours, names in _COMPONENTS.get(kind, {}).items() if plain in names.split()), "")
+    return f" This is called {found} here." if found else ""
 
 
 def answer_other_name(name: str) -> str:

@@ -24,6 +24,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
+from posttrain.other_names import answer_component
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
@@ -244,7 +245,7 @@ def find(kind: str, name: str, where: str = "") -> Entry:
         if name in GONE:
             raise UnknownComponent(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
         known = names(kind)
-        hint = suggest(name, known)
+        hint = answer_component(kind, name) or suggest(name, known)
         if kind == "task" and name.endswith((".jsonl", ".jsonl.gz")):
             hint = f" Rows of your own are {where or 'task'} jsonl, with the file as {where or 'task'}.path."
         raise UnknownComponent(
