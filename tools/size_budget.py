@@ -27,7 +27,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "data": (3440, 6308),
     "evaluation": (1817, 3445),
     "graders": (2898, 5006),
-    "ground": (1168, 2984),
+    "ground": (1169, 2981),
     "interpret": (2379, 4329),
     "models": (2052, 3722),
     "recipes": (688, 1377),
