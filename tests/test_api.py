@@ -368,6 +368,14 @@ def test_generate_takes_one_text_and_any_iterable_of_prompts():
     assert [answer.text for answer in pt.generate("tiny-sft", "a", **options)] == texts[:1]
 
 
+def test_model_by_the_name_of_a_run_is_its_folder(tmp_path: Path):
+    for name in ("mine", "tiny"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").touch()
+    names = [model_name(name, tmp_path) for name in ("mine", "tiny", "other", str(tmp_path / "mine"))]
+    assert names == [str(tmp_path / "mine"), "tiny", "other", str(tmp_path / "mine")]
+
+
 def test_model_that_is_loaded_is_saved_once_by_its_weights(tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -22,7 +22,7 @@ MAX_CONTRIB_LINES = 3_000
 # (statements, lines) that a folder may have; "ground" is the modules outside of folders.
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (566, 1806),
-    "api": (641, 1365),
+    "api": (644, 1368),
     "commands": (3499, 6469),
     "data": (3440, 6308),
     "evaluation": (1817, 3445),

@@ -20,8 +20,9 @@ from posttrain.errors import PosttrainError, RecipeError, UsageError
 from posttrain.other_names import OTHER_NAMES, answer_option, answer_other_name
 from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.untrusted import declare_code
+from posttrain.untrusted import declare_code, kind_of_file
 
 Place: TypeAlias = str | os.PathLike[str]
 Function: TypeAlias = Callable[..., Any]
@@ -126,13 +127,15 @@ def _plain(value: object) -> Any:
 
 
 def model_name(model: Model, runs_dir: Place) -> str:
-    """Return the name of a model; a loaded one is saved in ``runs_dir``, in a folder named by its weights.
+    """Return the name of a model, or of a run its folder; a loaded one is saved in a folder named by its weights.
 
     Raises:
         UsageError: it is none of ``Model``.
     """
     if isinstance(model, str | os.PathLike):
-        return os.fspath(model)
+        run = Path(runs_dir) / model
+        is_run = model not in EMBEDDED_MODELS and kind_of_file(run / "recipe.yaml") == "file"
+        return str(run) if is_run else os.fspath(model)
     if not (isinstance(model, tuple) and len(model) == 2 and all(hasattr(part, "save_pretrained") for part in model)):
         raise UsageError(
             f"model: {type(model).__name__} is no model. Give a name, a folder, a run, or a loaded model of "
