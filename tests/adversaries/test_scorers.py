@@ -14,8 +14,8 @@ from posttrain.registry import find
 from posttrain.types import Example
 
 # Sets that pay for nothing, for hedges and for constants; sets whose scorer raises; and honest ones.
-SAMPLE = ("complex_arithmetic", "game_of_life_halting", "coin_flip", "boxnet", "chain_sum", "gcd",
-    "prime_factorization",
+SAMPLE = ("complex_arithmetic", "game_of_life_halting", "coin_flip", "chain_sum", "gcd",
+    pytest.param("boxnet", marks=pytest.mark.slow), "prime_factorization",
           "letter_counting", "spell_backward", "propositional_logic")  # fmt: skip
 KEYS = ("Use another data set",)
 ALWAYS = ("0", "1", "-1", "nan", "inf", "yes", "no", "True", "False", "A", "B", "0 or 1", "yes or no", "True or False")
