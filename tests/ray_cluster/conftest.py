@@ -26,6 +26,7 @@ def _paths_of_workers() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(places))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")  # without a network a process waits minutes for it at its end
         yield
 
 
