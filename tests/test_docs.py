@@ -227,3 +227,16 @@ def test_no_registry_is_named() -> None:
 )
 def test_what_the_commands_of_the_readme_make_is_ignored(made: str) -> None:
     assert subprocess.run(["git", "check-ignore", "-q", made], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
+def test_notebook_has_the_commands_and_code_of_its_page_in_order(name: str) -> None:
+    page = (ROOT / "docs" / "learn" / f"{name}.md").read_text(encoding="utf-8")
+    blocks = [(language, body.strip()) for _, language, body in BLOCK.findall(page) if language in ("bash", "python")]
+    notebook = json.loads((ROOT / "docs" / "learn" / f"{name}.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    typed = [line[1:] for cell in cells if cell[0] in "!%" and cell[1] != "%" for line in cell.splitlines()]
+    written = [cell.partition("\n")[2] if cell.startswith("%%") else cell for cell in cells if cell[0] not in "!"]
+    assert typed == [line for language, body in blocks if language == "bash" for line in body.splitlines()]
+    assert [body for language, body in blocks if language == "python" and body not in written] == []
+    assert len(typed) >= 3
