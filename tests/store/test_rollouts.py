@@ -3,12 +3,16 @@ from __future__ import annotations
 import math
 import os
 import resource
+import sqlite3
+import subprocess
+import sys
 import struct
 from pathlib import Path
 
 import pytest
 
 from posttrain.errors import DataError, StorageError
+from posttrain.store import rollouts
 from posttrain.store.rollouts import SCHEMA_VERSION, RolloutStore, connect
 from posttrain.types import Completion, Example, Message, Rollout
 
@@ -111,15 +115,14 @@ def test_trimmed_and_repeated_equals_uninterrupted_in_every_column(tmp_path: Pat
         assert cut.trim(-1) == 24
 
 
-def test_flush_leaves_nothing_to_a_kill(tmp_path: Path) -> None:
-    """The process ends without closing anything; what was flushed is there, in order."""
+def test_record_leaves_nothing_to_a_kill(tmp_path: Path) -> None:
+    """The process ends without closing anything; what was recorded is there, in order."""
     child = os.fork()
     if child == 0:
         try:
             store = RolloutStore(tmp_path / "r.db")
             for step in range(1, 41):
                 store.record([make_rollout(step, i) for i in range(8)])
-            store.flush()
             os.kill(os.getpid(), 9)
         finally:
             os._exit(1)
@@ -135,14 +138,12 @@ def limit_file_size(size: int) -> None:
 def record_until_full(store: RolloutStore) -> None:
     for step in range(2, 500):
         store.record([make_rollout(step, text="x" * 5000)])
-        store.flush()
 
 
 def test_a_full_disk_surfaces_as_a_storage_error_and_keeps_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "r.db"
     store = RolloutStore(path)
     store.record([make_rollout(1)])
-    store.flush()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit_file_size(200_000)  # a real write error from the system
     try:
@@ -164,7 +165,7 @@ def test_the_first_error_is_shown_and_the_full_disk_noted(tmp_path: Path, monkey
             store.record([make_rollout(1)])
             raise KeyError("the loop failed first")
 
-    monkeypatch.setattr(RolloutStore, "flush", fail)
+    monkeypatch.setattr(RolloutStore, "close", fail)
     with pytest.raises(KeyError) as caught:
         loop()
     assert "the disk is full" in caught.value.__notes__[0]
@@ -198,11 +199,96 @@ def test_files_that_are_missing_or_no_database_are_refused(tmp_path: Path) -> No
 def test_reading_while_another_connection_writes(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path / "r.db")
     store.record([make_rollout(1)])
-    store.flush()
     reader = RolloutStore(tmp_path / "r.db", read_only=True)
     assert reader.count_training() == {1: 1}
     store.record([make_rollout(2)])
-    store.flush()
     assert reader.count_training() == {1: 1, 2: 1}
     store.close()
     assert sorted(os.listdir(tmp_path)) == ["r.db"]  # closing folds the write-ahead log into the file
+
+
+READERS = {
+    "count": "db.execute('select count(*) from rollouts').fetchone()",
+    "vacuum": "db.execute('VACUUM')",
+    "checkpoint": "db.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
+    "analyze": "db.execute('ANALYZE')",
+    "integrity": "db.execute('PRAGMA integrity_check').fetchall()",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_record_beside_another_process_that_opens_and_closes_the_file_goes_on(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "r.db"
+    program = f"import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None); {READERS[reader]}; db.close()"
+    with RolloutStore(path) as store:
+        for step in range(1, 4):
+            store.record([make_rollout(step)])
+            subprocess.run([sys.executable, "-c", program, str(path)], check=True)
+            assert path.with_name("r.db-wal").exists()
+    assert RolloutStore(path, read_only=True).count_training() == {1: 1, 2: 1, 3: 1}
+
+
+def test_record_waits_for_the_disk_in_every_connection(tmp_path: Path) -> None:
+    RolloutStore(tmp_path / "r.db").close()
+    with connect(tmp_path / "r.db", read_only=False) as db:
+        assert db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL: a commit syncs the write-ahead log
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_record_beside_a_reader_that_keeps_an_old_state_goes_on(tmp_path: Path) -> None:
+    """A browser of databases keeps its transaction open for minutes; it sees one state, and the run writes on."""
+    path = tmp_path / "r.db"
+    with RolloutStore(path) as store:
+        store.record([make_rollout(1)])
+        browser = sqlite3.connect(path, isolation_level=None)
+        browser.execute("BEGIN")
+        assert browser.execute("SELECT count(*) FROM rollouts").fetchone() == (1,)
+        for step in range(2, 5):
+            store.record([make_rollout(step, text="x" * 100_000)])
+        assert browser.execute("SELECT count(*) FROM rollouts").fetchone() == (1,)
+    browser.close()
+    assert RolloutStore(path, read_only=True).count_training() == {1: 1, 2: 1, 3: 1, 4: 1}
+
+
+def test_record_while_another_program_holds_the_write_lock_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "_BUSY_TIMEOUT_SECONDS", 0.1)
+    path = tmp_path / "r.db"
+    store = RolloutStore(path)
+    store.record([make_rollout(1)])
+    browser = sqlite3.connect(path, isolation_level=None)
+    browser.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StorageError, match="another program is writing") as caught:
+        store.record([make_rollout(2)])
+    assert "disk" not in str(caught.value)
+    browser.close()
+    store.record([make_rollout(2)])
+    store.close()
+    assert RolloutStore(path, read_only=True).count_training() == {1: 1, 2: 1}
+
+
+def test_record_after_a_kill_beside_a_reader_keeps_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "r.db"
+    waiting, ready = os.pipe()
+    child = os.fork()  # before this process opens the file: SQLite's state is not to be carried across a fork
+    if child == 0:
+        try:
+            os.read(waiting, 1)
+            store = RolloutStore(path)
+            for step in range(2, 10):
+                store.record([make_rollout(step)])
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    with RolloutStore(path) as store:
+        store.record([make_rollout(1)])
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM rollouts").fetchone()
+    os.write(ready, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    reader.close()
+    with RolloutStore(path) as store:
+        store.record([make_rollout(10)])
+    assert RolloutStore(path, read_only=True).count_training() == dict.fromkeys(range(1, 11), 1)

@@ -37,6 +37,8 @@ def explain_storage(what: str, place: Path, cause: BaseException) -> StorageErro
     if number in _FULL or any(words in text for words in ("no space left", "disk is full", "file too large")):
         folder = next(one for one in (place, *place.parents) if one.exists())
         remedy = f"the disk is full ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free). Free some space"
+    elif "database is locked" in text:
+        remedy = "another program is writing to it (a database browser with unsaved changes?). Close it there"
     elif number in (errno.EACCES, errno.EROFS, errno.EPERM) or "readonly" in text:
         remedy = "the place is not writable. Give write permission"
     return StorageError(

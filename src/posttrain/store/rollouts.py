@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from posttrain.errors import DataError, PosttrainError
-from posttrain.store.durable import explain_storage, sync_file, sync_folder
+from posttrain.store.durable import explain_storage, sync_folder
 from posttrain.store.reading import refuse_link_out
 from posttrain.types import Call, Example, Rollout, Turn
 
@@ -76,6 +76,9 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     Reading leaves no files behind: a database without a write-ahead log is at rest and is opened as immutable, which
     also works on a read-only disk. The file may be from an untrusted source: its values are limited in size, its schema
     may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
+
+    No other code may open a database file or its log while a connection is open. To close a descriptor drops all
+    POSIX locks that this process has on the file; the next reader then believes to be the only one and deletes the log.
     """
     refuse_link_out(path)
     at_rest = not path.with_name(f"{path.name}-wal").exists()
@@ -85,6 +88,7 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     try:
         db.execute("PRAGMA trusted_schema = OFF")
         db.execute("PRAGMA cell_size_check = ON")
+        db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         if read_only:
             end = time.monotonic() + READ_SECONDS
@@ -312,7 +316,7 @@ class RolloutStore:
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
         """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
 
-        They outlive a killed process, and after ``flush`` a power cut.
+        They outlive a killed process and a power cut: a commit waits for the disk.
         """
         assert not self.read_only, "opened for reading"
         if not rollouts:
@@ -323,20 +327,11 @@ class RolloutStore:
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
-                self._writer.execute("PRAGMA synchronous = NORMAL")  # a commit does not wait for the disk; flush does
             with transaction(self._writer):
                 self._writer.executemany(insertion, [_to_row(one) | {"evaluation": evaluation} for one in rollouts])
 
-    def flush(self) -> None:
-        """Wait until everything recorded is on the disk."""
-        paths = (self.path.with_name(f"{self.path.name}-wal"), self.path) if self._writer is not None else ()
-        with sqlite_errors(self.path):
-            for path in filter(Path.exists, paths):
-                sync_file(path)
-
     def close(self) -> None:
-        """Flush and close. The store can be read afterwards, and recorded to again."""
-        self.flush()
+        """Close the file. The store can be read afterwards, and recorded to again."""
         self._writer = None
         with sqlite_errors(self.path):
             self._opened.close()

@@ -345,7 +345,6 @@ class Loop:
 
     def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
         """Write a checkpoint, after the records are durable; all of ``process_group`` write it."""
-        self.rollouts.flush()
         self.metrics.flush()
         return save_checkpoint(
             self.files.checkpoints,
