@@ -385,7 +385,7 @@ def test_model_that_is_loaded_is_saved_once_by_its_weights(tmp_path: Path):
     name = model_name(loaded, tmp_path)
     assert model_name(loaded, tmp_path) == name
     assert [path.name for path in (tmp_path / ".models").iterdir()] == [Path(name).name]
-    text = pt.generate(loaded, ["What is 3 plus 4?"], max_tokens=4, runs_dir=tmp_path)[0].text
+    text = pt.generate(loaded, ["What is 3 plus 4?"], max_tokens=4, runs_dir=tmp_path, template="r1_zero")[0].text
     assert text == pt.generate("tiny", ["What is 3 plus 4?"], max_tokens=4)[0].text
     with pytest.raises(UsageError, match=r"with its tokenizer: \(model, tokenizer\)"):
         model_name(loaded[0], tmp_path)

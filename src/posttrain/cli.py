@@ -376,6 +376,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         command, actions = rest[start], [n.partition(" ")[2] for n in choices if n.startswith(f"{rest[start]} ")]
         options = {o for n, c in choices.items() if n.partition(" ")[0] == command for o in c._option_string_actions}
         rest[start + 1 :] = spelled(rest[start + 1 :], options)
+        if any("template" in argument for argument in rest[start + 1 :]):
+            rename = imported("options:with_own_template_option")
+            rest[start + 1 :] = rename(rest[start + 1 :], options, trains=command == "train")
         if command == "runs":
             rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
         name = " ".join(rest[start : start + 2])

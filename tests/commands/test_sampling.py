@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.data.base import choose_task
 from posttrain.errors import UsageError
+from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
@@ -140,3 +142,52 @@ def test_the_runs_own_template_keeps_its_options_when_it_is_named(run: Path) -> 
     assert complete_template(Component(name="", preamble="Go."), source) == Component(name="r1_zero", preamble="Go.")
     assert complete_template(Component(name="boxed"), source) == Component(name="boxed")
     assert complete_template(None, source) is None
+
+
+def copy_of_tiny(folder: Path, *, has_chat_template: bool = True) -> str:
+    """A model that no run here has trained, in a folder."""
+    shutil.copytree(TINY, folder)
+    if not has_chat_template:
+        (folder / "chat_template.jinja").unlink()
+    return str(folder)
+
+
+def test_model_with_a_chat_template_is_spoken_to_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = copy_of_tiny(tmp_path / "mine")
+    shown = {}
+    for name, options in {"own": [], "chat": ["--template", "chat"], "r1_zero": ["--template", "r1_zero"]}.items():
+        assert main(["generate", model, "Hi?", "--temperature", "0", "--max-tokens", "6", *options]) == 0
+        shown[name] = capsys.readouterr()
+    assert shown["own"].out == shown["chat"].out != shown["r1_zero"].out
+    assert "prompt template chat" in shown["own"].err
+    assert "prompt template" not in shown["chat"].err + shown["r1_zero"].err
+    opened = open_model(find_source(model, tmp_path))
+    assert opened.grader.template.name == "chat"
+
+
+def test_model_without_a_chat_template_is_asked_under_r1_zero_and_a_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = copy_of_tiny(tmp_path / "mine", has_chat_template=False)
+    assert main(["generate", model, "Hi?", "--temperature", "0", "--max-tokens", "6"]) == 0
+    assert "prompt template r1_zero" in capsys.readouterr().err
+    assert find_source(model, tmp_path).template == Component(name="r1_zero")
+
+
+@pytest.mark.parametrize(("name", "options"), [("tiny", {}), ("tiny-sft", {"preamble": ""})])
+def test_embedded_model_keeps_its_template_without_a_line(name: str, options: dict[str, object]) -> None:
+    source = find_source(name, "runs")
+    assert (source.template.name, source.template.options) == ("r1_zero", options)
+    assert source.describe_template() is None
+
+
+@pytest.mark.parametrize("option", ["--template", "--prompt.template"])
+def test_option_of_the_template_has_the_recipes_name_too(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "tiny", "Hi?", "--max-tokens", "2", option, "boxed"]) == 0
+    assert main(["generate", "tiny", "Hi?", "--max-tokens", "2", f"{option}.preamble", "Look."]) == 0
+    assert main(["evaluate", "tiny", option, "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert main(["train", "tiny/sft", "--dry-run", f"{option}=boxed"]) == 0
+    assert "name: boxed" in capsys.readouterr().out
+    assert main(["train", "tiny/sft", "--dry-run", option, "r1_zero", f"{option}.preamble", "Look."]) == 0
+    assert "preamble: Look." in capsys.readouterr().out

@@ -4,9 +4,9 @@ import math
 import os
 import resource
 import sqlite3
+import struct
 import subprocess
 import sys
-import struct
 from pathlib import Path
 
 import pytest
@@ -219,7 +219,8 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_record_beside_another_process_that_opens_and_closes_the_file_goes_on(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "r.db"
-    program = f"import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None); {READERS[reader]}; db.close()"
+    opening = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None)"
+    program = f"{opening}; {READERS[reader]}; db.close()"
     with RolloutStore(path) as store:
         for step in range(1, 4):
             store.record([make_rollout(step)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
+from posttrain.models.sources import TINY
 from posttrain.training.build import prepare
 from posttrain.training.step import accumulate
 from small_runs import one_layer_recipe, run, save_perturbed
@@ -138,3 +140,17 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
         nll += [-float(table[t - 1, ids[0, t]]) for t in range(ids.shape[1]) if batch.mask[b, t]]
     assert loss == pytest.approx(sum(nll) / len(nll), abs=1e-5)
     assert metrics["nll"] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("template", "has_chat_template", "expected"),
+    [("r1_zero", True, True), ("chat", True, False), ("r1_zero", False, False)],
+)
+def test_prepare_of_a_chat_model_under_another_template_says_so(
+    tmp_path: Path, template: str, has_chat_template: bool, expected: bool
+) -> None:
+    shutil.copytree(TINY, tmp_path / "mine")
+    if not has_chat_template:
+        (tmp_path / "mine" / "chat_template.jinja").unlink()
+    parts = prepare(one_layer_recipe("sft", model={"name": str(tmp_path / "mine")}, prompt={"template": template}))
+    assert any("--prompt.template chat" in line for line in parts.warnings) is expected

@@ -26,6 +26,8 @@ from posttrain.untrusted import harmless, harmless_json
 
 if TYPE_CHECKING:  # training prints no table of an evaluation
     from posttrain.evaluation.tables import TextTable
+    from posttrain.recipes.sections import Component
+    from posttrain.sampling.models import ModelSource
 
 PIPED_COLUMNS = 120
 MAX_COLUMNS = 10_000
@@ -158,6 +160,13 @@ def open_console() -> OutputConsole:
 def say(console: Console, text: str, style: str = "") -> None:
     """Print a line; it is broken where the terminal ends, and in a pipe not at all."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def say_template(source: ModelSource, template: Component | None = None) -> None:
+    """Print on stderr under which template a model is asked, if neither the user nor a run says so."""
+    line = source.describe_template(template)
+    if line is not None:
+        print(harmless(line), file=sys.stderr, flush=True)
 
 
 def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Table:

@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 
 from posttrain.api.measure import Answer, answers_to
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, say_template
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
@@ -35,7 +35,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
         task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
-    sampler = open_model(source, complete_template(components.get("template"), source))
+    template = complete_template(components.get("template"), source)
+    say_template(source, template)
+    sampler = open_model(source, template)
     steered, change = steering_of(arguments, sampler.model)
     with steered:
         answers = answers_to(

@@ -228,7 +228,9 @@ ALLOW_CODE_OPTIONS = (  # of code that a stored recipe names, and the Python of 
 MODEL = option(
     "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
 )
-TEMPLATE = option("--template", help="prompt template (default: the run's, else r1_zero)")
+TEMPLATE = option(
+    "--template", help="prompt template (default: the run's, else the model's chat template, else r1_zero)"
+)
 MAX_TOKENS = option("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
 
 
@@ -339,6 +341,25 @@ def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:
         if name.startswith("--") and name not in known and name.replace("_", "-") in known:
             components[at] = f"{name.replace('_', '-')}{equals}{value}"
     return components
+
+
+def with_own_template_option(arguments: Sequence[str], known: Collection[str], *, trains: bool) -> list[str]:
+    """Return the arguments with the option of the prompt template as the command names it.
+
+    A recipe has the key ``prompt.template`` (``trains``), other commands the option ``--template``; both take both.
+    """
+    if not trains and "--template" not in known:
+        return list(arguments)
+    written, own = "--prompt.template", "--template"
+    if trains:
+        written, own = own, written
+    renamed = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name == written or name.startswith(f"{written}."):
+            argument = f"{own}{name.removeprefix(written)}{equals}{value}"
+        renamed.append(argument)
+    return renamed
 
 
 def refuse_command(command: str, known: Sequence[str]) -> None:

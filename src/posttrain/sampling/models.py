@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from posttrain.data.render.template import build_template
 from posttrain.errors import UsageError
 from posttrain.models.config import context_length
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
-from posttrain.models.sources import resolve_model_name
+from posttrain.models.sources import EMBEDDED, resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, ModelSection, RewardComponent
@@ -19,8 +20,12 @@ from posttrain.sampling.rollout import Grader, Sampler, build_grader
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Component(name="r1_zero")
-# Of embedded models that learned a format.
-TRAINED_TEMPLATES = {"tiny-sft": Component.model_validate({"name": "r1_zero", "preamble": ""})}
+CHAT = Component(name="chat")
+# Of embedded models: a base model, which no chat has trained, and one that learned a format.
+EMBEDDED_TEMPLATES = {
+    EMBEDDED["tiny"]: DEFAULT_TEMPLATE,
+    EMBEDDED["tiny-sft"]: Component.model_validate({"name": "r1_zero", "preamble": ""}),
+}
 NATIVE = Component(name="native")
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -39,12 +44,36 @@ class ModelSource:
     run: Path | None = None
     recipe: Recipe | None = None
 
-    @property
+    @cached_property
     def template(self) -> Component:
-        """The template of its training."""
+        """The template of its training, else the chat template of its tokenizer, else ``r1_zero``.
+
+        Raises:
+            UsageError: there is no such model, or its tokenizer cannot be loaded.
+        """
         if self.recipe is not None:
             return self.recipe.prompt.template
-        return TRAINED_TEMPLATES.get(self.name, DEFAULT_TEMPLATE)
+        embedded = EMBEDDED_TEMPLATES.get(Path(resolve_model_name(self.path)))
+        if embedded is not None:
+            return embedded
+        tokenizer = load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
+        if tokenizer.chat_template:
+            return CHAT
+        return DEFAULT_TEMPLATE
+
+    def describe_template(self, template: Component | None = None) -> str | None:
+        """Return one line about the template of a model that no run here trained.
+
+        None if the user chose the template, or a run did.
+        """
+        if template is not None or self.recipe is not None:
+            return None
+        reason = "no run says how it was trained, and its tokenizer has no chat template"
+        if self.template == CHAT:
+            reason = "its tokenizer has this chat template"
+        elif self.name in EMBEDDED:
+            return None
+        return f"{self.label}: prompt template {self.template.name} ({reason}); --template NAME takes another"
 
     @property
     def max_tokens(self) -> int:
@@ -178,8 +207,12 @@ def check_rewards(source: ModelSource, template: Component | None) -> None:
 
 
 def complete_template(template: Component | None, source: ModelSource) -> Component | None:
-    """Add options (``--template.preamble``) to the run's own template, if that or no other is named."""
+    """Add options (``--template.preamble``) to the model's own template, if that or no other is named."""
+    if template is None:
+        return None
+    if template.name and source.recipe is None and source.name not in EMBEDDED:
+        return template
     own = source.template
-    if template is None or template.name not in ("", own.name):
+    if template.name not in ("", own.name):
         return template
     return Component(name=own.name, **(own.options | template.options))

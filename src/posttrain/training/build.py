@@ -19,13 +19,13 @@ from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id
-from posttrain.data.render.template import build_template, further_ends
+from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
-from posttrain.models.sources import resolve_model_name
+from posttrain.models.sources import EMBEDDED, resolve_model_name
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
@@ -168,6 +168,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         *unread_parts(components, task),
         *(() if recipe.trains_scorer else describe_left_out(loaded)),
         *further_ends(tokenizer, grader.template),
+        *_unused_chat_template(recipe, tokenizer, grader.template),
         *warnings,
         *_slow_paths(policy, recipe),
     ]
@@ -277,6 +278,20 @@ def _eval_engine(
         if needed and not components.engine.traits.get("takes_weights"):
             raise
         return engine, [f"eval.engine: {error}; evaluations are answered by {components.engine.name!r} instead"]
+
+
+def _unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Template) -> list[str]:
+    """Return a line if a model that was made elsewhere has a chat template, and the recipe names another template."""
+    source = Path(resolve_model_name(recipe.model.name))
+    is_run = (source.parent.parent / "recipe.yaml").is_file()
+    if template.chat or template.name in ("document", "as_is") or is_run or source in EMBEDDED.values():
+        return []
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    return [
+        f"prompt.template {template.name}: the tokenizer of {recipe.model.name} has a chat template, which this run "
+        "does not use; --prompt.template chat trains under it"
+    ]
 
 
 def _build_grader(recipe: Recipe, tokenizer: Tokenizer, folder: Path | None) -> tuple[Grader, Stage | None]:

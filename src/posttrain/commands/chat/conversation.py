@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, say_template
 from posttrain.commands.options import chosen_components
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
@@ -21,7 +21,7 @@ from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import num_tokens_of
-from posttrain.sampling.models import OpenedModel, open_model
+from posttrain.sampling.models import OpenedModel, complete_template, open_model
 from posttrain.sampling.native.stream import stream
 from posttrain.types import Finish, Message
 
@@ -130,7 +130,11 @@ def run_chat(arguments: argparse.Namespace) -> int:
     controls = Controls(arguments.temperature, arguments.top_p, arguments.top_k, arguments.max_tokens, arguments.seed)
     template = chosen_components(arguments).get("template")
     sources = [find_source(name, arguments.runs_dir) for name in arguments.models]
-    conversations = [Conversation(open_model(source, template), controls) for source in sources]
+    conversations = []
+    for source in sources:
+        own = complete_template(template, source)
+        say_template(source, own)
+        conversations.append(Conversation(open_model(source, own), controls))
     console = open_console()
     for conversation in conversations:
         conversation.set_system(arguments.system or "")

@@ -52,7 +52,7 @@ OPTIONS = Options(
             ),
             option(
                 "--template", type=names, action="extend", metavar="A,B",
-                help="prompt template (default: the run's, or r1_zero)",
+                help="prompt template (default: the run's, else the model's chat template, else r1_zero)",
             ),
             option("--limit", type=positive, default=500, metavar="N", help="rows of each task at most (default: 500)"),
         ),

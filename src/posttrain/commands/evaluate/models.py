@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.api.measure import carry_out
-from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
+from posttrain.commands.console import leaves_out_tables, open_console, print_table, say, say_template
 from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options import read_components
@@ -70,11 +70,15 @@ def request_of(
         UsageError: words or options that cannot be.
     """
     components = read_components(arguments, SECTIONS)
+    models = [find_source(name, arguments.runs_dir) for name in (*dict.fromkeys(arguments.models), *others)]
+    if not components["template"]:
+        for source in models:
+            say_template(source)
     options = {"n" if name == "limit" else name: getattr(arguments, name) for name in DRAWING}
     if options["temperature"] is None:
         options["temperature"] = temperature
     return EvaluationRequest(
-        models=[find_source(name, arguments.runs_dir) for name in (*dict.fromkeys(arguments.models), *others)],
+        models=models,
         drawing=choose_drawing(**options),
         tasks=components["task"],
         templates=components["template"],

@@ -84,6 +84,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--api-key``, a port that cannot be served, no such model.
         MissingExtra: starlette or uvicorn is not installed.
     """
+    from posttrain.commands.console import say_template
     from posttrain.commands.options import chosen_components
     from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source
@@ -103,6 +104,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from posttrain.sampling.vllm.server import served_names
 
     template = complete_template(chosen_components(arguments).get("template"), source)
+    say_template(source, template)
     names = [*served_names(source.path), source.label, source.name]
     with _listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
         recorder = None if arguments.record is None else Recorder(Path(arguments.record), names[0])
