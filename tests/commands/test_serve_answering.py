@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from posttrain.cli import main
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.requests import SamplingParams
 from posttrain.runs.models import find_source
-from posttrain.sampling.base import Sampling
+from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.models import OpenedModel, open_model
 from serving import free_port
 
@@ -50,22 +51,54 @@ async def answer_to(answerer: Answerer, job: Job) -> Answer:
     return answer
 
 
+@dataclass
+class Seen:
+    """One generation of the engine: the rows that it began with, and those that joined."""
+
+    began: list[Conversation]
+    joined: list[Conversation] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Conversation]:
+        return [*self.began, *self.joined]
+
+
 @pytest.fixture
-def batches(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Number of prompts and tokens of the longest completion, for each call of the engine."""
-    generate, seen = opened.engine.generate, list[tuple[int, int]]()
+def generations(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """The generations of the engine so far."""
+    begin, seen = opened.engine.begin_generation, list[Seen]()
 
-    def count(prompts: Any, keys: Any, sampling: Any) -> Any:
-        groups = generate(prompts, keys, sampling)
-        seen.append((len(prompts), max(len(one.ids) for group in groups for one in group)))
-        return groups
+    def watch(prompts: Any, rows: Any, sampling: Any, *, slots: int) -> Any:
+        generation = begin(prompts, rows, sampling, slots=slots)
+        found, join = Seen(list(rows)), generation.join
+        seen.append(found)
 
-    monkeypatch.setattr(opened.engine, "generate", count)
+        def watch_join(prompts: Any, rows: Any) -> bool:
+            has_joined = join(prompts, rows)
+            if has_joined:
+                found.joined += rows
+            return has_joined
+
+        generation.join = watch_join
+        return generation
+
+    monkeypatch.setattr(opened.engine, "begin_generation", watch)
     return seen
 
 
-def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel, batches: list[tuple[int, int]]) -> None:
-    answerer = Answerer(opened)
+@pytest.fixture
+def answerer(opened: OpenedModel) -> Iterator[Answerer]:
+    with closing(Answerer(opened)) as answerer:
+        yield answerer
+
+
+def unending(opened: OpenedModel, limit: int) -> Sampling:
+    return replace(opened.sampling(limit, 1.0), stop_ids=frozenset())
+
+
+def test_complete_of_equal_options_shares_one_generation_and_changes_no_answer(
+    opened: OpenedModel, generations: list[Seen], answerer: Answerer
+) -> None:
     orders = [order(opened, (30 + i, 40), seed=i) for i in range(5)]
     other = order(opened, (50, 51), temperature=0.5)
 
@@ -77,38 +110,77 @@ def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel, b
         return await asyncio.gather(*working)
 
     whole = run(together)
-    assert [size for size, _ in batches] == [5, 1], "those of equal options in one batch"
-
+    assert len(generations) == 2
+    assert max(len(one.rows) for one in generations) >= 5, "those of equal options in one batch"
     for answer, one in zip(whole, [*orders, other], strict=True):
-        again = run(lambda one=one: answer_to(Answerer(opened), one))
+        again = run(lambda one=one: answer_to(answerer, one))
         assert (answer.ids, answer.text, answer.finish) == (again.ids, again.text, again.finish)
         assert answer.logprobs == pytest.approx(again.logprobs, abs=1e-5)
 
 
-def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_complete(
-    opened: OpenedModel, batches: list[tuple[int, int]]
+def test_complete_beside_a_large_request_is_answered_before_it(
+    opened: OpenedModel, generations: list[Seen], answerer: Answerer
 ) -> None:
-    answerer = Answerer(opened)
-    unending = replace(opened.sampling(900, 1.0), stop_ids=frozenset())
-    jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i, PLAIN) for i in range(3)]
+    large = Job("id", "chat", ((30, 31),), unending(opened, 900), 0, SamplingParams(n=64))
+    small = order(opened, (40, 41), limit=5)
+
+    async def work() -> tuple[Answer, list[Answer]]:
+        answers = answerer.begin(large)
+        working = asyncio.create_task(answerer.complete(answers))
+        while not any(answer.ids for answer in answers):
+            await asyncio.sleep(0.01)
+        answer = await answer_to(answerer, small)
+        assert not working.done()
+        working.cancel()
+        return answer, answers
+
+    answer, answers = run(work)
+    assert answer.finish is not None
+    assert [len(one.rows) for one in generations] == [64, 1]
+    assert sum(len(one.ids) for one in answers) < 64 * 900 / 2, "it had a turn long before the large one was over"
+
+
+def test_complete_joins_a_generation_at_work(opened: OpenedModel, generations: list[Seen], answerer: Answerer) -> None:
+    long = Job("id", "chat", ((30, 31),), unending(opened, 200), 0, PLAIN)
+    short = Job("id", "chat", ((40, 41, 42),), unending(opened, 20), 1, PLAIN)
+
+    async def work() -> list[Answer]:
+        (first,) = answers = answerer.begin(long)
+        working = asyncio.create_task(answerer.complete(answers))
+        while not first.ids:
+            await asyncio.sleep(0.001)
+        second = await answer_to(answerer, short)
+        await working
+        return [first, second]
+
+    answers = run(work)
+    assert [len(answer.ids) for answer in answers] == [200, 20]
+    assert [(len(one.began), len(one.joined)) for one in generations] == [(1, 1)]
+    alone = [run(lambda job=job: answer_to(answerer, job)) for job in (long, short)]
+    assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
+
+
+def test_complete_whose_client_left_ends_at_once_and_the_others_are_complete(
+    opened: OpenedModel, generations: list[Seen], answerer: Answerer
+) -> None:
+    jobs = [Job("id", "chat", ((30, 31 + i),), unending(opened, 900), i, PLAIN) for i in range(2)]
 
     async def work() -> None:
-        left = [asyncio.create_task(answer_to(answerer, job)) for job in jobs[1:]]
-        await asyncio.sleep(0.1)
+        left = [asyncio.create_task(answer_to(answerer, job)) for job in jobs]
+        while not (generations and all(row.ids for row in generations[0].rows)):
+            await asyncio.sleep(0.001)
         for task in left:
             task.cancel()
-        answer = await answer_to(answerer, jobs[0])
-        assert len(answer.ids) == 4
+        answer = await answer_to(answerer, order(opened, (30, 31), limit=4, temperature=0.0))
+        assert len(answer.ids) == 4 or answer.finish == "stop"
 
     run(work)
-    assert [size for size, _ in batches] == [2, 1]
-    assert batches[0][1] < 900, "the rows of clients that have left are not sampled to their end"
+    assert all(len(row.ids) < 900 for row in generations[0].rows)
 
 
-def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(
-    opened: OpenedModel, batches: list[tuple[int, int]]
+def test_stream_that_is_left_ends_its_work_and_others_take_turns(
+    opened: OpenedModel, generations: list[Seen], answerer: Answerer
 ) -> None:
-    answerer = Answerer(opened)
     job = order(opened, (30, 31), limit=400)
     (answer,) = answerer.begin(replace(job, sampling=replace(job.sampling, stop_ids=frozenset())))
 
@@ -123,7 +195,51 @@ def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(
         await answer_to(answerer, order(opened, (40, 41)))
 
     run(work)
-    assert (len(answer.ids), len(batches)) == (5, 2)
+    assert len(answer.ids) == 5
+    assert len(generations[0].rows[0].ids) < 400, "nobody reads on"
+
+
+def test_complete_ends_a_row_at_its_stop_text(opened: OpenedModel, generations: list[Seen], answerer: Answerer) -> None:
+    plain = Job("id", "chat", ((30, 31),), unending(opened, 300), 0, PLAIN)
+    whole = run(lambda: answer_to(answerer, plain))
+    stop = whole.text[4:7]
+    stopped = run(lambda: answer_to(answerer, replace(plain, body=SamplingParams(stop=stop))))
+    assert stopped.finish == "stop"
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    assert len(generations[-1].rows[0].ids) < 50, "the engine does not go on"
+
+
+def test_complete_after_an_error_of_the_engine_answers_the_next(
+    opened: OpenedModel, answerer: Answerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = opened.engine.begin_generation
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError("a bug of a model's code")
+
+    monkeypatch.setattr(opened.engine, "begin_generation", fail)
+    with pytest.raises(KeyError):
+        run(lambda: answer_to(answerer, order(opened, (30, 31))))
+    monkeypatch.setattr(opened.engine, "begin_generation", begin)
+    assert run(lambda: answer_to(answerer, order(opened, (30, 31)))).finish is not None
+
+
+def test_complete_waits_for_memory_that_others_hold(
+    opened: OpenedModel, generations: list[Seen], answerer: Answerer
+) -> None:
+    answerer.turns._budget = 1000  # tokens
+    jobs = [Job("id", "chat", ((30, 31 + i),), unending(opened, 400), i, PLAIN) for i in range(4)]
+
+    async def work() -> list[Answer]:
+        working = [asyncio.create_task(answer_to(answerer, job)) for job in jobs]
+        most = 0
+        while not all(task.done() for task in working):
+            most = max(most, sum(row.finish is None for one in generations for row in one.rows))
+            await asyncio.sleep(0.001)
+        assert 1 <= most <= 2
+        return await asyncio.gather(*working)
+
+    assert [len(answer.ids) for answer in run(work)] == [400] * 4
 
 
 class Bytes:

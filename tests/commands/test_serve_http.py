@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from posttrain.sampling.llm_judge import Judge, rate
 from posttrain.sampling.models import OpenedModel, open_model
 from posttrain.sampling.vllm.server import served_names
 from posttrain.types import Completion, Message
-from serving import Served, free_port, serving
+from serving import Served, free_port, serving, serving_here
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
@@ -248,3 +251,53 @@ def usage_error(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         main(list(arguments))
     assert end.value.code == 2
     return capsys.readouterr().err
+
+
+def unfinished_head(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1")
+    return connection
+
+
+def test_unfinished_heads_hold_nobody_and_are_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from posttrain.commands.serve import limits
+
+    monkeypatch.setattr(limits, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 20)
+    with serving_here("tiny", "--max-requests", "4", "--runs-dir", str(tmp_path)) as server:
+        heads = [unfinished_head(server.port) for _ in range(30)]  # ten of them make room for the others
+        assert server.ask("/v1/models")[0] == 200
+        for head in heads:
+            with suppress(ConnectionResetError):
+                assert head.recv(100) == b""
+        used = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        used.sendall(f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += used.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 200")
+        used.sendall(b"GET /v1")  # a second head, which does not end, on a connection that was used
+        assert used.recv(100) == b""
+
+
+def test_requests_above_the_limit_are_told_to_try_again(tmp_path: Path) -> None:
+    unending = {"prompt": [30, 31], "max_tokens": 900, "n": 16, "ignore_eos": True}
+    with serving_here("tiny", "--max-requests", "1", "--runs-dir", str(tmp_path)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", COMPLETE, json.dumps(unending).encode())
+        deadline = time.monotonic() + 30
+        while server.ask("/v1/models")[0] == 200:
+            assert time.monotonic() < deadline
+        status, body = server.ask("/v1/models")
+        assert (status, body["error"]["code"]) == (503, "server_busy")
+        connection.close()  # who leaves makes room
+        while server.ask("/v1/models")[0] != 200:
+            assert time.monotonic() < deadline
+
+
+def test_prompt_beyond_the_context_is_refused_without_being_read(served: Served) -> None:
+    status, body = served.ask(COMPLETE, {"prompt": "a b c d " * 110_000, "max_tokens": 1})
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    status, body = served.ask(CHAT, {"messages": [{"role": "user", "content": "a b c d " * 110_000}]})
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert "more than" in body["error"]["message"], "its tokens were not counted"

@@ -1,7 +1,4 @@
-"""Sampling for ``posttrain serve``: waiting requests are sampled together, streams take turns token by token.
-
-The model is used by one thread. A batch of whole answers is one piece of work for it, each token of a stream another.
-"""
+"""Answers of ``posttrain serve``: their tokens as text, whole or as they come, and the file that records them."""
 
 from __future__ import annotations
 
@@ -10,22 +7,20 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posttrain.commands.serve.requests import Sampled
+from posttrain.commands.serve.turns import End, Take, Task, Turns
 from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
-from posttrain.sampling.base import Sampling
+from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.models import OpenedModel
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.native.stream import stream
 from posttrain.store.durable import cut_torn_line, storage_errors
 from posttrain.types import Finish
-
-GATHER_SECONDS = 0.005  # requests that come within it of the first are sampled with it
 
 
 @dataclass(frozen=True)
@@ -92,14 +87,13 @@ class Answerer:
     """Answers jobs with one model."""
 
     def __init__(self, opened: OpenedModel) -> None:
+        assert isinstance(opened.engine, NativeEngine), "this server samples in its own process"
         self.opened, self.context = opened, opened.context_tokens
-        self._thread = ThreadPoolExecutor(1, "engine")
-        self._waiting: list[tuple[Sequence[Answer], asyncio.Future[None]]] = []
-        self._work: asyncio.Task[None] | None = None
+        self.turns = Turns(opened.engine)
 
     def close(self) -> None:
-        """Take no more work."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End all work."""
+        self.turns.close()
 
     def begin(self, job: Job) -> list[Answer]:
         """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
@@ -112,40 +106,23 @@ class Answerer:
         Raises:
             PosttrainError: what the engine raises.
         """
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append((answers, done))
-        if self._work is None or self._work.done():
-            self._work = asyncio.create_task(self._work_off())
-        await done
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
 
-    async def _work_off(self) -> None:
-        """Sample what waits, jobs of equal options together, until nothing does."""
-        await asyncio.sleep(GATHER_SECONDS)
-        while self._waiting:
-            sampling = self._waiting[0][0][0].job.sampling
-            equal = [one for one in self._waiting if one[0][0].job.sampling == sampling]
-            self._waiting = [one for one in self._waiting if one not in equal]
-            rows = [(answer, done) for answers, done in equal if not done.done() for answer in answers]
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, rows, sampling)
-            await asyncio.wait([work])
-            for done in (done for _, done in equal if not done.done()):
-                if (error := work.exception()) is not None:
-                    done.set_exception(error)
-                else:
-                    done.set_result(None)
+        def take(number: int, tokens: Sequence[tuple[int, float]], is_last: bool) -> bool:
+            push_all(answers[number], tokens, is_last)
+            return answers[number].finish is not None
 
-    def _sample(self, rows: Sequence[tuple[Answer, asyncio.Future[None]]], sampling: Sampling) -> None:
-        """Draw answers together; one whose job is cancelled meanwhile ends at once."""
-        if not rows:
-            return
-        engine = self.opened.engine
-        if isinstance(engine, NativeEngine):
-            engine.is_abandoned = lambda row: rows[row][1].cancelled()
-        prompts, keys = [answer.prompt for answer, _ in rows], [[answer.key] for answer, _ in rows]
-        for (answer, _), (completion,) in zip(rows, engine.generate(prompts, keys, sampling), strict=True):
-            for i, token in enumerate(completion.ids):
-                if answer.finish is None:
-                    answer.push(token, completion.logprobs[i], is_last=i + 1 == len(completion.ids))
+        def finish(error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server ends
+                loop.call_soon_threadsafe(_settle, done, error)
+
+        task = self._task(answers, take, finish)
+        self.turns.submit(task)
+        try:
+            await done
+        finally:
+            self.turns.cancel(task)
 
     async def stream(self, answer: Answer) -> AsyncGenerator[str, None]:
         """Draw an answer token by token; yield the text that each adds.
@@ -153,13 +130,62 @@ class Answerer:
         Raises:
             PosttrainError: what the engine raises.
         """
-        tokens = stream(self.opened.model, answer.prompt, answer.key, answer.job.sampling)
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[tuple[int, float, bool] | BaseException] = asyncio.Queue()
+
+        def put(item: tuple[int, float, bool] | BaseException) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server ends
+                loop.call_soon_threadsafe(news.put_nowait, item)
+
+        def take(number: int, tokens: Sequence[tuple[int, float]], is_last: bool) -> bool:
+            for place, (token, logprob) in enumerate(tokens, start=1):
+                put((token, logprob, is_last and place == len(tokens)))
+            return False
+
+        def finish(error: BaseException | None) -> None:
+            if error is not None:
+                put(error)
+
+        task = self._task([answer], take, finish)
+        self.turns.submit(task)
         try:
             while answer.finish is None:
-                token = await asyncio.get_running_loop().run_in_executor(self._thread, next, tokens)
-                yield answer.push(token.id, token.logprob, is_last=token.is_last)
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                token, logprob, is_last = item
+                yield answer.push(token, logprob, is_last=is_last)
         finally:
-            self._thread.submit(tokens.close)  # after a token that is being computed
+            self.turns.cancel(task)
+
+    def _task(self, answers: Sequence[Answer], take: Take, finish: End) -> Task:
+        """Return the work for answers of one job."""
+        sampling = answers[0].job.sampling
+        context = sampling.within(self.context)
+        numbers: dict[tuple[int, ...], int] = {}
+        rows = []
+        for sample, answer in enumerate(answers):
+            prompt = tuple(answer.prompt)
+            number = numbers.setdefault(prompt, len(numbers))
+            limit = min(sampling.max_tokens, context - len(prompt))
+            rows.append(Conversation(number, sample, answer.key, limit))
+        return Task(list(numbers), rows, sampling, take, finish)
+
+
+def push_all(answer: Answer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
+    """Add tokens to an answer up to its end, which a stop text may bring before the last of them."""
+    for place, (token, logprob) in enumerate(tokens, start=1):
+        if answer.finish is None:
+            answer.push(token, logprob, is_last=is_last and place == len(tokens))
+
+
+def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 class Recorder:

@@ -93,6 +93,7 @@ class Api:
         self.conversations = Conversations(answerer.opened)
         self.started, self._num_tokens = int(time.time()), num_tokens_of(self.tokenizer)
         self.vocab_size = int(answerer.opened.model.get_input_embeddings().weight.shape[0])
+        self.longest_token = _longest_token(self.tokenizer)
         self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
 
     def application(self) -> Starlette:
@@ -141,6 +142,7 @@ class Api:
         """Return the next message of a conversation."""
         body = await self._read(request, requests.ChatRequest)
         tools = body.schemas
+        self._refuse_endless(*_texts_of(body.messages))
         prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
         job = self._job("chat", body, [prompt])
         opening = opening_of(self.tokenizer, self.template, prompt)
@@ -154,6 +156,10 @@ class Api:
         several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if len(several) * body.n > MAX_ANSWERS:
             raise BadRequest(f"n: at most {MAX_ANSWERS} answers to one request, over all its prompts", "n")
+
+        for one in several:
+            if isinstance(one, str):
+                self._refuse_endless(one)
 
         def encode() -> list[list[int]]:
             return [self._encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in several]
@@ -197,6 +203,20 @@ class Api:
     async def _in_reader(self, work: Callable[..., Result], *about: object) -> Result:
         """Run what may take long, while others are answered."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
+
+    def _refuse_endless(self, *texts: str) -> None:
+        """Refuse texts that cannot fit into the context, however few tokens they have; to count them takes seconds.
+
+        Raises:
+            BadRequest: they are longer than so many of the longest token.
+        """
+        if self.longest_token is None:
+            return
+        limit = self.answerer.context * self.longest_token
+        if sum(map(len, texts)) > limit:
+            about = f"the prompt has more than {limit:,} characters, so that it cannot fit into the context of "
+            about += f"{self.answerer.context} tokens: shorten it"
+            raise BadRequest(about, code="context_length_exceeded")
 
     def _encode(self, text: str | None, add_special_tokens: bool = True) -> list[int]:
         """Encode a text of the client's own, in which a marker is the token that it is."""
@@ -306,6 +326,20 @@ class Api:
                 else {"content": [{"token": name, "logprob": logprob} | rest for name, logprob in rows]}
             )
         return choice
+
+
+def _longest_token(tokenizer: object) -> int | None:
+    """Return the characters of the longest token; None if the tokenizer may shorten a text before it splits it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.normalizer is not None:
+        return None
+    return max(map(len, backend.get_vocab()), default=None)
+
+
+def _texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the contents of messages that are texts."""
+    contents = [message.get("content") for message in messages]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def _has_logprobs(job: Job) -> bool:

@@ -11,6 +11,7 @@ import sys
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from posttrain.commands.options import (
     MODEL,
@@ -54,7 +55,7 @@ OPTIONS = Options(
         "--record", type=new_place, metavar="FILE", help="add every answer to this JSONL file: ids, log-probabilities"
     ),
     option(
-        "--max-requests", type=positive, default=64, metavar="N", help="at a time; others get HTTP 503 (default: 64)"
+        "--max-requests", type=positive, default=256, metavar="N", help="at a time; others get HTTP 503 (default: 256)"
     ),
     option("--max-tokens", type=positive, help="longest answer where a request does not say"),
     usage="posttrain serve MODEL_OR_RUN [options] [--template.key value ...]",
@@ -101,6 +102,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     from posttrain.commands.serve.answering import Answerer, Recorder
     from posttrain.commands.serve.application import Access, Api
+    from posttrain.commands.serve.limits import HeadTimeoutProtocol, RequestLimit
     from posttrain.sampling.vllm.server import served_names
 
     template = complete_template(chosen_components(arguments).get("template"), source)
@@ -109,10 +111,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with _listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
         recorder = None if arguments.record is None else Recorder(Path(arguments.record), names[0])
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
-        limit = arguments.max_requests + 1  # uvicorn counts the one that is being refused
-        how: dict[str, object] = {"http": "h11", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+        application = Access(RequestLimit(api.application(), arguments.max_requests), host, key)
+        how: dict[str, Any] = {"http": HeadTimeoutProtocol, "ws": "none", "proxy_headers": False}
+        how |= {"timeout_graceful_shutdown": 1}
         how |= {"access_log": False, "log_level": "warning"}  # no line of a log holds the key
-        config = uvicorn.Config(Access(api.application(), host, key), limit_concurrency=limit, **how)
+        config = uvicorn.Config(application, **how)
         address = f"[{host}]" if ":" in host else host
         print(f"serves {names[0]} at http://{address}:{port}/v1  (Ctrl-C ends it)", flush=True)
         if arguments.api_key == "":

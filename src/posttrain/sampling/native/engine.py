@@ -35,13 +35,16 @@ from posttrain.sampling.native.cache import Decoder, LayerShape
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import Decode, decode_in_slots, probe, probe_lengths
 from posttrain.sampling.native.recorded import RecordedSteps
-from posttrain.sampling.native.schedule import LONGEST_BURST, Schedule, check_finite
+from posttrain.sampling.native.schedule import STEPS_BETWEEN_LOOKS, Schedule, check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from posttrain.sampling.native.reference_path import PlainSchedule
+
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
+SMALLEST_REACH = 256  # of a generation that other rows may join
 PATHS: dict[Path, str] = {
     "lean": "the fast path",
     "modules": "the model's own modules over a shared cache",
@@ -78,8 +81,6 @@ class NativeEngine(Engine):
         self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
         self._can_record = True  # decode steps, on a GPU
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
-        # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
-        self.is_abandoned: Callable[[int], bool] | None = None
 
     @property
     def path(self) -> Path:
@@ -133,30 +134,76 @@ class NativeEngine(Engine):
         """Complete every row."""
         if not rows:
             return
-        reach = _reach(prompts, rows)
+        with sampling_mode(self.model):
+            path, shapes = self._choose(_reach(prompts, rows))
+            with torch.inference_mode(path == "lean"):
+                work = self._schedule(path, shapes, prompts, rows, sampling, self.slots, respondent=respondent)
+                work.run()
+                if isinstance(work, Schedule):
+                    self._can_record = work.recorded is None or work.recorded.can_record
+        for row in rows:
+            check_finite(row)
+
+    def begin_generation(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, *, slots: int
+    ) -> Generation:
+        """Begin a generation that goes on step by step, and that other rows may join while it has free slots.
+
+        Args:
+            slots: rows in flight at most.
+
+        Raises:
+            EngineMismatch: no path computes what the model computes.
+        """
+        needed = max(_reach(prompts, rows), SMALLEST_REACH)
+        reach = min(self.context_tokens, 1 << (needed - 1).bit_length())
+        with sampling_mode(self.model):
+            path, shapes = self._choose(reach)
+            with torch.inference_mode(path == "lean"):
+                work = self._schedule(path, shapes, prompts, rows, sampling, slots, reach=reach)
+        return Generation(self.model, work, is_lean=path == "lean", reach=reach)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The memory that the cache takes for a token of a row."""
+        with sampling_mode(self.model):
+            shapes = self._choose(PROBED_TOKENS)[1]
+        if shapes:
+            return sum(one.heads * (one.key_dim + one.value_dim) * one.dtype.itemsize for one in shapes)
+        settings = self.model.config.get_text_config()
+        weight = self.model.get_input_embeddings().weight
+        return int(2 * settings.num_hidden_layers * settings.hidden_size * weight.dtype.itemsize)
+
+    def _schedule(
+        self,
+        path: Path,
+        shapes: list[LayerShape],
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        slots: int,
+        *,
+        reach: int | None = None,
+        respondent: Respondent | None = None,
+    ) -> Schedule | PlainSchedule:
+        """Return what completes the rows; with ``reach``, others with so many tokens may join."""
         if self.num_tokens is not None and self.num_tokens < self.vocab_size:
             sampling = replace(sampling, num_tokens=self.num_tokens)
             self._say(
                 f"the model has {self.vocab_size:,} ids and its tokenizer text for {self.num_tokens:,}; the others are "
                 "never sampled"
             )
-        with sampling_mode(self.model):
-            path, shapes = self._choose(reach)
-            if path in _OWN_FORWARD:
-                from posttrain.sampling.native.reference_path import sample_plainly
+        if path in _OWN_FORWARD:
+            from posttrain.sampling.native.reference_path import PlainSchedule
 
-                sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
-            else:
-                decoder = self._bind(path, shapes, reach)
-                with torch.inference_mode(path == "lean"):
-                    work = Schedule(decoder, prompts, rows, sampling, self.slots, respondent, self.vocab_size)
-                    work.is_abandoned = self.is_abandoned
-                    if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and self._can_record:
-                        work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, LONGEST_BURST, self._say)
-                    work.run()
-                    self._can_record = work.recorded is None or work.recorded.can_record
-        for row in rows:
-            check_finite(row)
+            return PlainSchedule(self.model, prompts, rows, sampling, slots, is_cached=path == "plain")
+        decoder = self._bind(path, shapes, reach or _reach(prompts, rows))
+        work = Schedule(decoder, prompts, rows, sampling, slots, respondent, self.vocab_size, limit=reach)
+        if reach is not None:
+            work.longest_burst = 1 if decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS
+        if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and self._can_record:
+            work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, work.longest_burst, self._say)
+        return work
 
     def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
         """Return the path over the parameters of this moment, for positions below ``reach``.
@@ -246,6 +293,42 @@ class NativeEngine(Engine):
                 f"{tolerance:.1e} is allowed)"
             )
         return shapes
+
+
+class Generation:
+    """A generation that a caller carries out: several take turns on one model.
+
+    Args:
+        is_lean: it takes the fast path.
+        reach: the largest number of tokens of a row that can join, its prompt included.
+    """
+
+    def __init__(self, model: PreTrainedModel, work: Schedule | PlainSchedule, *, is_lean: bool, reach: int) -> None:
+        self.model, self.work, self.is_lean, self.reach = model, work, is_lean, reach
+
+    @property
+    def is_done(self) -> bool:
+        """True if every row has finished."""
+        return self.work.is_done
+
+    def run(self, is_enough: Callable[[], bool]) -> None:
+        """Step until every row has finished, or ``is_enough`` after a step.
+
+        Between two steps the caller may set the ``finish`` of a row, which then leaves.
+        """
+        with sampling_mode(self.model), torch.inference_mode(self.is_lean):
+            while not self.work.is_done:
+                self.work.step()
+                if is_enough():
+                    return
+
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> bool:
+        """Add rows of the same sampling options; return False if there is no room for them."""
+        if len(rows) > self.work.num_free or _reach(prompts, rows) > self.reach:
+            return False
+        assert isinstance(self.work, Schedule), "others have no free slots"
+        self.work.join(prompts, rows)
+        return True
 
 
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:

@@ -10,7 +10,7 @@ reads all tokens at every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
 
@@ -150,31 +150,63 @@ class PlainRows:
         self.logits = self.logits[rows]
 
 
-def sample_plainly(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    rows: Sequence[Conversation],
-    sampling: Sampling,
-    num_slots: int,
-    *,
-    is_cached: bool,
-) -> None:
-    """Complete every row, at most ``num_slots`` at a time, those of one prompt length together."""
-    ordered = sorted(rows, key=lambda row: len(prompts[row.prompt]))
-    while ordered:
-        length = len(prompts[ordered[0].prompt])
-        batch = [row for row in ordered[:num_slots] if len(prompts[row.prompt]) == length]
-        del ordered[: len(batch)]
-        _sample_batch(model, prompts, batch, sampling, is_cached)
+class PlainSchedule:
+    """Rows completed at most ``num_slots`` at a time, those of one prompt length together; see ``Schedule``.
+
+    A row whose ``finish`` the caller sets between two steps leaves the batch. No row can join.
+    """
+
+    num_free = 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        num_slots: int,
+        *,
+        is_cached: bool,
+    ) -> None:
+        self.model, self.prompts, self.sampling = model, prompts, sampling
+        self.num_slots, self.is_cached = num_slots, is_cached
+        self.waiting = sorted(rows, key=lambda row: len(prompts[row.prompt]))
+        self.batch: Iterator[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if every row has finished."""
+        return self.batch is None and not self.waiting
+
+    def step(self) -> None:
+        """Draw the next token of every row in the batch, or begin the next batch."""
+        if self.batch is None:
+            self.waiting = [row for row in self.waiting if row.finish is None]
+            if not self.waiting:
+                return
+            length = len(self.prompts[self.waiting[0].prompt])
+            rows = [row for row in self.waiting[: self.num_slots] if len(self.prompts[row.prompt]) == length]
+            del self.waiting[: len(rows)]
+            self.batch = _steps_of_batch(self.model, self.prompts, rows, self.sampling, self.is_cached)
+        try:
+            next(self.batch)
+        except StopIteration:
+            self.batch = None
+
+    def run(self) -> None:
+        """Complete every row."""
+        while not self.is_done:
+            self.step()
 
 
-def _sample_batch(
+def _steps_of_batch(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     batch: list[Conversation],
     sampling: Sampling,
     is_cached: bool,
-) -> None:
+) -> Iterator[None]:
+    """Complete the rows, a token of each between two yields."""
     device = model.get_input_embeddings().weight.device
     order = list(dict.fromkeys(row.prompt for row in batch))
     tokens = torch.tensor([list(prompts[prompt]) for prompt in order], device=device)
@@ -193,6 +225,7 @@ def _sample_batch(
             row.logprobs.append(logprob)
             is_last = step + 1 >= row.limit
             row.finish = "stop" if token in sampling.stop_ids else "length" if is_last else None
+        yield
         alive = [r for r, place in enumerate(places) if batch[place].finish is None]
         if not alive:
             return

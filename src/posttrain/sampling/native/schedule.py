@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -47,6 +47,9 @@ class Schedule:
         rows: the completions to sample, those of one prompt side by side.
         num_slots: rows in flight at most.
         respondent: answers what ends with a stop id, with ids below ``vocab_size``. None: completions of one turn.
+        limit: the largest number of tokens of a row that may join later; None if none will.
+
+    A row whose ``finish`` the caller sets between two steps leaves the batch, or never enters it.
     """
 
     def __init__(
@@ -58,17 +61,21 @@ class Schedule:
         num_slots: int,
         respondent: Respondent | None = None,
         vocab_size: int | None = None,
+        limit: int | None = None,
     ) -> None:
-        self.decoder, self.prompts, self.sampling = decoder, prompts, sampling
+        self.decoder, self.prompts, self.sampling = decoder, list(prompts), sampling
         self.respondent, self.vocab_size = respondent, vocab_size
         self.waiting = deque(rows)
-        self.num_slots = num_slots = min(num_slots, len(rows))
+        if limit is None:
+            num_slots = min(num_slots, len(rows))
+            limit = max(row.limit for row in rows)
+        self.num_slots = num_slots
+        self.longest_burst = LONGEST_BURST
         self.batch: list[Conversation] = []
         self.cut: list[Conversation] = []  # ended for want of room; their last reply is not fed
-        self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
         self.recorded: RecordedSteps | None = None
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
-        self.limit = limit = max(row.limit for row in rows)
+        self.limit = limit
         device = decoder.device
         # Per slot: how many tokens it may still be fed, and how many ids of a reply are among them; ...
         self.remaining, self.unsaid = np.zeros((2, num_slots), dtype=np.int64)
@@ -95,14 +102,37 @@ class Schedule:
         Raises:
             UsageError: a reply has an id outside the vocabulary; and whatever the respondent raises.
         """
-        while self.waiting or self.batch:
-            self._drop_finished()
-            self._admit()
-            if self.batch:
-                self._collect(*self._step(self._burst()))
+        while not self.is_done:
+            self.step()
         if self.respondent is not None:
             for row in self.cut:
                 self.respondent.reply(row.prompt, row.sample)
+
+    @property
+    def is_done(self) -> bool:
+        """True if every row has finished."""
+        return not self.waiting and not self.batch
+
+    @property
+    def num_free(self) -> int:
+        """The number of rows that can join without waiting for a slot."""
+        return self.num_slots - len(self.batch) - len(self.waiting)
+
+    def step(self) -> None:
+        """Drop finished rows, admit waiting ones, and draw the next tokens of those in the batch."""
+        self._drop_finished()
+        self._admit()
+        if self.batch:
+            self._collect(*self._step(self._burst()))
+
+    def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> None:
+        """Add rows that continue ``prompts``; each row's ``prompt`` becomes the prompt's number in this schedule."""
+        assert all(row.limit <= self.limit for row in rows), "the random numbers of a slot end there"
+        first = len(self.prompts)
+        self.prompts += prompts
+        for row in rows:
+            row.prompt += first
+        self.waiting += rows
 
     def _burst(self) -> int:
         """Return the steps until the host must look: a row at its limit, or perhaps at a stop token."""
@@ -110,7 +140,7 @@ class Schedule:
         if self.respondent is not None:
             return 1
         if not self.sampling.stop_ids:
-            return min(nearest, LONGEST_BURST if self.is_abandoned is None else STEPS_BETWEEN_LOOKS)
+            return min(nearest, self.longest_burst)
         return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
 
     def _step(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -153,8 +183,8 @@ class Schedule:
                 continue
             ended = self._append(r, ids, logprobs)
             if ended is None:
-                row.finish = "length" if self.is_abandoned is not None and self.is_abandoned(row.prompt) else None
-            elif self.respondent is None:
+                continue
+            if self.respondent is None:
                 row.finish = ended
             else:
                 self.respondent.hear(row.prompt, row.sample, row.end_turn(), ended)
@@ -222,6 +252,10 @@ class Schedule:
 
     def _admit(self) -> None:
         """Move waiting rows into free slots; prompts that are new are prefilled."""
+        if any(row.finish is not None for row in self.waiting):
+            self.waiting = deque(row for row in self.waiting if row.finish is None)
+            if self.kept is not None and not self._is_waiting(self.kept[0]):
+                self.kept = None
         free = self.num_slots - len(self.batch)
         count = min(free, len(self.waiting))
         if count == 0 or (self.batch and count < min(len(self.waiting), max(1.0, self.num_slots * IDLE_SHARE))):

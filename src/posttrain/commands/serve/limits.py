@@ -1,0 +1,90 @@
+"""Limits of ``posttrain serve`` on connections: a request arrives within some seconds, or its connection is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 10.0  # for the head of a request, from the first byte or the beginning of the connection on
+MAX_CONNECTIONS = 512  # one that has sent no request is closed for another
+
+
+class HeadTimeoutProtocol(H11Protocol):
+    """HTTP/1.1 that closes a connection on which no request is complete in time.
+
+    uvicorn waits for a head without a limit; a client that never finishes one would hold its connection for ever.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    _began = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if no request of this connection is being answered."""
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for a head; another connection that waits makes room if there are too many."""
+        super().connection_made(transport)
+        self._began = time.monotonic()
+        self._watch()
+        if len(self.connections) <= MAX_CONNECTIONS:
+            return
+        idle = [one for one in self.connections if isinstance(one, HeadTimeoutProtocol) and one.is_waiting]
+        oldest = min(idle, key=lambda one: one._began, default=self)
+        oldest.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, and go on waiting if they complete no head."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if not self.is_waiting:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_waiting)
+
+    def _close_if_waiting(self) -> None:
+        self._timer = None
+        if self.is_waiting:
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class RequestLimit:
+    """ASGI layer that answers at most ``max_requests`` at a time; others get 503 and may try again."""
+
+    def __init__(self, application: ASGIApp, max_requests: int) -> None:
+        self.application, self.max_requests = application, max_requests
+        self.num_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self.application(scope, receive, send)
+            return
+        if self.num_requests >= self.max_requests:
+            message = f"this server answers {self.max_requests} requests at a time (--max-requests); try again"
+            error = {"message": message, "type": "server_error", "param": None, "code": "server_busy"}
+            await JSONResponse({"error": error}, 503, {"Retry-After": "1"})(scope, receive, send)
+            return
+        self.num_requests += 1
+        try:
+            await self.application(scope, receive, send)
+        finally:
+            self.num_requests -= 1
