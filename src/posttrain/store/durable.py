@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from posttrain.errors import StorageError, UsageError
+from posttrain.folders import remove_folder, walk_folder
 from posttrain.option_types import shorten
 from posttrain.store import posix
 
@@ -131,7 +132,7 @@ def remove_asides(path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a folder, or a file or link if it is there."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        remove_folder(path)
     else:
         path.unlink(missing_ok=True)
 
@@ -143,7 +144,7 @@ def remove_leftovers(folder: Path) -> list[str]:
     """
     removed = []
     with storage_errors("what killed writes left behind", folder):
-        for place, folders, files in os.walk(folder):
+        for place, folders, files in walk_folder(folder):
             folders[:] = sorted(name for name in folders if name != CHECKPOINTS)
             for path in (Path(place, name) for name in sorted(files) if _is_left(name)):
                 path.unlink(missing_ok=True)
@@ -167,7 +168,7 @@ def refuse_links(folder: str | Path) -> None:
         UsageError: with the name; nothing was changed.
     """
     root = Path(os.path.realpath(folder))
-    for place, folders, files in os.walk(root):
+    for place, folders, files in walk_folder(root):
         for path in (Path(place, name) for name in [*folders, *files]):
             with suppress(FileNotFoundError):  # another process tidies up
                 if what := _danger_of(path, root):

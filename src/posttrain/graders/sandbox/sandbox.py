@@ -29,19 +29,22 @@ from pathlib import Path
 from typing import IO, Literal
 
 from posttrain.errors import RunFailure, UsageError, install_command
+from posttrain.folders import remove_folder
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Name: its number on x86_64 and on aarch64. Refused as not permitted: memory that no limit counts, keys, and what has
-# often been a way into the kernel.
+# often been a way into the kernel. Of sockets there are pairs alone, which asyncio needs: a socket with a name, and a
+# message with descriptors in it, keep data in the kernel that no process holds, so that no limit counts it.
 _REFUSED = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "io_uring_setup": (425, 425), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "syslog": (103, 116),
     "name_to_handle_at": (303, 264), "personality": (135, 92), "mbind": (237, 235), "migrate_pages": (256, 238),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "open_tree": (428, 428), "fsopen": (430, 430),
+    "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "sendmsg": (46, 211),
+    "sendmmsg": (307, 269), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "open_tree": (428, 428),
+    "fsopen": (430, 430),
 }  # fmt: skip
-_SOCKET, _AF_UNIX = (41, 198), 1
 _CLONE, _CLONE3, _NEW_NAMESPACES = (56, 220), 435, 0x7E020000
 _X32 = 0x40000000  # calls of x86_64 under other numbers
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -70,11 +73,7 @@ def filter_program(machine: str = platform.machine()) -> bytes:
         (_RETURN, 0, 0, _NOT_THERE),
         (_EQUAL, 0, 3, _CLONE[column]),
         (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
-        (_ANY_BIT, 0, 5, _NEW_NAMESPACES),
-        (_RETURN, 0, 0, _NOT_PERMITTED),
-        (_EQUAL, 0, 3, _SOCKET[column]),
-        (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
-        (_EQUAL, 1, 0, _AF_UNIX),
+        (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
         (_RETURN, 0, 0, _NOT_PERMITTED),
         (_RETURN, 0, 0, _ALLOW),
     ]
@@ -89,6 +88,7 @@ BOX = "/box"  # the working folder in bubblewrap
 USERS = (64_000, 1_000)  # first and number: in bubblewrap each program of a superuser has a user of its own
 OVERDUE = 124  # the exit code of a watched program whose seconds are over
 GRACE_SECONDS = 10.0
+REMOVAL_SECONDS = 5.0  # that a program's folder may take; disks remove some hundred folders a second
 READ_BYTES = 65536
 PAGE_BYTES = 4096
 POLL_MILLISECONDS = 20
@@ -108,6 +108,9 @@ class Bounds:
     ``memory_bytes`` is divided by ``processes`` (threads count too). ``cpu_seconds`` and ``open_files`` are per
     process, ``file_bytes`` per file; ``disk_bytes`` of all files holds in bubblewrap alone. Further output is thrown
     away.
+
+    Not counted in ``memory_bytes``: files in bubblewrap's folder (``disk_bytes``), and what the kernel keeps for open
+    pipes and pairs of sockets, at most 1 MB for each of ``open_files`` times ``processes``.
     """
 
     cpu_seconds: int = 10
@@ -154,8 +157,10 @@ def refusal(kind: Kind) -> str:
         done = run(["-c", "print(6 * 7)"], kind=kind, bounds=Bounds(cpu_seconds=10), seconds=120.0)
     except RunFailure as error:
         return str(error)
-    errors = done.stderr.decode(errors="replace")[-200:]
-    return "" if done.stdout == b"42\n" else f"Python does not start in it: {errors}"
+    if done.stdout == b"42\n":
+        return ""
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.code}"]
+    return f"Python does not start in it: {lines[-1][-200:]}"
 
 
 def run(
@@ -236,23 +241,38 @@ class Program:
                 "overdue": OVERDUE,
                 "user": self._user,
             }
-            self.process = subprocess.Popen(
-                [*command, json.dumps(spec)],
-                bufsize=0,
-                stdin=descriptors[0],
-                stdout=descriptors[1],
-                stderr=descriptors[2],
-                pass_fds=[*keep, *([] if inherited is None else [inherited])],
-                cwd="/" if self._is_boxed else self.folder,
-                env=ENVIRONMENT,
-                start_new_session=True,
-            )
-        self._handle = os.pidfd_open(self.process.pid)
+            if inherited is not None:
+                keep.append(inherited)
+            place = self.folder
+            if self._is_boxed:
+                place = "/"
+            try:
+                self.process = subprocess.Popen(
+                    [*command, json.dumps(spec)],
+                    bufsize=0,
+                    stdin=descriptors[0],
+                    stdout=descriptors[1],
+                    stderr=descriptors[2],
+                    pass_fds=keep,
+                    cwd=place,
+                    env=ENVIRONMENT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunFailure(f"the program of the sandbox cannot be started: {error}") from None
+        try:
+            self._handle = os.pidfd_open(self.process.pid)
+        except OSError as error:  # a kernel before 5.3, or a container that does not permit the call
+            self.process.kill()
+            self.process.wait()
+            raise RunFailure(f"the system does not permit to watch a process (pidfd_open): {error}") from None
 
     def _bubblewrap_options(self, files: Mapping[str, bytes], stack: ExitStack, keep: list[int]) -> list[str]:
         """Return bubblewrap with its options; the descriptors that it needs are added to ``keep``."""
         first, number = USERS
-        self._user = first + (os.getpid() * 37 + next(_COUNTER)) % number if os.getuid() == 0 else 0
+        self._user = 0
+        if is_superuser():
+            self._user = first + (os.getpid() * 37 + next(_COUNTER)) % number
         self._status, theirs = os.pipe()
         os.set_blocking(self._status, False)
         stack.callback(os.close, theirs)
@@ -312,7 +332,7 @@ class Program:
         by_cpu = code == 128 + signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.bounds.cpu_seconds
         timed_out = is_late or by_cpu or code == 128 + signal.SIGXCPU
         if not self._is_boxed:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _remove_box(self.folder)
             return Finished(code, timed_out or code == OVERDUE)
         with open(self._status, "rb") as report:
             began = b"exit-code" in self._reported + (report.read() or b"")
@@ -334,6 +354,19 @@ class Program:
         return room.f_files - room.f_ffree > self.bounds.disk_bytes // PAGE_BYTES
 
 
+def _remove_box(folder: str) -> None:
+    """Remove the folder of a program; one of very many files goes on being removed while the run does."""
+
+    def remove() -> None:
+        with suppress(OSError):  # files of another user, whom the program let in
+            remove_folder(folder)
+
+    # Not a daemon: the interpreter waits for it, so that no folder stays.
+    removal = threading.Thread(target=remove, name="removes a sandbox's folder")
+    removal.start()
+    removal.join(REMOVAL_SECONDS)
+
+
 def _walls(bounds: Bounds) -> list[str]:
     """Return the options of bubblewrap.
 
@@ -347,7 +380,7 @@ def _walls(bounds: Bounds) -> list[str]:
     options: list[Sequence[str]] = [
         ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         ("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"),
-        as_root if os.getuid() == 0 else as_user,
+        as_root if is_superuser() else as_user,
         *(("--symlink", os.readlink(link), link) for link in links),
         *(("--perms", "0755", "--dir", parent) for parent in parents),
         *(("--ro-bind", place, place) for place in visible),
@@ -357,6 +390,25 @@ def _walls(bounds: Bounds) -> list[str]:
         () if PYTHON[0].startswith("/tmp/") else ("--symlink", BOX, "/tmp"),
     ]
     return list(itertools.chain.from_iterable(options))
+
+
+@cache
+def is_superuser() -> bool:
+    """Return True if this process may become any of ``USERS``.
+
+    User 0 of a rootless container may not: its namespace has few users, often one.
+    """
+    if os.getuid() != 0:
+        return False
+    first, number = USERS
+    for table, forbids in (("uid_map", ""), ("gid_map", "/proc/self/setgroups")):
+        with suppress(OSError):  # without /proc there is nothing to ask
+            rows = [list(map(int, line.split())) for line in Path("/proc/self", table).read_text().splitlines()]
+            if not any(inner <= first and first + number <= inner + count for inner, _, count in rows):
+                return False
+            if forbids and Path(forbids).read_text().strip() == "deny":
+                return False
+    return True
 
 
 @cache
