@@ -1,0 +1,64 @@
+"""What listens on a port of this machine and answers HTTP: the server below ``posttrain serve`` and the studio."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from posttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from posttrain.commands.serve.access import Access
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; who connects waits until ``answer_requests``.
+
+    Raises:
+        UsageError: the address cannot be served.
+    """
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror.partition(" (while")[0]
+        where = f"--host {host}, port {port}"
+        raise UsageError(f"{where}: cannot be served ({reason}); give others with --host and --port") from error
+
+
+def address_of(host: str, port: int) -> str:
+    """Return ``http://127.0.0.1:8000``."""
+    name = host
+    if ":" in host:
+        name = f"[{host}]"
+    return f"http://{name}:{port}"
+
+
+def answer_requests(application: Access, listener: socket.socket, max_requests: int | None = None) -> None:
+    """Answer until Ctrl-C.
+
+    Args:
+        max_requests: requests at a time; others get HTTP 503.
+    """
+    import uvicorn
+
+    limit = None
+    if max_requests is not None:
+        limit = max_requests + 1  # uvicorn counts the one that is being refused
+    config = uvicorn.Config(
+        application,
+        limit_concurrency=limit,
+        http="h11",
+        ws="none",
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+        access_log=False,  # no line of a log holds the key
+        log_level="warning",
+    )
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
