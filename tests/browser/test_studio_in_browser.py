@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from conftest import LONGEST_WAIT, picture
+from chromium import LONGEST_WAIT, picture
 from serving import Served, serving_here
 from studio_runs import MARKUP, POSTS, make_runs
 

@@ -52,6 +52,7 @@ COLUMNS = {
 }
 MAX_ROLLOUTS = 200
 CSS = ".talk .message-content .md { white-space: pre-wrap; }"  # spaces and line breaks as they were written
+NARROW = 300  # pixels; a narrower page has one column
 NEWEST = "the newest"
 CHOOSE_RUN = "choose a run"
 TOKENS_PER_UPDATE = 4  # of each model: to draw the page for every token would take longer than to sample it
@@ -261,7 +262,10 @@ def answer(library: Library, sides: Sequence[Side] | None, form: ChatForm) -> It
         if answered.logprobs and answered.messages:
             turns = tuple(Message(one["role"], one["content"]) for one in side.history[:-1])
             (reward,) = scorer.score([Example("chat", turns)], [answered.text], [answered.finish])
-            side.info += f", reward {reward:.3f}"
+            if reward is None:
+                side.info += ", no reward"
+            else:
+                side.info += f", reward {reward:.3f}"
             yield current
 
 
@@ -296,10 +300,16 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         judge = gradio.Dropdown(judges, value=NOBODY, label="reward model")
     with gradio.Row():
         # What models write is shown as text. The default buttons upload the conversation, and copy what was escaped.
-        plain = {"render_markdown": False, "latex_delimiters": [], "elem_classes": "talk", "buttons": []}
+        plain = {
+            "render_markdown": False,
+            "latex_delimiters": [],
+            "elem_classes": "talk",
+            "buttons": [],
+            "min_width": 300,
+        }
         talks = [gradio.Chatbot(**heading(side, name), **plain) for side, name in (("left", first), ("right", second))]
     with gradio.Row():
-        facts = {"show_label": False, "interactive": False}
+        facts = {"show_label": False, "interactive": False, "min_width": NARROW}
         info = [gradio.Textbox(**facts, elem_id=f"facts-{n}", visible=n == 0 or second != NOBODY) for n in range(2)]
     question = gradio.Textbox(EXAMPLE, label="your message (Enter sends it)", lines=1, elem_id="question")
     with gradio.Row():

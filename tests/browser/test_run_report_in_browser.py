@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+pytestmark = pytest.mark.browser
 EVIL = "a\x1b[31mred\x00\u202egnp.exe" + "x" * 900 + "<img src=http://127.0.0.1:9/x>"
 ARABIC = "\u0643\u0645 \u062a\u0641\u0627\u062d\u0629\u061f " * 30
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[object]:
+def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
     """A report of hostile texts; it asks the network for nothing and reports no problem."""
     results = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "format": 1.0, "shows_reasoning": 0.5}
     results |= {"completion_length": 96.0, "truncated": 0.1}
@@ -36,14 +34,12 @@ def opened(tmp_path: Path) -> Iterator[object]:
         commands=[("ask", "z" * 300)],
     )
     path, problems = write_html(render_report(report), tmp_path / "report.html"), []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("console", lambda message: problems.append(message.text))
-        page.on("request", lambda request: problems.append(request.url) if request.url != path.as_uri() else None)
-        page.goto(path.as_uri())
-        yield page
-        browser.close()
+    page = chromium.new_page()
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("request", lambda request: problems.append(request.url) if request.url != path.as_uri() else None)
+    page.goto(path.as_uri())
+    yield page
+    page.close()
     assert problems == []
 
 
