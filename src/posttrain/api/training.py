@@ -30,6 +30,7 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
+from posttrain.runs.directory import State
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.processes import follow, is_follower
 from posttrain.training.checks import resolve_components
@@ -226,7 +227,20 @@ def carry_out(
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
     if not isinstance(resume := options.get("resume", False), bool):
         raise UsageError(f"resume: {resume!r} is neither True nor False. The run to continue is named as run='mine'")
-    result = launch(recipe, root=Path(runs_dir), name=run, recipe_name=called, observer=observer, **options)
+    result = launch(
+        recipe,
+        root=Path(runs_dir),
+        name=run,
+        recipe_name=called,
+        observer=observer,
+        summarize=summarize,
+        **options,
+    )
+    return result, result.folder / "report.html"
+
+
+def summarize(folder: Path, state: State) -> None:
+    """Draw the curves of a run that has ended, and write its results and report."""
     from posttrain.commands.summary import write_summary  # it draws, which training does not need
 
-    return result, write_summary(result.folder)
+    write_summary(folder, state)

@@ -17,7 +17,7 @@ from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, State
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.metric_names import REWARD, Metric
@@ -30,8 +30,11 @@ NUM_TRANSCRIPTS = 6
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
 
 
-def write_summary(folder: str | Path) -> Path:
+def write_summary(folder: str | Path, state: State | None = None) -> Path:
     """Draw and write the summary of a run; return the report's path. Anything older is replaced.
+
+    Args:
+        state: how the run has ended, if its status does not say so yet.
 
     Raises:
         DataError: a record of the run is damaged.
@@ -46,7 +49,7 @@ def write_summary(folder: str | Path) -> Path:
     panels = choose_panels(rows, primary)
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
-    write_results(run, recipe, rows, points)
+    write_results(run, recipe, rows, points, state)
     leave, folder = allow_code_options(os.getcwd()), str(run.folder)  # for the code that the recipe names
     again = ["posttrain", "train", str(run.recipe_path), "--run", f"{run.folder.name}-again", *leave]
     commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
@@ -90,7 +93,11 @@ def describe_settings(recipe: Recipe) -> str:
 
 
 def write_results(
-    run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
+    run: RunDirectory,
+    recipe: Recipe,
+    rows: Sequence[MetricsRow],
+    points: Sequence[EvaluationPoint],
+    state: State | None = None,
 ) -> None:
     """Write ``results.json``: the run's state and its first, best and last evaluation of each task."""
     primary, evaluations = run.primary_metric(), {}
@@ -100,9 +107,11 @@ def write_results(
         chosen = {"first": own[0]} | ({"best": own[max(measured)[1]]} if measured else {}) | {"last": own[-1]}
         evaluations[task] = {name: {**point.results, "step": point.step} for name, point in chosen.items()}
     status = run.read_status()
+    if state is None and status is not None:
+        state = status.state
     content = {
         "run": run.folder.name,
-        "state": status.state if status is not None else None,
+        "state": state,
         "step": max((row.step for row in rows), default=0),
         "fingerprint": recipe.fingerprint(),
         "seconds": seconds_of(rows),
