@@ -23,7 +23,7 @@ from serving import free_port
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
-from posttrain.commands.serve.application import Access
+from posttrain.commands.serve.access import Access
 
 PORT = 8000
 PLAIN = SamplingParams()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import json
 import re
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
@@ -106,4 +107,5 @@ def error_body(error: PosttrainError) -> dict[str, object]:
 def error_response(error: PosttrainError) -> Response:
     """Return the HTTP answer of an error."""
     status = getattr(error, "status", 400 if isinstance(error, UsageError) else 500)
-    return JSONResponse(error_body(error), status)
+    content = json.dumps(error_body(error))  # in ASCII: a message may quote half of a surrogate pair
+    return Response(content, status, media_type="application/json")
