@@ -73,3 +73,13 @@ def test_the_page_in_a_browser(opened: object) -> None:
     page.locator("#overview rect").last.click()
     page.wait_for_timeout(100)
     assert int(page.inner_text("#shown").split()[0]) < 4096
+
+
+@pytest.mark.parametrize("width", [480, 1280])
+def test_overview_is_drawn_for_the_width_of_the_page(opened: object, width: int) -> None:
+    opened.set_viewport_size({"width": width, "height": 900})
+    opened.wait_for_function(
+        "document.getElementById('overview').viewBox.baseVal.width === document.getElementById('overview').clientWidth"
+    )
+    assert opened.locator("#overview text").count() == 6
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width

@@ -121,15 +121,20 @@ def launch(
         except BaseException as error:
             is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
             record.end(error, goes=is_refusal)
-            if is_refusal:  # the same command, once corrected, finds the name free
-                shutil.rmtree(folder, ignore_errors=True)
-            if is_refusal and is_new_root:
-                with suppress(OSError):  # other runs may have come into it
-                    place.rmdir()
+            if is_refusal:
+                _take_back(folder, is_new_root)
             raise
         record.end(None)
         record.tell_finish()
         return result
+
+
+def _take_back(folder: Path, is_new_root: bool) -> None:
+    """Remove a run that never began: the same command, once corrected, finds the name free."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if is_new_root:
+        with suppress(OSError):  # other runs may have come into it
+            folder.parent.rmdir()
 
 
 def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:

@@ -16,7 +16,7 @@ LARGEST_WHOLE = 2**53  # a browser's numbers are exact up to here
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """What the chat's fields hold. ``sae``, ``judge`` and a model may be ``NOBODY``."""
+    """The values of the chat's fields. ``sae``, ``judge`` and a model may be ``NOBODY``."""
 
     question: str
     models: tuple[str, str]

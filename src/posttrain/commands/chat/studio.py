@@ -398,7 +398,7 @@ def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
             rows = library.rollouts(name, sampled, at, containing)
         except PosttrainError as error:
             return [], str(error)
-        return [[as_cell(value) for value in row] for row in rows], count_rows(len(rows))
+        return [[show_cell(value) for value in row] for row in rows], count_rows(len(rows))
 
     wanted = [run, kind, step, text]
     for listen in (run.change, kind.change, step.submit, step.blur, text.submit, text.blur):
@@ -406,7 +406,7 @@ def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
     page.load(lambda: gradio.update(choices=every_run_name(library.runs_dir)), None, run)
 
 
-def as_cell(value: object) -> object:
+def show_cell(value: object) -> object:
     """Return what a cell shows: numbers with four digits."""
     if isinstance(value, float):
         return f"{value:.4g}"

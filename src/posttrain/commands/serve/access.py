@@ -1,4 +1,4 @@
-"""Who may ask a server of this machine: the one check of ``posttrain serve`` and ``posttrain studio``."""
+"""The check of Host, Origin and key that ``posttrain serve`` and ``posttrain studio`` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What listens on a port of this machine and answers HTTP: the server below ``posttrain serve`` and the studio."""
+"""The HTTP server of this machine on which ``posttrain serve`` and the studio run."""
 
 from __future__ import annotations
 
