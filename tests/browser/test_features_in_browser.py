@@ -78,8 +78,8 @@ def test_the_page_in_a_browser(opened: object) -> None:
 @pytest.mark.parametrize("width", [480, 1280])
 def test_overview_is_drawn_for_the_width_of_the_page(opened: object, width: int) -> None:
     opened.set_viewport_size({"width": width, "height": 900})
-    opened.wait_for_function(
-        "document.getElementById('overview').viewBox.baseVal.width === document.getElementById('overview').clientWidth"
-    )
+    opened.wait_for_timeout(300)
+    box = "document.getElementById('overview')"
+    assert opened.evaluate(f"{box}.viewBox.baseVal.width - {box}.clientWidth") == 0
     assert opened.locator("#overview text").count() == 6
     assert opened.evaluate("document.documentElement.scrollWidth") <= width

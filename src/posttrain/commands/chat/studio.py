@@ -398,7 +398,7 @@ def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
             rows = library.rollouts(name, sampled, at, containing)
         except PosttrainError as error:
             return [], str(error)
-        return [[show_cell(value) for value in row] for row in rows], count_rows(len(rows))
+        return [[as_shown(value) for value in row] for row in rows], count_rows(len(rows))
 
     wanted = [run, kind, step, text]
     for listen in (run.change, kind.change, step.submit, step.blur, text.submit, text.blur):
@@ -406,8 +406,8 @@ def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
     page.load(lambda: gradio.update(choices=every_run_name(library.runs_dir)), None, run)
 
 
-def show_cell(value: object) -> object:
-    """Return what a cell shows: numbers with four digits."""
+def as_shown(value: object) -> object:
+    """Return a value as the table shows it: numbers with four digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value
