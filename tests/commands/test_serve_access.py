@@ -27,9 +27,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module", params=["serve", "studio"])
-def open_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Served, str]]:
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, str]]:
     """The same on every address of this machine, with a key or a login."""
     runs = tmp_path_factory.mktemp("runs")
     option = {"serve": "--api-key", "studio": "--token"}[request.param]

@@ -200,4 +200,4 @@ def _refuse_no_text(body: dict[str, object]) -> None:
         try:
             check_plain([value])
         except PydanticCustomError as error:
-            raise BadRequest(f"{key}: {error}", key) from None
+            raise BadRequest(f"{key}: {error}") from None
