@@ -62,15 +62,15 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Served]:
-    """Serve while the context is open."""
+def serving(folder: Path, *arguments: str, command: str = "serve") -> Iterator[Served]:
+    """Serve while the context is open; ``command``: or ``studio``."""
     port = free_port()
-    command = [sys.executable, "-m", "posttrain.cli", "serve", *arguments, "--port", str(port)]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    words = [sys.executable, "-m", "posttrain.cli", command, *arguments, "--port", str(port)]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            assert f"127.0.0.1:{port}/v1" in line, line + process.stdout.read()
+            assert f"127.0.0.1:{port}" in line, line + process.stdout.read()
             yield Served(port, process, line)
         finally:
             process.terminate()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.commands.serve.access import Access, is_wildcard
 from posttrain.commands.serve.listening import address_of
-from serving import Served, serving_here
+from serving import Served, serving, serving_here
 
 KEY = "a-key-that-nobody-guesses"
 PATHS = {"serve": "/v1/models", "studio": "/config"}
@@ -177,3 +180,26 @@ def test_host_that_is_served_is_a_name_of_the_server() -> None:
     gate = Access(takes_all, "My-Machine", KEY)
     named = [(b"host", b"my-machine:80"), (b"authorization", f"Bearer {KEY}".encode())]
     assert call(gate, {"type": "http", "method": "GET", "headers": named}) == [{"type": "taken"}]
+
+
+STREAM = {"prompt": "Eva", "stream": True, "max_tokens": 900, "temperature": 5.0, "ignore_eos": True, "n": 8}
+
+
+@pytest.mark.parametrize(("command", "path", "body"), [
+    ("serve", "/v1/completions", STREAM),
+    ("studio", "/gradio_api/heartbeat/x", None),
+])  # fmt: skip
+def test_server_that_is_stopped_while_a_stream_is_open_ends_without_a_traceback(
+    command: str, path: str, body: object, tmp_path: Path
+) -> None:
+    with serving(tmp_path, "tiny", command=command) as served:
+        assert served.process is not None
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        content = None if body is None else json.dumps(body)
+        connection.request("GET" if content is None else "POST", path, content)
+        answer = connection.getresponse()
+        assert (answer.status, len(answer.read(5))) == (200, 5)
+        served.process.send_signal(signal.SIGINT)
+        shown, _ = served.process.communicate(timeout=120)
+        connection.close()
+        assert (served.process.returncode, shown) == (0, "")

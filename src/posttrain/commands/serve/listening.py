@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -60,5 +61,12 @@ def answer_requests(application: Access, listener: socket.socket, max_requests: 
         access_log=False,  # no line of a log holds the key
         log_level="warning",
     )
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """End, and cut off the streams that are still open: a page that is open has one."""
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it reports each as a failure
+            await super().shutdown(sockets)
+
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
