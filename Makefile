@@ -68,7 +68,7 @@ test-adapter-%: $(ADAPTER_VENVS)/%/installed
 	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
 
 test-browser: $(DEV) ## every page that people click, in chromium; POSTTRAIN_PICTURES=FOLDER keeps pictures (2 minutes)
-	@command -v chromium chromium-browser google-chrome >/dev/null \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 		|| { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; } \
 		|| { echo "test-browser needs chromium; install it, as root with: apt-get install chromium" >&2; exit 1; }
 	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/browser

@@ -111,6 +111,16 @@ def test_finished_is_told_when_status_and_report_are_there(tmp_path: Path) -> No
     assert seen == [("finished", list(FILES))]
 
 
+@pytest.mark.usefixtures("quick_pictures")
+def test_run_that_is_stopped_has_the_same_state_in_its_status_and_its_results(tmp_path: Path) -> None:
+    events = Events()
+    recipe = one_layer_recipe("sft", train={"steps": 3, "lr": 1e-3})
+    carry_out(recipe, "it", tmp_path, "it", events, should_stop=lambda: bool(events.of("step")))
+    assert state_of(tmp_path / "it") == "stopped"
+    assert json.loads((tmp_path / "it" / "results.json").read_text())["state"] == "stopped"
+    assert [event["reason"] for event in events.of("finish")] == ["stopped"]
+
+
 @pytest.mark.slow
 def test_trial_that_is_killed_before_its_report_gets_it_from_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,6 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
-from posttrain.runs.directory import State
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.processes import follow, is_follower
 from posttrain.training.checks import resolve_components
@@ -239,8 +238,8 @@ def carry_out(
     return result, result.folder / "report.html"
 
 
-def summarize(folder: Path, state: State) -> None:
+def summarize(folder: Path) -> None:
     """Draw the curves of a run that has ended, and write its results and report."""
     from posttrain.commands.summary import write_summary  # it draws, which training does not need
 
-    write_summary(folder, state)
+    write_summary(folder)

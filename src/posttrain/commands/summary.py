@@ -30,11 +30,8 @@ NUM_TRANSCRIPTS = 6
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
 
 
-def write_summary(folder: str | Path, state: State | None = None) -> Path:
+def write_summary(folder: str | Path) -> Path:
     """Draw and write the summary of a run; return the report's path. Anything older is replaced.
-
-    Args:
-        state: how the run has ended, if its status does not say so yet.
 
     Raises:
         DataError: a record of the run is damaged.
@@ -49,7 +46,7 @@ def write_summary(folder: str | Path, state: State | None = None) -> Path:
     panels = choose_panels(rows, primary)
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
-    write_results(run, recipe, rows, points, state)
+    write_results(run, recipe, rows, points)
     leave, folder = allow_code_options(os.getcwd()), str(run.folder)  # for the code that the recipe names
     again = ["posttrain", "train", str(run.recipe_path), "--run", f"{run.folder.name}-again", *leave]
     commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
@@ -93,11 +90,7 @@ def describe_settings(recipe: Recipe) -> str:
 
 
 def write_results(
-    run: RunDirectory,
-    recipe: Recipe,
-    rows: Sequence[MetricsRow],
-    points: Sequence[EvaluationPoint],
-    state: State | None = None,
+    run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
 ) -> None:
     """Write ``results.json``: the run's state and its first, best and last evaluation of each task."""
     primary, evaluations = run.primary_metric(), {}
@@ -106,12 +99,9 @@ def write_results(
         measured = [(primary.goodness(value), n) for n, value in enumerate(values) if value is not None]
         chosen = {"first": own[0]} | ({"best": own[max(measured)[1]]} if measured else {}) | {"last": own[-1]}
         evaluations[task] = {name: {**point.results, "step": point.step} for name, point in chosen.items()}
-    status = run.read_status()
-    if state is None and status is not None:
-        state = status.state
     content = {
         "run": run.folder.name,
-        "state": state,
+        "state": _state_of(run),
         "step": max((row.step for row in rows), default=0),
         "fingerprint": recipe.fingerprint(),
         "seconds": seconds_of(rows),
@@ -120,6 +110,16 @@ def write_results(
     }
     text = json.dumps(sayable(content), indent=1, allow_nan=False) + "\n"
     replace_file(run.folder / "results.json", text.encode(), durable=False)
+
+
+def _state_of(run: RunDirectory) -> State | None:
+    """Return the run's state; a run that has taken its last step is finished, which its status says after this file."""
+    status = run.read_status()
+    if status is None:
+        return None
+    if status.state == "running" and status.step >= status.steps > 0:
+        return "finished"
+    return status.state
 
 
 def seconds_of(rows: Sequence[MetricsRow]) -> float:

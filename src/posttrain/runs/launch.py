@@ -50,8 +50,8 @@ from posttrain.untrusted import allow_code_options
 DEFAULT_ROOT = "runs"
 # training/loop.py: train(recipe, files, *, resume, observer, should_stop, ...), with .step, .reason, .evaluations
 Train = Callable[..., Any]
-# Writes what shows a run that has ended in a state: curves, results, report (``commands.summary.write_summary``).
-Summarize = Callable[[Path, State], object]
+# Writes the files that show a run: curves, results, report (``commands.summary.write_summary``).
+Summarize = Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def launch(
             for message in [*warnings, *notes]:
                 record.notice(message)
             result = _train(recipe, directory, resume, record, train)
-            if summarize is not None:
-                summarize(folder, record.reason)
+            if summarize is not None and record.reason == "finished":
+                summarize(folder)
         except BaseException as error:
             is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
             record.end(error, goes=is_refusal)
@@ -125,6 +125,8 @@ def launch(
                 _take_back(folder, is_new_root)
             raise
         record.end(None)
+        if summarize is not None and record.reason != "finished":
+            summarize(folder)
         record.tell_finish()
         return result
 
