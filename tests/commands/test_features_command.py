@@ -11,7 +11,6 @@ import torch
 
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
-from posttrain.commands.chat.fields import NOBODY, ChatForm
 from posttrain.commands.chat.studio import Library, answer
 from posttrain.commands.interpret.steering import read_changes, read_steering
 from posttrain.errors import UsageError
@@ -165,8 +164,7 @@ def test_one_side_of_the_studio_is_steered() -> None:
     controls = Controls(0.0, max_tokens=6)
 
     def replies(features: str) -> list[str]:
-        form = ChatForm(TEXTS[0], ("tiny", "tiny"), NOBODY, controls, "", "sae", features, "left")
-        *_, sides = answer(library, None, form)
+        *_, sides = answer(library, None, TEXTS[0], ["tiny", "tiny"], controls, steering=("sae", features, "left"))
         return [side.conversation.text for side in sides]
 
     left, right = replies("")

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.chat.conversation import Conversation
-from posttrain.commands.chat.fields import NOBODY, ChatForm, read_chat, read_text, read_whole
+from posttrain.commands.chat.conversation import Controls, Conversation
+from posttrain.commands.chat.fields import NOBODY, read_chat, read_text, read_whole
 from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
@@ -224,34 +224,40 @@ class Side:
             self.info = str(error)
 
 
-def answer(library: Library, sides: Sequence[Side] | None, form: ChatForm) -> Iterator[list[Side]]:
+def answer(
+    library: Library,
+    sides: Sequence[Side] | None,
+    question: str,
+    models: Sequence[str],
+    controls: Controls,
+    system: str = "",
+    judge: str = NOBODY,
+    steering: tuple[str, str, str] = (NOBODY, "", "left"),
+) -> Iterator[list[Side]]:
     """Yield the sides again and again while the replies grow; other models than before begin new conversations.
+
+    ``steering``: the dictionary, its features with strengths (``12=8, 40=off``), and the side that is steered.
 
     Raises:
         PosttrainError: a model, the reward model or the dictionary cannot be opened.
     """
-    if not form.question.strip():
+    if not question.strip():
         raise UsageError("a message needs some text")
-    opened = [library.model(name) for name in form.models if name != NOBODY]
+    opened = [library.model(name) for name in models if name != NOBODY]
     if not opened:
         raise UsageError("model: choose who answers")
     current = list(sides or ())
     if [side.conversation.sampler for side in current] != opened:
-        current = [Side(Conversation(model, form.controls)) for model in opened]
-    dictionary = ""
-    if form.sae != NOBODY:
-        dictionary = check_offered(form.sae, library.dictionaries(), "dictionary")
+        current = [Side(Conversation(model, controls)) for model in opened]
+    sae, features, steered = steering
+    chosen = "" if sae == NOBODY else check_offered(sae, library.dictionaries(), "dictionary")
     for n, conversation in enumerate(side.conversation for side in current):
-        conversation.controls = form.controls
-        conversation.set_system(form.system)
-        features = ""
-        if n in SIDES[form.side]:
-            features = form.features
-        conversation.steering = read_steering(features, dictionary, conversation.sampler.model, library.runs_dir)
-    scorer = None
-    if form.judge != NOBODY:
-        scorer = library.reward_model(form.judge)
-    replies = [side.speak(form.question) for side in current]
+        conversation.controls = controls
+        conversation.set_system(system)
+        given = (features, chosen) if n in SIDES[steered] else ("", "")
+        conversation.steering = read_steering(*given, conversation.sampler.model, library.runs_dir)
+    scorer = None if judge == NOBODY else library.reward_model(judge)
+    replies = [side.speak(question) for side in current]
     while replies:  # a reply that ends grows by less than it could
         replies = [r for r in replies if len(list(islice(r, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE]
         yield current
@@ -330,7 +336,8 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         keep = gradio.skip()
         try:
             form = read_chat(values)
-            for current in answer(library, sides, form):
+            about = (form.system, form.judge, (form.sae, form.features, form.side))
+            for current in answer(library, sides, form.question, form.models, form.controls, *about):
                 yield current, *shown(current), ""
         except PosttrainError as error:  # the message stays, to be sent again
             yield keep, keep, keep, str(error), keep, keep
