@@ -89,8 +89,7 @@ def launch(
         observer: receives events (``training/files.py``); notes: further notices at the start.
         should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
         train: the loop, if another than ``posttrain.training.loop.train``.
-        summarize: writes the run's summary. The state ``finished`` is written after it, so that a run that is killed in
-            between is not finished, and writes the summary when it is resumed.
+        summarize: writes the run's summary, before the state ``finished``: a run that is killed in between goes on.
 
     Raises:
         RunConflict: the directory is taken, or belongs to another recipe or process; it is unchanged.
@@ -116,17 +115,13 @@ def launch(
             for message in [*warnings, *notes]:
                 record.notice(message)
             result = _train(recipe, directory, resume, record, train)
-            if summarize is not None and record.reason == "finished":
-                summarize(folder)
+            record.conclude(summarize)
         except BaseException as error:
             is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
             record.end(error, goes=is_refusal)
             if is_refusal:
                 _take_back(folder, is_new_root)
             raise
-        record.end(None)
-        if summarize is not None and record.reason != "finished":
-            summarize(folder)
         record.tell_finish()
         return result
 
@@ -355,6 +350,16 @@ class _Record:
         """Change the status."""
         self.status = replace(self.status, updated=time.time(), **changes)
         self.directory.write_status(self.status)
+
+    def conclude(self, summarize: Summarize | None) -> None:
+        """Write the summary and the final state; ``finished`` comes last, and says that everything is there."""
+        is_finished = self.reason == "finished"
+        if not is_finished:
+            self.end(None)
+        if summarize is not None:
+            summarize(self.directory.folder)
+        if is_finished:
+            self.end(None)
 
     def end(self, error: BaseException | None, *, goes: bool = False) -> None:
         """Set the final state; after an error, write how to continue unless the run ``goes`` away."""
