@@ -7,7 +7,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 # torch first, from the index that was chosen; constraints.txt pins the rest.
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple -c constraints.txt torch \
-    && pip install --no-cache-dir -c constraints.txt '.[tasks,serve,track,interpret]'
+    && pip install --no-cache-dir -c constraints.txt '.[tasks,sandbox,serve,studio,track,interpret]'
 RUN useradd --create-home user
 USER user
 WORKDIR /home/user

@@ -31,7 +31,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 SHARED := -n 2 --dist worksteal
 CHECKED := src tests tools benchmarks examples contrib
 
-.PHONY: help setup demo test coverage test-slow test-docs test-gpu test-vllm test-ray test-adapters check format bench bench-cpu \
+.PHONY: help setup demo test coverage test-slow test-docs test-gpu test-vllm test-ray test-adapters test-browser check format bench bench-cpu \
 	bench-gpu docs docs-site wheel clean
 .DEFAULT_GOAL := help
 
@@ -66,6 +66,12 @@ test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages o
 
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
 	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
+
+test-browser: $(DEV) ## every page that people click, in chromium; POSTTRAIN_PICTURES=FOLDER keeps pictures (2 minutes)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+		|| { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; } \
+		|| { echo "test-browser needs chromium; install it, as root with: apt-get install chromium" >&2; exit 1; }
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/browser
 
 # One process, so torch may have both cores.
 test-docs: $(DEV) $(DOCS_VENV)/installed ## build the site, and run every command and Python block of its pages (90 minutes)
@@ -122,7 +128,7 @@ $(CORE): $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(DEV): $(INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track,interpret,serve]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track,interpret,serve,studio]'
 	@touch $(CORE) $@
 
 $(VLLM_VENV)/installed:

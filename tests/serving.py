@@ -62,23 +62,23 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Served]:
-    """Serve while the context is open."""
+def serving(folder: Path, *arguments: str, command: str = "serve") -> Iterator[Served]:
+    """Serve while the context is open; ``command``: or ``studio``."""
     port = free_port()
-    command = [sys.executable, "-m", "posttrain.cli", "serve", *arguments, "--port", str(port)]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    words = [sys.executable, "-m", "posttrain.cli", command, *arguments, "--port", str(port)]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            assert f"127.0.0.1:{port}/v1" in line, line + process.stdout.read()
+            assert f"127.0.0.1:{port}" in line, line + process.stdout.read()
             yield Served(port, process, line)
         finally:
             process.terminate()
 
 
 @contextmanager
-def serving_here(*arguments: str) -> Iterator[Served]:
-    """The same in a thread of this process, which has imported everything already."""
+def serving_here(*arguments: str, command: str = "serve") -> Iterator[Served]:
+    """The same in a thread of this process, which has imported everything already; ``command``: or ``studio``."""
     import uvicorn
 
     port, lines, began = free_port(), list[str](), threading.Event()
@@ -92,11 +92,13 @@ def serving_here(*arguments: str) -> Iterator[Served]:
             super().run(sockets)
 
     def serve() -> None:
-        codes.append(main(["serve", *arguments, "--port", str(port)]))
+        codes.append(main([command, *arguments, "--port", str(port)]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn, "Server", Server)
-        patch.setattr("posttrain.commands.serve.command.print", lambda line, **how: lines.append(line), raising=False)
+        for module in ("serve.command", "chat.studio"):
+            printed = f"posttrain.commands.{module}.print"
+            patch.setattr(printed, lambda line, **how: lines.append(line), raising=False)
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         while not began.wait(0.2):

@@ -157,7 +157,6 @@ def run_small(command: str, models: dict[str, Path], data: dict[str, Path]) -> N
 
 def serve(words: list[str]) -> None:
     """A page that stays until it is stopped: it comes up."""
-    pytest.importorskip("gradio", reason="the studio's package is not installed")
     port = free_port()
     command = [sys.executable, "-u", "-m", "posttrain.cli", *words, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

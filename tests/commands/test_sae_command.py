@@ -68,6 +68,28 @@ def test_from_a_recipe_to_a_dictionary(
     assert main(["sae", "features", "two", "--features", "1", "--quiet"]) == 0
 
 
+def test_training_that_is_stopped_while_it_measures_is_not_finished_and_measures_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "it"
+
+    def stop(*about: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("posttrain.interpret.saes.training._recovered", stop)
+        assert main(["sae", "train", "tiny/sae", *SMALL, "--run", "it"]) != 0
+    shown = capsys.readouterr()
+    assert "finished after step" not in shown.out + shown.err
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+    assert not (run / "dictionary.json").exists()
+    assert main(["runs", "resume", "it"]) == 0
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert "recovered" in json.loads((run / "dictionary.json").read_text())
+    assert "finished after step 30" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("source", ["difference", "post"])
 def test_activations_of_two_models(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -226,7 +226,20 @@ def carry_out(
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
     if not isinstance(resume := options.get("resume", False), bool):
         raise UsageError(f"resume: {resume!r} is neither True nor False. The run to continue is named as run='mine'")
-    result = launch(recipe, root=Path(runs_dir), name=run, recipe_name=called, observer=observer, **options)
+    result = launch(
+        recipe,
+        root=Path(runs_dir),
+        name=run,
+        recipe_name=called,
+        observer=observer,
+        summarize=summarize,
+        **options,
+    )
+    return result, result.folder / "report.html"
+
+
+def summarize(folder: Path) -> None:
+    """Draw the curves of a run that has ended, and write its results and report."""
     from posttrain.commands.summary import write_summary  # it draws, which training does not need
 
-    return result, write_summary(result.folder)
+    write_summary(folder)

@@ -17,7 +17,7 @@ from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, State
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.metric_names import REWARD, Metric
@@ -99,10 +99,9 @@ def write_results(
         measured = [(primary.goodness(value), n) for n, value in enumerate(values) if value is not None]
         chosen = {"first": own[0]} | ({"best": own[max(measured)[1]]} if measured else {}) | {"last": own[-1]}
         evaluations[task] = {name: {**point.results, "step": point.step} for name, point in chosen.items()}
-    status = run.read_status()
     content = {
         "run": run.folder.name,
-        "state": status.state if status is not None else None,
+        "state": _state_of(run),
         "step": max((row.step for row in rows), default=0),
         "fingerprint": recipe.fingerprint(),
         "seconds": seconds_of(rows),
@@ -111,6 +110,16 @@ def write_results(
     }
     text = json.dumps(sayable(content), indent=1, allow_nan=False) + "\n"
     replace_file(run.folder / "results.json", text.encode(), durable=False)
+
+
+def _state_of(run: RunDirectory) -> State | None:
+    """Return the run's state; a run that has taken its last step is finished, which its status says after this file."""
+    status = run.read_status()
+    if status is None:
+        return None
+    if status.state == "running" and status.step >= status.steps > 0:
+        return "finished"
+    return status.state
 
 
 def seconds_of(rows: Sequence[MetricsRow]) -> float:

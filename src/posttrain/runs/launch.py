@@ -30,6 +30,7 @@ from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
+    State,
     check_run_name,
     list_names,
     lock_run,
@@ -49,6 +50,8 @@ from posttrain.untrusted import allow_code_options
 DEFAULT_ROOT = "runs"
 # training/loop.py: train(recipe, files, *, resume, observer, should_stop, ...), with .step, .reason, .evaluations
 Train = Callable[..., Any]
+# Writes the files that show a run: curves, results, report (``commands.summary.write_summary``).
+Summarize = Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def launch(
     notes: Sequence[str] = (),
     should_stop: Callable[[], bool] = lambda: False,
     train: Train | None = None,
+    summarize: Summarize | None = None,
 ) -> RunResult:
     """Train by ``recipe`` in ``root/name``, or continue the run there.
 
@@ -85,6 +89,7 @@ def launch(
         observer: receives events (``training/files.py``); notes: further notices at the start.
         should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
         train: the loop, if another than ``posttrain.training.loop.train``.
+        summarize: writes the run's summary, before the state ``finished``: a run that is killed in between goes on.
 
     Raises:
         RunConflict: the directory is taken, or belongs to another recipe or process; it is unchanged.
@@ -110,17 +115,23 @@ def launch(
             for message in [*warnings, *notes]:
                 record.notice(message)
             result = _train(recipe, directory, resume, record, train)
+            record.conclude(summarize)
         except BaseException as error:
             is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
             record.end(error, goes=is_refusal)
-            if is_refusal:  # the same command, once corrected, finds the name free
-                shutil.rmtree(folder, ignore_errors=True)
-            if is_refusal and is_new_root:
-                with suppress(OSError):  # other runs may have come into it
-                    place.rmdir()
+            if is_refusal:
+                _take_back(folder, is_new_root)
             raise
-        record.end(None)
+        record.tell_finish()
         return result
+
+
+def _take_back(folder: Path, is_new_root: bool) -> None:
+    """Remove a run that never began: the same command, once corrected, finds the name free."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if is_new_root:
+        with suppress(OSError):  # other runs may have come into it
+            folder.parent.rmdir()
 
 
 def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
@@ -160,6 +171,7 @@ def find_or_train(
     recipe_name: str,
     observing: Callable[[], AbstractContextManager[Observer]],
     say: Callable[[str], object],
+    summarize: Summarize | None = None,
 ) -> tuple[Path, RunResult | None]:
     """Find a finished run of exactly this resolved recipe under ``root``; without one, continue or make it.
 
@@ -177,7 +189,13 @@ def find_or_train(
     name = unfinished.name if unfinished else None
     with observing() as observer:
         result = launch(
-            recipe, root=root, name=name, recipe_name=recipe_name, resume=name is not None, observer=observer
+            recipe,
+            root=root,
+            name=name,
+            recipe_name=recipe_name,
+            resume=name is not None,
+            observer=observer,
+            summarize=summarize,
         )
     return result.folder, result
 
@@ -287,7 +305,9 @@ class _Record:
         self, directory: RunDirectory, status: RunStatus, observer: Observer, should_stop: Callable[[], bool]
     ) -> None:
         self.directory, self.status, self.observer, self.should_stop = directory, status, observer, should_stop
-        self.started, self.reason = False, "finished"
+        self.started = False
+        self.reason: State = "finished"
+        self.finish: dict[str, Any] | None = None  # the event, which is passed on when everything is written
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         if event == "start":
@@ -312,8 +332,15 @@ class _Record:
             if info["reason"] != "finished":
                 info = info | {"reason": "stopped" if self.should_stop() else "interrupted"}
             self.reason = info["reason"]
+            self.finish = info
             self.update(step=info["step"])
+            return
         self.observer(event, info)
+
+    def tell_finish(self) -> None:
+        """Pass on that the run has ended."""
+        if self.finish is not None:
+            self.observer("finish", self.finish)
 
     def notice(self, message: str) -> None:
         """Write a message to the log, and give it to the observer."""
@@ -323,6 +350,16 @@ class _Record:
         """Change the status."""
         self.status = replace(self.status, updated=time.time(), **changes)
         self.directory.write_status(self.status)
+
+    def conclude(self, summarize: Summarize | None) -> None:
+        """Write the summary and the final state; ``finished`` comes last, and says that everything is there."""
+        is_finished = self.reason == "finished"
+        if not is_finished:
+            self.end(None)
+        if summarize is not None:
+            summarize(self.directory.folder)
+        if is_finished:
+            self.end(None)
 
     def end(self, error: BaseException | None, *, goes: bool = False) -> None:
         """Set the final state; after an error, write how to continue unless the run ``goes`` away."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import html
 import os
 import secrets
+import webbrowser
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,9 +15,10 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation
+from posttrain.commands.chat.fields import NOBODY, read_chat, read_text, read_whole
 from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
@@ -30,12 +33,28 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Message
 from posttrain.untrusted import fitting
 
-NOBODY = "(none)"
+if TYPE_CHECKING:
+    from posttrain.commands.serve.access import Access
+
+USER = "studio"
 EXAMPLE = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"
 TRAINING = "training"
 SIDES = {"left": (0,), "right": (1,), "both": (0, 1)}
-COLUMNS = ("step", "prompt", "answer", "reward", "advantage", "finish", "correct answer")
+# The columns of the table of rollouts, with their widths in pixels.
+COLUMNS = {
+    "step": 70,
+    "prompt": 340,
+    "answer": 340,
+    "reward": 90,
+    "advantage": 120,
+    "finish": 90,
+    "correct answer": 160,
+}
 MAX_ROLLOUTS = 200
+CSS = ".talk .message-content .md { white-space: pre-wrap; }"  # spaces and line breaks as they were written
+NARROW = 300  # pixels; a narrower page has one column
+NEWEST = "the newest"
+CHOOSE_RUN = "choose a run"
 TOKENS_PER_UPDATE = 4  # of each model: to draw the page for every token would take longer than to sample it
 
 
@@ -46,32 +65,60 @@ def run_studio(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--token``; a port that cannot be served.
         MissingExtra: gradio is not installed.
     """
-    host, token = arguments.host, arguments.token
+    host, port, token = arguments.host, arguments.port, arguments.token
     refuse_open_host(host, token is not None, "--token")
-    gradio = _import_gradio()
-    page = build_studio(arguments.models, arguments.runs_dir, arguments.sae)
-    token = secrets.token_urlsafe(16) if token == "" else token
-    if token is not None:
-        print(f"user: studio, password: {token}", flush=True)
-    try:
-        page.launch(
-            server_name=host,
-            server_port=arguments.port,
-            auth=None if token is None else ("studio", token),
-            inbrowser=arguments.browser,
-            share=False,
-            strict_cors=True,
-            max_file_size=0,
-            footer_links=[],
-            enable_monitoring=False,
-            ssr_mode=False,
-            mcp_server=False,
-            theme=gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-        )
-    except OSError as error:
-        where = f"--host {host}, port {arguments.port}"
-        raise UsageError(f"{where}: cannot be served; give others with --host and --port") from error
+    _import_gradio()
+    from posttrain.commands.serve.listening import address_of, answer_requests, listen
+
+    if token == "":
+        token = secrets.token_urlsafe(16)
+    with listen(host, port) as listener:
+        page = build_studio(arguments.models, arguments.runs_dir, arguments.sae)
+        application = guard_studio(page, host, token)
+        address = address_of(host, port)
+        print(f"studio at {address}  (Ctrl-C ends it)", flush=True)
+        if token is not None:
+            print(f"user: {USER}, password: {token}", flush=True)
+        if arguments.browser:
+            webbrowser.open(address)
+        answer_requests(application, listener)
     return 0
+
+
+def guard_studio(page: Any, host: str, token: str | None = None) -> Access:
+    """Return the page as an ASGI application that answers its own page only.
+
+    Args:
+        page: what ``build_studio`` returns.
+        host: address that the server listens on.
+        token: password of the login; None: no login.
+    """
+    gradio = _import_gradio()
+    from fastapi import FastAPI
+
+    from posttrain.commands.serve.access import Access
+
+    login = None
+    if token is not None:
+        login = (USER, token)
+    application = gradio.mount_gradio_app(
+        FastAPI(openapi_url=None),
+        page,
+        path="/",
+        auth=login,
+        allowed_paths=[],
+        show_error=False,
+        max_file_size=0,
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        css=CSS,
+        theme=gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+    )
+    return Access(application, host, command="posttrain studio")
 
 
 def _import_gradio() -> ModuleType:
@@ -194,7 +241,11 @@ def answer(
     Raises:
         PosttrainError: a model, the reward model or the dictionary cannot be opened.
     """
+    if not question.strip():
+        raise UsageError("a message needs some text")
     opened = [library.model(name) for name in models if name != NOBODY]
+    if not opened:
+        raise UsageError("model: choose who answers")
     current = list(sides or ())
     if [side.conversation.sampler for side in current] != opened:
         current = [Side(Conversation(model, controls)) for model in opened]
@@ -217,7 +268,10 @@ def answer(
         if answered.logprobs and answered.messages:
             turns = tuple(Message(one["role"], one["content"]) for one in side.history[:-1])
             (reward,) = scorer.score([Example("chat", turns)], [answered.text], [answered.finish])
-            side.info += f", reward {reward:.3f}"
+            if reward is None:
+                side.info += ", no reward"
+            else:
+                side.info += f", reward {reward:.3f}"
             yield current
 
 
@@ -251,38 +305,42 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         judges = [NOBODY, *library.snapshots(trains_scorer=True)]
         judge = gradio.Dropdown(judges, value=NOBODY, label="reward model")
     with gradio.Row():
-        plain = {"render_markdown": False, "elem_classes": "talk"}  # what models write is shown as text
+        # What models write is shown as text. The default buttons upload the conversation, and copy what was escaped.
+        plain = {
+            "render_markdown": False,
+            "latex_delimiters": [],
+            "elem_classes": "talk",
+            "buttons": [],
+            "min_width": 300,
+        }
         talks = [gradio.Chatbot(**heading(side, name), **plain) for side, name in (("left", first), ("right", second))]
     with gradio.Row():
-        facts = {"show_label": False, "interactive": False}
+        facts = {"show_label": False, "interactive": False, "min_width": NARROW}
         info = [gradio.Textbox(**facts, elem_id=f"facts-{n}", visible=n == 0 or second != NOBODY) for n in range(2)]
     question = gradio.Textbox(EXAMPLE, label="your message (Enter sends it)", lines=1, elem_id="question")
     with gradio.Row():
         send, stop, clear = (gradio.Button(text) for text in ("Send", "Stop", "New conversation"))
     with gradio.Accordion("how replies are drawn", open=False):
         system = gradio.Textbox(label="system message")
-        temperature = gradio.Slider(0.0, 2.0, value=0.7, step=0.05, label="temperature (0: greedy)")
-        top_p = gradio.Slider(0.05, 1.0, value=1.0, step=0.05, label="top p")
-        max_tokens = gradio.Number(value=0, precision=0, minimum=0, label="longest reply (0: as in training)")
-        seed = gradio.Number(value=0, precision=0, minimum=0, label="seed")
+        with gradio.Row():
+            temperature = gradio.Number(0.7, step=0.05, label="temperature (0: greedy)")
+            top_p = gradio.Number(1.0, step=0.05, label="top p")
+            longest = gradio.Number(0, label="longest reply (0: as trained)")
+            seed = gradio.Number(0, label="seed")
     with gradio.Accordion("steered by features of a sparse autoencoder", open=False):
         sae = gradio.Dropdown([NOBODY, *library.dictionaries()], value=NOBODY, label="sparse autoencoder")
         features = gradio.Textbox(label="features", placeholder="12=8, 40=off")
         steered = gradio.Radio(list(SIDES), value="left", label="side")
 
-    def show(sides: Sequence[Side]) -> list[Any]:
-        both = [*((list(side.history), side.info) for side in sides), (None, ""), (None, "")][:2]
-        return [history for history, _ in both] + [about for _, about in both]
-
-    def respond(sides: list[Side] | None, prompt: str, *values: Any) -> Iterator[tuple[object, ...]]:
-        one, other, scorer, instruction, warmth, nucleus, longest, number, *steering = values
+    def respond(sides: list[Side] | None, *values: object) -> Iterator[tuple[object, ...]]:
+        keep = gradio.skip()
         try:
-            controls = Controls(warmth, nucleus, None, int(longest) or None, int(number))
-            about = (instruction or "", scorer, tuple(steering))
-            for current in answer(library, sides, prompt, [one, other], controls, *about):
-                yield current, *show(current), ""
+            form = read_chat(values)
+            about = (form.system, form.judge, (form.sae, form.features, form.side))
+            for current in answer(library, sides, form.question, form.models, form.controls, *about):
+                yield current, *shown(current), ""
         except PosttrainError as error:  # the message stays, to be sent again
-            raise gradio.Error(str(error), print_exception=False) from None
+            yield keep, keep, keep, str(error), keep, keep
 
     for chosen, side, talk, fact in zip((left, right), ("left", "right"), talks, info, strict=True):
         chosen.change(
@@ -290,12 +348,31 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
             chosen,
             [talk, fact],
         )
-    inputs = [state, question, left, right, judge, system, temperature, top_p, max_tokens, seed]
+    inputs = [state, question, left, right, judge, system, temperature, top_p, longest, seed]
     inputs += [sae, features, steered]
     outputs = [state, *talks, *info, question]
     events = [listen(respond, inputs, outputs, concurrency_id="model") for listen in (send.click, question.submit)]
     stop.click(None, cancels=events)
-    clear.click(lambda: (None, None, None, "", "", ""), None, outputs)
+    for listen in (clear.click, *(talk.clear for talk in talks)):
+        listen(lambda: (None, None, None, "", "", ""), None, outputs)
+
+
+def shown(sides: Sequence[Side]) -> list[object]:
+    """Return what both columns and both lines of facts show."""
+    histories: list[object] = [None, None]
+    facts: list[object] = ["", ""]
+    for n, side in enumerate(sides):
+        histories[n] = [{"role": turn["role"], "content": as_written(turn["content"])} for turn in side.history]
+        facts[n] = side.info
+    return [*histories, *facts]
+
+
+def as_written(text: str) -> list[dict[str, str]]:
+    """Return a text in the form that the page shows as it is.
+
+    Gradio takes the indentation out of a plain string, and what it is given without Markdown it shows as HTML.
+    """
+    return [{"type": "text", "text": html.escape(text, quote=False)}]
 
 
 def heading(side: str, name: str) -> dict[str, str | bool]:
@@ -307,17 +384,46 @@ def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
     with gradio.Row():
         run = gradio.Dropdown(every_run_name(library.runs_dir), value=None, label="run")
         kind = gradio.Radio([TRAINING, "evaluation"], value=TRAINING, label="sampled in")
-        step = gradio.Number(value=None, precision=0, minimum=0, label="step (empty: the newest)")
+        step = gradio.Textbox(placeholder=NEWEST, label="step")  # an empty number would be sent as 0
         text = gradio.Textbox(label="containing")
-    table = gradio.Dataframe(headers=list(COLUMNS), datatype="str", interactive=False, wrap=True, max_chars=2000)
+    about = gradio.Textbox(CHOOSE_RUN, show_label=False, interactive=False, elem_id="about-rollouts")
+    table = gradio.Dataframe(
+        headers=list(COLUMNS),
+        datatype="str",
+        interactive=False,
+        wrap=True,
+        max_chars=2000,
+        column_widths=list(COLUMNS.values()),
+    )
 
-    def read(name: str | None, sampled: str, at: float | None, containing: str) -> list[list[object]]:
+    def read(*values: object) -> tuple[list[list[object]], str]:
+        name, sampled, containing = (read_text(values[n]) for n in (0, 1, 3))
+        if not name:
+            return [], CHOOSE_RUN
         try:
-            return library.rollouts(name, sampled, None if at is None else int(at), containing) if name else []
+            at = read_whole(values[2], "step", None)
+            rows = library.rollouts(name, sampled, at, containing)
         except PosttrainError as error:
-            raise gradio.Error(str(error), print_exception=False) from None
+            return [], str(error)
+        return [[as_shown(value) for value in row] for row in rows], count_rows(len(rows))
 
     wanted = [run, kind, step, text]
-    for listen in (run.change, kind.change, step.submit, text.submit):
-        listen(read, wanted, table)
+    for listen in (run.change, kind.change, step.submit, step.blur, text.submit, text.blur):
+        listen(read, wanted, [table, about])
     page.load(lambda: gradio.update(choices=every_run_name(library.runs_dir)), None, run)
+
+
+def as_shown(value: object) -> object:
+    """Return a value as the table shows it: numbers with four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value
+
+
+def count_rows(num_rows: int) -> str:
+    """Return the line above the table of rollouts."""
+    if num_rows == 0:
+        return "no such rollouts"
+    if num_rows == MAX_ROLLOUTS:
+        return f"the first {MAX_ROLLOUTS} rollouts; name a step or a text to see others"
+    return f"{num_rows} rollouts"

@@ -267,8 +267,8 @@ def find_model(
     """
     if compared.recipe is None:
         return compared.name
+    from posttrain.api.training import summarize
     from posttrain.commands.progress import choose_progress
-    from posttrain.commands.summary import write_summary
     from posttrain.recipes.recipe import load_recipe
     from posttrain.runs.launch import find_or_train
 
@@ -276,10 +276,13 @@ def find_model(
     changes = [("model.name", json.dumps(base))] if base is not None else []
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
-        recipe, root=root, recipe_name=name, observing=lambda: choose_progress(name, quiet), say=say
+        recipe,
+        root=root,
+        recipe_name=name,
+        observing=lambda: choose_progress(name, quiet),
+        say=say,
+        summarize=summarize,
     )
     if result is not None and result.reason != "finished":
         return None
-    if result is not None:
-        write_summary(folder)
     return str(folder)

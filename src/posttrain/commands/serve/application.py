@@ -1,11 +1,9 @@
-"""The endpoints of ``posttrain serve``, the forms of their answers, and who may ask."""
+"""The endpoints of ``posttrain serve``, and the forms of their answers."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -15,24 +13,22 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from posttrain.commands.serve import requests
+from posttrain.commands.serve.access import error_body, error_response
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
 from posttrain.data.render.assistant import opening_of
 from posttrain.data.render.encoding import encode_pieces, markers_of
-from posttrain.errors import PosttrainError, UsageError
+from posttrain.errors import PosttrainError
 from posttrain.sampling.base import Sampling, check_prompts, check_sampling, num_tokens_of
 
-WILDCARDS = ("0.0.0.0", "::")
 # By endpoint: the beginning of ids, and the name of the form, whole and in a stream.
 FORMS = {
     "chat": ("chatcmpl-", "chat.completion", "chat.completion.chunk"),
@@ -40,41 +36,6 @@ FORMS = {
     "generate": ("generate-", "", ""),
 }
 Result = TypeVar("Result")
-
-
-class Access:
-    """ASGI layer that refuses pages of other sites, DNS rebinding and, with ``key``, clients without the key.
-
-    A page in a browser can send requests to this machine: across origins, or under a name of its own that it points to
-    127.0.0.1. So ``Host`` must be a name of this server, and ``Origin``, if there is one, this server too. A wildcard
-    address, which needs a key, takes any ``Host``.
-    """
-
-    def __init__(self, application: ASGIApp, host: str, key: str | None = None) -> None:
-        self.application, self.key, self.is_wildcard = application, key, host in WILDCARDS
-        self.names = {"127.0.0.1", "localhost", "[::1]", (f"[{host}]" if ":" in host else host).lower()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        error = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self.application if error is None else _error_response(error))(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> BadRequest | None:
-        host = headers.get("host", "").lower()
-        problem = ""
-        if not self.is_wildcard and re.sub(r":\d*$", "", host) not in self.names:
-            problem = "its Host is not this server"
-        elif any(origin.lower() != f"http://{host}" for origin in headers.getlist("origin")):
-            problem = "its Origin is another page"
-        elif any(site not in ("none", "same-origin") for site in headers.getlist("sec-fetch-site")):
-            problem = "a page of another site sent it"
-        if problem:
-            return BadRequest(f"posttrain serve refuses this request: {problem}", code="refused", status=403)
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        given = given.strip() if kind.lower() == "bearer" else ""
-        if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
-            return BadRequest("this server needs its key: Authorization: Bearer KEY", None, "invalid_api_key", 401)
-        return None
 
 
 class Api:
@@ -116,7 +77,7 @@ class Api:
                 error = BadRequest("the body is nested too deeply")
             if not isinstance(error, PosttrainError):  # its traceback goes to the terminal of the server
                 error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
-            return _error_response(error)
+            return error_response(error)
 
         kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
@@ -272,7 +233,7 @@ class Api:
                 finally:
                     self._record(index, answer)
         except PosttrainError as error:
-            yield _event(_error_body(error))
+            yield _event(error_body(error))
             return
         if (job.body.stream_options or {}).get("include_usage", False):
             yield _event(self._body(job, [], in_stream=True) | {"usage": _usage(job, answers)})
@@ -355,18 +316,6 @@ def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
 
 def _event(body: dict[str, object]) -> str:
     return f"data: {json.dumps(body)}\n\n"
-
-
-def _error_body(error: PosttrainError) -> dict[str, object]:
-    """Return an error in OpenAI's form."""
-    is_ours = isinstance(error, UsageError)
-    about = {"type": "invalid_request_error" if is_ours else "server_error", "param": getattr(error, "param", None)}
-    code = getattr(error, "code", "invalid_request" if is_ours else None)
-    return {"error": {"message": str(error), **about, "code": code}}
-
-
-def _error_response(error: PosttrainError) -> Response:
-    return JSONResponse(_error_body(error), getattr(error, "status", 400 if isinstance(error, UsageError) else 500))
 
 
 async def _unless_gone(request: Request, work: Coroutine[object, object, None]) -> None:

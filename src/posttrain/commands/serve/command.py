@@ -6,12 +6,10 @@ import argparse
 import re
 import secrets
 import shlex
-import socket
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from posttrain.commands.options import (
     MODEL,
@@ -24,6 +22,7 @@ from posttrain.commands.options import (
     positive,
     refuse_open_host,
 )
+from posttrain.commands.serve.listening import address_of, answer_requests, listen
 from posttrain.errors import UsageError
 
 EPILOG = """\
@@ -98,32 +97,26 @@ def run_serve(arguments: argparse.Namespace) -> int:
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise MissingExtra(package, "serve", "posttrain serve")
-    import uvicorn
 
+    from posttrain.commands.serve.access import Access
     from posttrain.commands.serve.answering import Answerer, Recorder
-    from posttrain.commands.serve.application import Access, Api
-    from posttrain.commands.serve.limits import HeadTimeoutProtocol, RequestLimit
+    from posttrain.commands.serve.application import Api
+    from posttrain.commands.serve.limits import RequestLimit
     from posttrain.sampling.vllm.server import served_names
 
     template = complete_template(chosen_components(arguments).get("template"), source)
     say_template(source, template)
     names = [*served_names(source.path), source.label, source.name]
-    with _listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
+    with listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
         recorder = None if arguments.record is None else Recorder(Path(arguments.record), names[0])
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
-        application = Access(RequestLimit(api.application(), arguments.max_requests), host, key)
-        how: dict[str, Any] = {"http": HeadTimeoutProtocol, "ws": "none", "proxy_headers": False}
-        how |= {"timeout_graceful_shutdown": 1}
-        how |= {"access_log": False, "log_level": "warning"}  # no line of a log holds the key
-        config = uvicorn.Config(application, **how)
-        address = f"[{host}]" if ":" in host else host
-        print(f"serves {names[0]} at http://{address}:{port}/v1  (Ctrl-C ends it)", flush=True)
+        print(f"serves {names[0]} at {address_of(host, port)}/v1  (Ctrl-C ends it)", flush=True)
         if arguments.api_key == "":
             print(f"key: {key}", flush=True)
         if not api.conversations.shows:
             print(NOT_SHOWN, flush=True)
-        with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+        application = RequestLimit(api.application(), arguments.max_requests)
+        answer_requests(Access(application, host, key), listener)
     return 0
 
 
@@ -136,15 +129,6 @@ def _choose_key(given: str | None) -> str | None:
         "--api-key: a key has 16 to 256 letters, digits, '_', '-', '.' or '~' (write MODEL_OR_RUN before "
         "--api-key; without a value a key is made up)"
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError, UnicodeError) as error:
-        reason = error.strerror.partition(" (while")[0] if isinstance(error, OSError) and error.strerror else error
-        where = f"--host {host}, port {port}"
-        raise UsageError(f"{where}: cannot be served ({reason}); give others with --host and --port") from error
 
 
 def run_serve_command(arguments: argparse.Namespace) -> int:

@@ -169,6 +169,7 @@ def read_request(kind: type[Request], body: object) -> Request:
     """
     if not isinstance(body, dict):
         raise BadRequest(f"the body is JSON, but {type(body).__name__} and not an object")
+    _refuse_no_text(body)
     own = kind.model_fields
     for key in body.keys() - own.keys() - UNREAD:
         if key not in NEUTRAL:
@@ -178,11 +179,25 @@ def read_request(kind: type[Request], body: object) -> Request:
             problem = f"{key}: this server does not do that; leave it out, or give {NEUTRAL[key]!r}"
             raise BadRequest(problem, key, "not_offered")
     try:
-        check_plain(body)
         return kind.model_validate({key: value for key, value in body.items() if key in own})
-    except PydanticCustomError as error:
-        raise BadRequest(f"the body holds what is no plain text or number ({error})") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise BadRequest(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None) from None
+
+
+def _refuse_no_text(body: dict[str, object]) -> None:
+    """Refuse a body with a name or a value that no answer could repeat.
+
+    Raises:
+        BadRequest: half of a surrogate pair, or a number that JSON has not.
+    """
+    for key, value in body.items():
+        try:
+            check_plain(key)
+        except PydanticCustomError as error:
+            raise BadRequest(f"a key of the body, {key!r}: {error}") from None
+        try:
+            check_plain([value])
+        except PydanticCustomError as error:
+            raise BadRequest(f"{key}: {error}") from None

@@ -118,6 +118,7 @@ def train_run(
         save_sae(trained.dictionary, files.folder / DICTIONARY, _describe_training(rows, recipe, trained.step))
         results: dict[str, object] = {"held_out": trained.quality.numbers() | {"rows": trained.quality.rows}}
         if recipe.eval.documents:
+            notify(f"measures on {recipe.eval.documents:,} documents what the dictionary keeps of the model")
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
         replace_file(files.folder / RESULTS, json.dumps(results, indent=1).encode() + b"\n")
     return trained

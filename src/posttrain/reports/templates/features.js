@@ -152,6 +152,7 @@ function drawOverview() {
   const bin = d => Math.min(bins - 1, Math.max(0, Math.floor((Math.log10(d) - from) / -from * bins)));
   features.forEach(f => { if (f.density > 0) counts[bin(f.density)]++; });
   const edge = i => 10 ** (from - from * i / bins), top = Math.max(1, ...counts), each = wide / bins;
+  box.replaceChildren();
   box.setAttribute("viewBox", "0 0 " + wide + " 92");
   box.setAttribute("preserveAspectRatio", "none");
   counts.forEach((count, i) => {
@@ -187,6 +188,7 @@ function followLink() {  // features.html#feature-12 is the address of a feature
   choose();
 }
 window.addEventListener("hashchange", followLink);
+window.addEventListener("resize", drawOverview);
 new IntersectionObserver(seen => { if (seen.some(s => s.isIntersecting) && drawn < chosen.length) drawMore(); },
   {rootMargin: "1200px"}).observe(sentinel);
 drawOverview();
