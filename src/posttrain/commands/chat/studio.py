@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.chat.fields import NOBODY, read_chat, read_text, read_whole
+from posttrain.commands.console import say_template
 from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
@@ -185,7 +186,9 @@ class Library:
 
     def _open_model(self, name: str) -> OpenedModel:
         offered = self.models()
-        return open_model(find_source(offered[check_offered(name, offered, "model")], self.runs_dir))
+        source = find_source(offered[check_offered(name, offered, "model")], self.runs_dir)
+        say_template(source)
+        return open_model(source)
 
     def _open_reward_model(self, name: str) -> RewardModel:
         offered = self.snapshots(trains_scorer=True)
