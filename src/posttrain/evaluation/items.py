@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from posttrain.data.base import Task, percentile
-from posttrain.data.render import stop_ids
+from posttrain.data.render import without_end
 from posttrain.data.render.assistant import encode_answer
 from posttrain.errors import DataError
 from posttrain.evaluation.statistics import (
@@ -134,7 +134,7 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     """The record of a graded answer."""
     part, tokenizer, template = sampler.grader.format_part, sampler.tokenizer, sampler.grader.template
     ids = rollout.completion.ids
-    ids = ids[:-1] if ids and ids[-1] in stop_ids(tokenizer, template) else ids
+    ids = without_end(tokenizer, template, ids)
     encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
     return ItemSample(
         text=rollout.text,

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.data.base import Task, build_task
-from posttrain.data.render import end_id
+from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import build_template, further_ends
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
@@ -96,6 +96,10 @@ class TrainerState:
         if not isinstance(forward, Forward) or forward.head is None or forward.reads == "before":
             return None
         return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
+
+    def answer_ends(self) -> frozenset[int]:
+        """Return the ids that end an answer."""
+        return stop_ids(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """Return (parameters of the model and a head on it, parameters of a separate critic)."""
