@@ -147,7 +147,7 @@ def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
 
 def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
     """The ids behind which ids are decoded that follow ``before``, so that no white space in front of them is lost."""
-    if not before:
+    if not before or getattr(tokenizer, "backend_tokenizer", None) is None:
         return []
     markers = markers_of(tokenizer)
     if markers.restarts and before[-1] in markers.id_set:
