@@ -20,6 +20,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import build_template, further_ends
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
@@ -137,6 +138,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
     method = _build_method(components, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
+    task = take_rendered(task, grader.template, tokenizer)
+    eval_tasks = [take_rendered(one, grader.template, tokenizer, "eval.tasks") for one in eval_tasks]
 
     def build_engine(entry: Entry, options: dict[str, object], where: str) -> Engine:
         engine: Engine = entry.bind(options, where)(model, tokenizer).settle(folder, process_group)
