@@ -49,6 +49,7 @@ class Markers:
         leading: the ids that the tokenizer itself puts in front of a text (BOS).
         anchors: texts with their ids, behind which a text is encoded that is no beginning; none where it is the same.
         restarts: a text right behind a marker is encoded as a beginning.
+        adds_space: a beginning gets a space also where it has one, so that one is to be taken away again.
         context: ids behind which others are decoded that are no beginning, where a decoder strips the space in front
             of a text; empty where it is the same.
     """
@@ -56,6 +57,7 @@ class Markers:
     def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
         self.ids, self.swallows, self.leading = ids, swallows, leading
         self.anchors, self.restarts = dict[str, list[int]](), False
+        self.adds_space = True
         self.context: list[int] = []
         self.id_set = frozenset(ids.values())
         # by first letter the lengths, longest first: some tokenizers have thousands of markers
@@ -128,6 +130,7 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
         markers.anchors = anchors
         markers.restarts = any(_encode(tokenizer, f"{one}a", split_special=False).ids[1:] == alone for one in added)
     markers.context = _context(tokenizer, anchors["."])
+    markers.adds_space = _encode(tokenizer, " a", split_special=False).ids != alone
     _KNOWN[tokenizer] = (len(tokenizer), markers)
     return markers
 
@@ -150,7 +153,7 @@ def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
     if not before or getattr(tokenizer, "backend_tokenizer", None) is None:
         return []
     markers = markers_of(tokenizer)
-    if markers.restarts and before[-1] in markers.id_set:
+    if markers.restarts and markers.adds_space and before[-1] in markers.id_set:
         return []
     return markers.context
 
