@@ -188,8 +188,11 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         whole = render_pieces(tokenizer, [question, answer], "", settings, prompt=False)[0]
         if not "".join(p.text for p in whole).startswith(prompt):
             return []
+        behind = drop_text(whole, len(prompt))
+        if all(piece.trusted for piece in behind):  # what is the answer's cannot be told apart
+            return []
         parts = [""]
-        for piece in drop_text(whole, len(prompt)):
+        for piece in behind:
             if piece.trusted:
                 parts[-1] += piece.text
             else:

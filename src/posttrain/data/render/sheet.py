@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -254,6 +255,17 @@ class Sheet:
             "Leave the row out, or choose another prompt.template"
         )
 
+    def _gains_markers(self, shape: Shape, texts: Sequence[str], changed: Sequence[str]) -> bool:
+        """Return True if the template has put a marker next to a text, or made one of it."""
+        for place, text in zip(shape.places, changed, strict=True):
+            before, after = (
+                Counter(one[start:end] for start, end, _ in self.markers.find(one))
+                for one in (texts[place.number], text)
+            )
+            if after - before:
+                return True
+        return False
+
     def _is_marked(self, text: str) -> bool:
         return _broken(text, self.markers) != text
 
@@ -262,7 +274,7 @@ class Sheet:
         spans = _kept(shape, texts, rendered)
         if spans is None:
             changed = _between(shape, rendered)
-            if changed is None:
+            if changed is None or self._gains_markers(shape, texts, changed):
                 return None
         pieces = [Piece(shape.fixed[0], trusted=True)]
         for number, (place, behind) in enumerate(zip(shape.places, shape.fixed[1:], strict=True)):
