@@ -27,7 +27,6 @@ from posttrain.data.render.encoding import (
     markers_of,
 )
 from posttrain.data.render.template import (
-    EMPTY_THINKING,
     OPENED,
     Template,
     end_id,
@@ -37,6 +36,7 @@ from posttrain.data.render.template import (
     ending,
     render_pieces,
     stop_ids,
+    without_empty_thinking,
     without_end,
 )
 from posttrain.data.render.template_calls import call_form, call_marks
@@ -204,7 +204,7 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    lead = EMPTY_THINKING.sub("", plain[0]) if plain else ""
+    lead = without_empty_thinking(tokenizer, plain[0], settings) if plain else ""
     if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead and not lead.isspace():

@@ -22,8 +22,8 @@ from posttrain.data.render.assistant import (
 from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
 from posttrain.data.render.sheet import as_row_texts
 from posttrain.data.render.template import (
-    EMPTY_THINKING,
     Template,
+    begins_with_empty_thinking,
     encode_prompt,
     end_ids,
     end_text,
@@ -31,6 +31,7 @@ from posttrain.data.render.template import (
     prompt_pieces,
     render_pieces,
     with_reasoning,
+    without_empty_thinking,
 )
 from posttrain.data.render.template_calls import call_marks
 from posttrain.errors import UsageError
@@ -340,8 +341,9 @@ def _turn(
         content = next((form for form in forms if form and form + end in shown), content)
         return _as_text(tokenizer, template, content, prompt, variables)
     pieces = drop_text(whole, len(_text(prompt)))
-    if message.reasoning is None and not EMPTY_THINKING.match(message.content) and pieces and pieces[0].trusted:
-        pieces[0] = Piece(EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
+    has_own = message.reasoning is not None or begins_with_empty_thinking(message.content)
+    if not has_own and pieces and pieces[0].trusted:
+        pieces[0] = Piece(without_empty_thinking(tokenizer, pieces[0].text, variables), trusted=True)
     return _ended(tokenizer, template, message, pieces)
 
 

@@ -21,7 +21,28 @@ from posttrain.types import Call, Example, Message
 ROLES = ("system", "user", "assistant", "tool")
 OPENED = re.compile(r"<think>\s*\Z")
 # An empty block of thinking that some chat templates write into the last turn alone.
-EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
+_EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
+
+
+def without_empty_thinking(tokenizer: Tokenizer, text: str, variables: Mapping[str, object]) -> str:
+    """A turn's beginning without the empty block of thinking that the chat template writes into the last turn alone."""
+
+    def keeps(settings: Mapping[str, Any]) -> bool:
+        """Return True if the block stays when another message follows."""
+        turns = [(role, mark(number)) for number, role in enumerate(("user", "assistant", "user"))]
+        try:
+            before = render_history(tokenizer, turns, settings, prompt=False).partition(mark(1))[0]
+        except UsageError:
+            return False
+        return re.search(r"<think>\s*</think>\s*\Z", before) is not None
+
+    rest = _EMPTY_THINKING.sub("", text)
+    return text if rest != text and probed(tokenizer, "empty thinking", variables, keeps) else rest
+
+
+def begins_with_empty_thinking(text: str) -> bool:
+    """Return True for an answer with an empty block of thinking."""
+    return _EMPTY_THINKING.match(text) is not None
 
 
 def check_messages(messages: Sequence[Message]) -> None:
