@@ -323,14 +323,20 @@ def encode_turn(
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
-    if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
-        pieces = behind_prompt(tokenizer, template, pieces, prompt)
-    if turn.calls:
-        pieces = [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
+    pieces = turn_pieces(tokenizer, template, turn, form, prompt)
     if turn.calls and form.end is not None:
         return [*encode_pieces(tokenizer, pieces, prompt), form.end]
     return with_end(tokenizer, template, pieces, prompt, continued=continued)
+
+
+def turn_pieces(
+    tokenizer: Tokenizer, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
+) -> list[Piece]:
+    """The pieces of a turn as a model would write it behind a prompt, without its end."""
+    pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
+    if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
+        pieces = behind_prompt(tokenizer, template, pieces, prompt)
+    return [*pieces, *write_calls(turn.calls, form, bool(turn.text))] if turn.calls else pieces
 
 
 def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:

@@ -18,6 +18,7 @@ from posttrain.data.render.assistant import (
     encode_response,
     encode_turns,
     out_of_channels,
+    turn_pieces,
 )
 from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
 from posttrain.data.render.sheet import as_row_texts
@@ -33,7 +34,7 @@ from posttrain.data.render.template import (
     with_reasoning,
     without_empty_thinking,
 )
-from posttrain.data.render.template_calls import call_marks
+from posttrain.data.render.template_calls import call_form, call_marks
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Response, Turn
 
@@ -332,6 +333,11 @@ def _turn(
     if hidden and max(hidden) == len(messages) - 1:
         raise UsageError(f"the chat template does not show the reasoning of message {len(messages)}; leave it out")
     if not _text(whole).startswith(_text(prompt)):
+        form = call_form(tokenizer, template)
+        if message.calls and message.reasoning is None and form.is_native and form.end is None:
+            turn = Turn(message.content, message.calls)
+            written = turn_pieces(tokenizer, template, turn, form, encode_pieces(tokenizer, prompt))
+            return [*written, Piece(end_text(tokenizer, template), trusted=True)]
         if message.calls or message.reasoning is not None:
             what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
             raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
