@@ -133,8 +133,7 @@ def _plain(value: object) -> object:
 def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     """The record of a graded answer."""
     part, tokenizer, template = sampler.grader.format_part, sampler.tokenizer, sampler.grader.template
-    ids = rollout.completion.ids
-    ids = without_end(tokenizer, template, ids)
+    ids = tuple(without_end(tokenizer, template, rollout.completion.ids))
     encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
     return ItemSample(
         text=rollout.text,
@@ -146,7 +145,7 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
         in_format=rollout.parts[part] > 0 if part in rollout.parts else None,
         parts=dict(rollout.parts),
         transcript=show_turns(rollout.turns, rollout.failures) or None,
-        response_ids=None if rollout.turns or tuple(encoded) == tuple(ids) else tuple(ids),
+        response_ids=None if rollout.turns or tuple(encoded) == ids else ids,
     )
 
 

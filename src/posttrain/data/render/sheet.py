@@ -270,21 +270,29 @@ class Sheet:
         return _broken(text, self.markers) != text
 
     def _pieces(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[Piece] | None:
-        """The pieces of a rendered text; a text is stripped, or changed, as the template did it."""
-        spans = _kept(shape, texts, rendered)
-        if spans is None:
-            changed = _between(shape, rendered)
-            if changed is None or self._gains_markers(shape, texts, changed):
-                return None
+        """The pieces of a rendered text; None where it is not the shape with texts in its places."""
+        shown = self._shown(shape, texts, rendered)
+        if shown is None:
+            return None
         pieces = [Piece(shape.fixed[0], trusted=True)]
-        for number, (place, behind) in enumerate(zip(shape.places, shape.fixed[1:], strict=True)):
-            if spans is not None:
-                own = _sliced(self.texts[place.number], *spans[number])
-                pieces += [Piece(place.written(piece.text), piece.trusted) for piece in own]
-            else:
-                pieces += _marked(self.contents.get(place.number, ""), changed[number].replace(_CUT, ""))
-            pieces.append(Piece(behind, trusted=True))
+        for own, behind in zip(shown, shape.fixed[1:], strict=True):
+            pieces += [*own, Piece(behind, trusted=True)]
         return pieces
+
+    def _shown(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[list[Piece]] | None:
+        """What is shown in each place: its text, stripped as the template does it, or changed by it."""
+        stripped = _kept(shape, texts, rendered)
+        if stripped is not None:
+            found = []
+            for place, (before, behind) in zip(shape.places, stripped, strict=True):
+                own = _sliced(self.texts[place.number], before, behind)
+                found.append([Piece(place.written(piece.text), piece.trusted) for piece in own])
+            return found
+        changed = _between(shape, rendered)
+        if changed is None or self._gains_markers(shape, texts, changed):
+            return None
+        roles = [self.contents.get(place.number, "") for place in shape.places]
+        return [_marked(role, text.replace(_CUT, "")) for role, text in zip(roles, changed, strict=True)]
 
 
 def _text(pieces: Sequence[Piece]) -> str:
