@@ -26,6 +26,7 @@ from posttrain.data.render.template import (
     Template,
     begins_with_empty_thinking,
     encode_prompt,
+    end_id,
     end_ids,
     end_text,
     ending,
@@ -360,8 +361,9 @@ def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: l
     if not message.calls and last.text.startswith(end):
         return [*pieces[:-1], Piece(end, trusted=True)]
     marks = call_marks(tokenizer, template)
-    found = [(start, stop) for start, stop, _ in markers_of(tokenizer).find(last.text)]
-    ends = [stop for start, stop in found if not _is_tag(last.text[start:stop], marks)]
+    found = list(markers_of(tokenizer).find(last.text))
+    own = [stop for _, stop, index in found if index == end_id(tokenizer, template)]
+    ends = own or [stop for start, stop, _ in found if not _is_tag(last.text[start:stop], marks)]
     if found:  # a template may end a call with nothing but its closing tag
         cut = ends[-1] if ends else found[-1][1]
         return [*pieces[:-1], Piece(last.text[:cut], trusted=True)]

@@ -207,10 +207,14 @@ def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
         turns = [(role, mark(number)) for number, role in enumerate(roles)]
         return render_history(tokenizer, turns, settings, prompt=prompt)
 
-    tail = render(2).partition(mark(1))[2]
+    whole = render(2)
+    tail = whole.partition(mark(1))[2]
     found = list(markers_of(tokenizer).find(tail))
     if len(found) > 1 and render(1) == render(1, prompt=True):  # what it writes in any case may begin the next answer
-        found = found[:1]
+        opened = (index for _, _, index in markers_of(tokenizer).find(whole) if index != tokenizer.bos_token_id)
+        opening = next(opened, None)
+        begun = next((place for place, (_, _, index) in enumerate(found) if index == opening), len(found))
+        found = found[: max(1, begun)]
     if not found:
         return None
     next_tail = ""
