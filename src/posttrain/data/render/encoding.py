@@ -26,10 +26,7 @@ else:
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 THINK, END_THINK = "<think>", "</think>"
 # Pairs of tags that an assistant writes. The second alone is a tag only where the prompt has opened the block.
-_PAIRED = [
-    re.compile(f"({re.escape(opening)}).*?({re.escape(closing)})", re.DOTALL)
-    for opening, closing in ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
-]
+_PAIRED = ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,14 +328,24 @@ def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Ite
     if is_open and END_THINK in text:
         at = text.index(END_THINK) + len(END_THINK)
         yield at - len(END_THINK), at
-    for number, paired in enumerate(_PAIRED):
-        for match in paired.finditer(text, 0 if number else at):
-            yield from (match.span(1), match.span(2))
+    for number, (opening, closing) in enumerate(_PAIRED):
+        yield from _pairs(text, opening, closing, 0 if number else at)
     start = len(text) - len(text.lstrip())
     if is_first and not is_open and text.startswith(THINK, start):  # cut off within its thinking
         yield start, start + len(THINK)
     if names:
         yield from (match.span() for match in re.finditer(rf"</?(?:{'|'.join(map(re.escape, names))})>", text))
+
+
+def _pairs(text: str, opening: str, closing: str, at: int) -> Iterator[tuple[int, int]]:
+    """The places of the tags of each pair, in time that is linear in the length of the text."""
+    while (start := text.find(opening, at)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            return
+        at = end + len(closing)
+        yield start, start + len(opening)
+        yield end, at
 
 
 def drop_text(pieces: Sequence[Piece], length: int) -> list[Piece]:
