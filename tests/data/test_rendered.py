@@ -88,6 +88,12 @@ def test_take_rendered_text_of_one_user_neither_decides_nor_is_trusted(tokenizer
     assert "\n>Assistant: b" in texts[7]
 
 
+def test_rendered_prompt_takes_no_second_message(tokenizer: Any) -> None:
+    (example, *_) = take_rendered(task_of(R1_ZERO), template("r1_zero"), tokenizer).examples
+    with pytest.raises(UsageError, match="show_tools"):
+        encode_prompt(tokenizer, template("r1_zero"), (Message("system", "Tools: a"), *example.messages))
+
+
 def test_take_rendered_examples_on_demand_stay_so(tokenizer: Any) -> None:
     whole = task_of(R1_ZERO).examples
     made = Task("t", "train", ExamplesOnDemand(len(whole), lambda item: whole[item]))

@@ -365,6 +365,11 @@ def _theirs(text: str | None) -> Piece:
 def _rendered(messages: Sequence[Message], opening: str) -> list[Piece]:
     """A prompt that is rendered already; no more of it is trusted than the template's opening at its end."""
     check_messages(messages)
+    if len(messages) > 1:
+        raise UsageError(
+            "a prompt that is rendered already takes no instructions about tools; use rollout.show_tools: false, or "
+            "questions that are not rendered"
+        )
     return [_theirs(messages[0].content.rstrip().removesuffix(opening)), _ours(opening)]
 
 
