@@ -19,7 +19,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
-from posttrain.data.render.template import build_template, further_ends
+from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.data.rendered import take_rendered
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
@@ -138,8 +138,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
     method = _build_method(components, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
-    task = take_rendered(task, grader.template, tokenizer)
-    eval_tasks = [take_rendered(one, grader.template, tokenizer, "eval.tasks") for one in eval_tasks]
+    task, *eval_tasks = _take_rendered([task, *eval_tasks], grader.template, tokenizer)
 
     def build_engine(entry: Entry, options: dict[str, object], where: str) -> Engine:
         engine: Engine = entry.bind(options, where)(model, tokenizer).settle(folder, process_group)
@@ -181,6 +180,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     trained = (policy, method, heads, named, optimizer, source, grader, engine)
     return TrainerState(model, tokenizer, *trained, _origins(recipe, loaded), shards, reference, evaluator, warnings)
+
+
+def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
+    """Return the tasks, the first of which is trained, with the prompts marked that are rendered already."""
+    keys = ["task", *(["eval.tasks"] * (len(tasks) - 1))]
+    return [take_rendered(task, template, tokenizer, key) for task, key in zip(tasks, keys, strict=True)]
 
 
 def _choose_kernels(recipe: Recipe) -> None:

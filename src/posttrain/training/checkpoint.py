@@ -88,8 +88,7 @@ def save_checkpoint(
         state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
-        weights: of a sharded model, its tensors unsharded (``names_to_write``).
-        ends: the ids that end an answer, which other programs read in ``generation_config.json``.
+        weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
         process_group: those that write it; each its part of the optimizer, and the main one all else.
 
     Raises:
@@ -112,9 +111,7 @@ def save_checkpoint(
             else:
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(aside)
-                write_ends(aside, tokenizer, ends)
+            _write_tokenizer(aside, tokenizer, ends)
             for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
                 if tensors is not None:
                     save_file(_storable(tensors), aside / f"{name}.safetensors")
@@ -127,6 +124,13 @@ def save_checkpoint(
         if process_group.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
             shutil.rmtree(aside, ignore_errors=process_group.size > 1)
     return final
+
+
+def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
+    """Write the tokenizer, and the ids that end an answer where other programs read them."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+        write_ends(path, tokenizer, ends)
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
