@@ -39,6 +39,7 @@ class Message:
 
     ``reasoning``: the thinking before the content, where a row has it apart. ``calls``: of tools; the messages of the
     role ``tool`` that follow are their results. ``is_trained``: False where a row says so.
+    ``is_rendered``: a prompt that the prompt template has written already.
     """
 
     role: str
@@ -47,6 +48,7 @@ class Message:
     calls: tuple[Call, ...] = ()
     name: str | None = None
     is_trained: bool = True
+    is_rendered: bool = False
 
     @property
     def text(self) -> str:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ladder import Ladder
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from posttrain.data.render import encode_prompt
+from posttrain.data.render import encode_prompt, stop_ids
+from posttrain.data.render.rows import Row, rows_of
 from posttrain.data.render.template import build_template
+from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
+from posttrain.recipes.sections import Component
 from posttrain.sampling.episodes import build_stage
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
-from posttrain.types import Example, Message
+from posttrain.types import Call, Example, Message
 from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.adapters
+trl = pytest.importorskip("trl", reason="TRL is not installed")
 GOALS = (3, 4)
 TURNS = (
     '<tool_call>\n{"name": "climb", "arguments": {"rungs": 5}}\n</tool_call>',
@@ -147,3 +155,188 @@ def test_a_class_is_played_as_trl_plays_it(tokenizer: Any, tmp_path: Path) -> No
         shown = own["function"]["parameters"]["properties"][name]
         assert (shown["type"], shown["description"]) == (given_arguments["type"], given_arguments["description"])
     assert own["function"]["parameters"]["required"] == other["function"]["parameters"]["required"] == ["rungs"]
+
+
+# --- every chat template that TRL ships ---
+
+CHAT_TEMPLATES = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+EOS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "diffusion": "<eos>",
+    "gemma": "<eos>",
+    "glm": "<|endoftext|>",
+    "gptoss": "<|return|>",
+    "idefics3": "<end_of_utterance>",
+    "llama3": "<|eot_id|>",
+    "llava": "</s>",
+    "muse": "<|eot|>",
+    "phi3": "<|endoftext|>",
+    "smolvlm": "<end_of_utterance>",
+}
+MARKERS = re.compile(
+    r"<\|[^<>|\s]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^<>｜\s]+｜>|</?(?:think|tool_call|start_of_turn|end_of_turn|sop|s)>"
+    r"|<end_of_utterance>|\[/?(?:INST|gMASK)\]|<bos>|<eos>"
+)
+CALLED = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "A city."}}},
+    },
+}
+Rows = list[dict[str, Any]]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **keys}
+
+
+CONVERSATIONS: dict[str, Rows] = {
+    "one pair": [user(" What is\n2 + 2? "), says(" It is 4. \n")],
+    "a system message": [{"role": "system", "content": "Be brief. "}, user("Hi"), says("Hello.")],
+    "three turns": [user("a?"), says("One."), user("b?"), says("Two."), user("c?"), says("Three.")],
+    "reasoning in the last": [user("Hi"), says("Hello."), user("2 + 2?"), says("4.", reasoning_content="Add.")],
+    "reasoning in an earlier": [user("2 + 2?"), says("4.", reasoning_content="Add."), user("3 + 3?"), says("6.")],
+    "reasoning in contents": [
+        user("2 + 2?"),
+        says("<think>\nAdd.\n</think>\n\n4."),
+        user("3 + 3?"),
+        says("<think>\nAgain.\n</think>\n\n6."),
+    ],
+    "a call with its result": [
+        user("Cold?"),
+        says("", tool_calls=[CALLED]),
+        {"role": "tool", "name": "weather", "content": "21 C"},
+        says("No."),
+    ],
+    "a call at the end": [user("Cold?"), says("", tool_calls=[CALLED])],
+}
+REFUSALS = (
+    "cannot render the roles",  # the template says what it does not take
+    "does not show the",  # it takes lists of parts, as a processor with images gives them
+    "otherwise than behind its prompt",  # the prompt opens a block of thinking that the turn does not have
+)
+
+
+@cache
+def tokenizer_with(name: str) -> Any:
+    """A byte-level tokenizer that has the special tokens of a template."""
+    source = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    end = next((end for start, end in EOS.items() if name.startswith(start)), "<|im_end|>")
+    markers = sorted({*MARKERS.findall(source), end, "<s>"})
+    backend.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in markers])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end, chat_template=source)
+
+
+def own_rendering(tokenizer: Any, rows: Rows, tools: Any, *, prompt: bool = False) -> str:
+    """The template's text by transformers, with the arguments of calls as the template takes them."""
+    try:
+        return tokenizer.apply_chat_template(rows, tools=tools, tokenize=False, add_generation_prompt=prompt)
+    except Exception:  # noqa: BLE001 (whatever a template raises)
+        rows = copy.deepcopy(rows)
+        for call in (call for row in rows for call in row.get("tool_calls", ())):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        return tokenizer.apply_chat_template(rows, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+
+def as_shown(tokenizer: Any, rows: Rows, tools: Any) -> Rows:
+    """The rows as the template shows all of them: what it has no form for is in the contents."""
+    probe = [user("q"), says("a", reasoning_content="zqthought", thinking="zqthought")]
+    has_thinking = "zqthought" in own_rendering(tokenizer, probe, None)
+    has_calls = has_results = False
+    calling = [user("q"), says("", tool_calls=[CALLED]), {"role": "tool", "name": "weather", "content": "zqresult"}]
+    with suppress(Exception):
+        has_calls = "Paris" in own_rendering(tokenizer, calling[:2], None)
+    with suppress(Exception):
+        has_results = "zqresult" in own_rendering(tokenizer, [user("q"), says("a"), calling[2], says("b")], None)
+    shown = []
+    for row in copy.deepcopy(rows):
+        thinking = row.pop("reasoning_content", None)
+        if row["content"].startswith("<think>"):
+            thinking, row["content"] = row["content"].removeprefix("<think>\n").split("\n</think>\n\n")
+        if thinking and has_thinking:
+            row |= {"reasoning_content": thinking, "thinking": thinking}
+        elif thinking:
+            row["content"] = f"<think>\n{thinking}\n</think>\n\n{row['content']}"
+        if "tool_calls" in row and not has_calls:
+            row = says("<tool>weather: Paris</tool>")
+        if row["role"] == "tool" and not has_calls and not has_results:
+            row = user(f"<result>{row['content']}</result>")
+        row = row | ({"tool_call_id": "call00000"} if row["role"] == "tool" else {})
+        shown.append(row)
+    return shown
+
+
+def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[Row] | UsageError:
+    read = [
+        Message(
+            row["role"],
+            row["content"],
+            reasoning=row.get("reasoning_content"),
+            calls=tuple(Call("weather", '{"city": "Paris"}', "", "ok") for _ in row.get("tool_calls", ())),
+            name=row.get("name"),
+        )
+        for row in rows
+    ]
+    variables = {} if tools is None else {"tools": tools}
+    example = Example("e", tuple(read[:-1]), conversation=tuple(read), variables=variables)
+    template = build_template(Component(name="chat"))
+    try:
+        units = list(rows_of(tokenizer, template, example, "demonstration", "assistant"))
+    except UsageError as error:
+        return error
+    assert not any(isinstance(unit, str) for unit in units), units
+    return [row for unit in units for row in unit]  # type: ignore[misc]
+
+
+def trained(tokenizer: Any, made: list[Row]) -> list[tuple[str, str]]:
+    """(the text before, the text) of each run of trained tokens."""
+    found = []
+    for row in made:
+        is_trained = [n >= row.prompt_length and n not in row.heard for n in range(len(row.ids))]
+        starts = [n for n, one in enumerate(is_trained) if one and not is_trained[n - 1]]
+        for start in starts:
+            end = next((n for n in range(start, len(row.ids)) if not is_trained[n]), len(row.ids))
+            found.append((tokenizer.decode(row.ids[:start]), tokenizer.decode(row.ids[start:end])))
+    return found
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_conversations_are_the_text_of_trls_chat_templates(name: str) -> None:
+    """Text and trained parts. Qwen3's empty block of thinking, which no prompt shows, is not trained."""
+    tokenizer, empty = tokenizer_with(name), "<think>\n\n</think>\n\n"
+    for kind, rows in CONVERSATIONS.items():
+        tools = [TOOL] if "call" in kind and re.search(r"\btools\b", tokenizer.chat_template) else None
+        made = rows_made(tokenizer, rows, tools)
+        if isinstance(made, UsageError):
+            assert any(reason in str(made) for reason in REFUSALS), (kind, str(made))
+            continue
+        shown, found = as_shown(tokenizer, rows, tools), trained(tokenizer, made)
+        places = [place for place, row in enumerate(shown) if row["role"] == "assistant"]
+        assert len(found) == len(places), kind
+        ends = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer, build_template(Component(name="chat")))))
+        for place, (before, span) in zip(places, found, strict=True):
+            prompt = own_rendering(tokenizer, shown[:place], tools, prompt=True)
+            assert before == prompt, kind
+            whole = own_rendering(tokenizer, shown[: place + 1], tools)
+            if not whole.startswith(prompt):  # the prompt opens thinking that the history does not have
+                assert prompt.rstrip().endswith("<think>"), kind
+                assert span.removeprefix("\n</think>\n\n").removesuffix(ends[-1]).strip() in whole or "</think>" in span
+                continue
+            own = whole.removeprefix(prompt).rstrip()
+            own = own.removeprefix(empty) if name == "qwen3" else own
+            # before another message the end of a conversation is left out; where a template writes no end, one is added
+            assert own.startswith(span) or span in {own + end for end in ends}, kind
+            is_last = place == places[-1]
+            assert not is_last or span in {own, *(own + end for end in ends)}, kind

@@ -46,6 +46,7 @@ def served(runs: Path) -> Iterator[Served]:
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     opened = open_model(find_source(str(TINY), "runs"), Component(name="r1_zero", preamble=""))
     monkeypatch.setattr(studio, "open_model", lambda source: opened)
+    monkeypatch.setattr(studio, "say_template", lambda source: None)
     return Library(["one", "two"], tmp_path)
 
 

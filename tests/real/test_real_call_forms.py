@@ -11,7 +11,8 @@ import pytest
 from model_templates import CHATML, QWEN3, tokenizer_of
 
 from posttrain.data.render.calls import HERMES, TAGGED, CallForm, write_calls
-from posttrain.data.render.template import build_template, render_dicts
+from posttrain.data.render.chat_template import render_dicts
+from posttrain.data.render.template import build_template
 from posttrain.data.render.template_calls import call_form
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls

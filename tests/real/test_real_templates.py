@@ -10,7 +10,7 @@ import pytest
 from model_templates import CALL_LAYOUTS, LAYOUTS, tokenizer_of
 
 from posttrain.cli import main
-from posttrain.data.render.template import render_dicts
+from posttrain.data.render.chat_template import render_dicts
 from posttrain.errors import UsageError
 from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import TINY

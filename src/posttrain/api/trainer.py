@@ -27,6 +27,7 @@ from posttrain.api.measure import Prompt, examples_of
 from posttrain.api.training import given, read_recipe
 from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
+from posttrain.models.generation import write_ends
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import read_component
 from posttrain.registry import stop_import
@@ -258,6 +259,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             write_model(folder, self.model, self.parts.score_head(), None)
             self.tokenizer.save_pretrained(folder)
+            write_ends(folder, self.tokenizer, self.parts.answer_ends())
         return folder
 
     def close(self) -> None:

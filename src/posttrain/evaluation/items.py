@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from posttrain.data.base import Task, percentile
-from posttrain.data.render import stop_ids
+from posttrain.data.render import without_end
 from posttrain.data.render.assistant import encode_answer
 from posttrain.errors import DataError
 from posttrain.evaluation.statistics import (
@@ -133,8 +133,7 @@ def _plain(value: object) -> object:
 def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     """The record of a graded answer."""
     part, tokenizer, template = sampler.grader.format_part, sampler.tokenizer, sampler.grader.template
-    ids = rollout.completion.ids
-    ids = ids[:-1] if ids and ids[-1] in stop_ids(tokenizer, template) else ids
+    ids = tuple(without_end(tokenizer, template, rollout.completion.ids))
     encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
     return ItemSample(
         text=rollout.text,
@@ -146,7 +145,7 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
         in_format=rollout.parts[part] > 0 if part in rollout.parts else None,
         parts=dict(rollout.parts),
         transcript=show_turns(rollout.turns, rollout.failures) or None,
-        response_ids=None if rollout.turns or tuple(encoded) == tuple(ids) else tuple(ids),
+        response_ids=None if rollout.turns or tuple(encoded) == ids else ids,
     )
 
 

@@ -13,6 +13,7 @@ from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.reading import HUB
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.evaluation.files import (
     SUMMARY,
@@ -318,6 +319,10 @@ def _run_trials(
     request = plan.request
     model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
     models = [model.on_stage(trial.template) for trial in trials]
+    trials = [
+        replace(trial, task=take_rendered(trial.task, own.grader.template, own.tokenizer, "--task"))
+        for trial, own in zip(trials, models, strict=True)
+    ]
     for trial, own in zip(trials, models, strict=True):
         for example in trial.task.examples[:1]:
             encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)

@@ -20,6 +20,7 @@ import yaml
 
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.config import read_object
+from posttrain.models.generation import names_of_ends, write_ends
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.other_names import short_dtype
 from posttrain.runs.directory import RunDirectory
@@ -137,8 +138,10 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
         f"- objective: {plain(summary.objective)}",
         f"- weights: {'none' if step is None else f'after step {step} of {summary.steps}'}",
         f"- last held-out evaluation: {plain(summary.result) or 'none'}",
-        "",
     ]
+    ends = [code(name) for name in names_of_ends(weights)]
+    lines += [f"- an answer ends at {' or '.join(ends)} (`generation_config.json`)"] if ends else []
+    lines.append("")
     if is_adapter(str(weights)):
         scorer = f" {_SCORER[0].upper()}{_SCORER[1:]}." if _is_scorer(weights) else ""
         lines += [f"The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.{scorer}", ""]
@@ -218,6 +221,7 @@ def _merge_into_base(dtype: str, source: Path, content: Path) -> None:
     with quiet_transformers():
         loaded.model.save_pretrained(content)
     loaded.tokenizer.save_pretrained(content)
+    write_ends(content, loaded.tokenizer)
     del loaded  # one model at a time
     _compare_with_trained(dtype, source, content, "--merge")
 

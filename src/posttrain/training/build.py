@@ -18,8 +18,9 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.data.base import Task, build_task
-from posttrain.data.render import end_id
+from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
@@ -97,6 +98,10 @@ class TrainerState:
             return None
         return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
 
+    def answer_ends(self) -> frozenset[int]:
+        """Return the ids that end an answer."""
+        return stop_ids(self.tokenizer, self.grader.template)
+
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """Return (parameters of the model and a head on it, parameters of a separate critic)."""
         if "critic" not in self.heads:
@@ -133,6 +138,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
     method = _build_method(components, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
+    task, *eval_tasks = _take_rendered([task, *eval_tasks], grader.template, tokenizer)
 
     def build_engine(entry: Entry, options: dict[str, object], where: str) -> Engine:
         engine: Engine = entry.bind(options, where)(model, tokenizer).settle(folder, process_group)
@@ -175,6 +181,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     trained = (policy, method, heads, named, optimizer, source, grader, engine)
     return TrainerState(model, tokenizer, *trained, _origins(recipe, loaded), shards, reference, evaluator, warnings)
+
+
+def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
+    """Return the tasks, the first of which is trained, with the prompts marked that are rendered already."""
+    keys = ["task", *(["eval.tasks"] * (len(tasks) - 1))]
+    return [take_rendered(task, template, tokenizer, key) for task, key in zip(tasks, keys, strict=True)]
 
 
 def _choose_kernels(recipe: Recipe) -> None:

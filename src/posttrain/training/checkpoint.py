@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
+from posttrain.models.generation import write_ends
 from posttrain.models.load import ONE_FILE, note_base_bits
 from posttrain.models.sources import SCORE
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
@@ -75,6 +76,7 @@ def save_checkpoint(
     heads: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    ends: Collection[int] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
@@ -86,7 +88,7 @@ def save_checkpoint(
         state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
-        weights: of a sharded model, its tensors unsharded (``names_to_write``).
+        weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
         process_group: those that write it; each its part of the optimizer, and the main one all else.
 
     Raises:
@@ -109,8 +111,7 @@ def save_checkpoint(
             else:
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(aside)
+            _write_tokenizer(aside, tokenizer, ends)
             for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
                 if tensors is not None:
                     save_file(_storable(tensors), aside / f"{name}.safetensors")
@@ -123,6 +124,13 @@ def save_checkpoint(
         if process_group.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
             shutil.rmtree(aside, ignore_errors=process_group.size > 1)
     return final
+
+
+def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
+    """Write the tokenizer, and the ids that end an answer where other programs read them."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+        write_ends(path, tokenizer, ends)
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:

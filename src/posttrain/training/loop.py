@@ -351,6 +351,7 @@ class Loop:
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
+            ends=self.parts.answer_ends(),
             state=self._state() if process_group.is_main else {},
             rollout_buffer=self.parts.source.rollout_buffer(self.step),
             process_group=process_group,

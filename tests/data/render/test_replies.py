@@ -8,9 +8,9 @@ import pytest
 
 from posttrain import registry
 from posttrain.data.render import Template, encode_plain, encode_prompt
-from posttrain.data.render.assistant import reply_frame
+from posttrain.data.render.assistant import encode_turns, reply_frame
 from posttrain.errors import UsageError
-from posttrain.types import Message
+from posttrain.types import Call, Message, Turn
 
 # Chat templates of the common kinds, written anew: what differs between them is how turns and results are marked.
 TOOLS_IN_USER_TURNS = (  # results in a user's turn, several in one; thinking is kept while tools are used
@@ -143,3 +143,30 @@ def test_the_variables_of_a_template_are_kept(chatml: Any) -> None:
     with pytest.raises(UsageError, match="rewrites history"):
         reply_frame(chatml, template("chat", variables={"thinking": True}))
     assert reply_frame(chatml, template("chat")).after.endswith("<|im_start|>assistant\n")
+
+
+TWO_ENDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<answer><|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+END_OF_ALL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("written", [TWO_ENDS, END_OF_ALL])
+def test_a_turn_of_two_end_tokens_is_ended_once_before_a_reply(chatml: Any, written: str) -> None:
+    chatml.chat_template = written
+    chat = template("chat")
+    prompt = encode_prompt(chatml, chat, [Message("user", "Eva has 12 shells.")])
+    calls = (Call("look", '{"a": "b"}', "It is 1.", "ok"),)
+    ids, own = encode_turns(chatml, chat, [Turn("I call it.", calls)], answered=True, prompt=prompt)
+    said = "I call it.\n<tool>look: b</tool>"
+    messages = [("user", "Eva has 12 shells."), ("assistant", said), ("tool", "It is 1.")]
+    assert [*prompt, *ids] == whole(chatml, messages)
+    end = "<answer><|im_end|>" if written == TWO_ENDS else "<|im_end|>"
+    assert chatml.decode([token for token, mine in zip(ids, own, strict=True) if mine]) == said + end
+    last, _ = encode_turns(chatml, chat, [Turn("I call it.", calls)], answered=False, prompt=prompt)
+    end = end if written == TWO_ENDS else "<|im_end|>\n<|endoftext|>"
+    assert chatml.decode(last) == said + end

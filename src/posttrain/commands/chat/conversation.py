@@ -16,6 +16,7 @@ from posttrain.commands.options import chosen_components
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
 from posttrain.data.render.encoding import TextStream
+from posttrain.data.render.template import end_lead
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
@@ -87,7 +88,8 @@ class Conversation:
         tokenizer, template = self.sampler.tokenizer, self.sampler.grader.template
         turns = [*self.messages, Message("user", content)]
         prompt = encode_prompt(tokenizer, template, turns)
-        decoded, chosen = TextStream(tokenizer), self.controls
+        decoded = TextStream(tokenizer, prompt, end_lead(tokenizer, template))
+        chosen = self.controls
         limit = chosen.max_tokens or self.sampler.source.max_tokens
         sampling = self.sampler.sampling(limit, chosen.temperature, chosen.top_k, chosen.top_p)
         sampling = replace(sampling, num_tokens=num_tokens_of(tokenizer))
@@ -100,7 +102,8 @@ class Conversation:
                     token = next(tokens, None)
                 if token is None:
                     break
-                added = "" if token.id in sampling.stop_ids else decoded.push(token.id)
+                is_end = token.id in sampling.stop_ids
+                added = decoded.end() if is_end else decoded.push(token.id)
                 added += decoded.flush() if token.is_last else ""
                 self.text, self.finish = self.text + added, token.finish
                 self.logprobs.append(token.logprob)

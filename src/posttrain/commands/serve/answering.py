@@ -28,7 +28,8 @@ class Job:
     """A request: ``body.n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
 
     An answer depends neither on other requests nor on whether it is streamed. ``opening``: the template's beginning of
-    the text. ``call_tag``: the beginning of a call, where ``tools`` are offered.
+    the text. ``lead``: the text before the token at which it stops, which is not shown. ``call_tag``: the beginning of
+    a call, where ``tools`` are offered.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Job:
     seed: int
     body: Sampled
     opening: str = ""
+    lead: str = ""
     call_tag: str = ""
     tools: Sequence[dict[str, Any]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
@@ -56,7 +58,7 @@ class Answer:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish: Finish | None = None
-        self._decoded = TextStream(tokenizer)
+        self._decoded = TextStream(tokenizer, prompt, job.lead)
         self._held = ""  # may be the beginning of a stop text, or a call
 
     def push(self, token: int, logprob: float, *, is_last: bool) -> str:
@@ -66,8 +68,8 @@ class Answer:
         self.logprobs.append(logprob)
         stops, tag = self.job.body.stop or (), self.job.call_tag
         is_end = token in self.job.sampling.stop_ids
-        held = self._held + ("" if is_end else self._decoded.push(token))
-        held += self._decoded.flush() if is_end or is_last else ""
+        held = self._held + (self._decoded.end() if is_end else self._decoded.push(token))
+        held += self._decoded.flush() if is_last else ""
         places = [held.find(stop) for stop in stops if stop in held]
         if places or is_end or is_last:
             self.finish = "stop" if places or is_end else "length"

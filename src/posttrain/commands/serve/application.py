@@ -26,6 +26,7 @@ from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRe
 from posttrain.data.render import Piece, stop_ids
 from posttrain.data.render.assistant import opening_of
 from posttrain.data.render.encoding import encode_pieces, markers_of
+from posttrain.data.render.template import end_lead
 from posttrain.errors import PosttrainError
 from posttrain.sampling.base import Sampling, check_prompts, check_sampling, num_tokens_of
 
@@ -107,7 +108,10 @@ class Api:
         prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
         job = self._job("chat", body, [prompt])
         opening = opening_of(self.tokenizer, self.template, prompt)
-        job = replace(job, opening=opening, tools=tools, call_tag=self.conversations.form.tag if tools else "")
+        lead = end_lead(self.tokenizer, self.template)
+        job = replace(
+            job, opening=opening, lead=lead, tools=tools, call_tag=self.conversations.form.tag if tools else ""
+        )
         return await self._respond(request, job, body.stream)
 
     async def complete(self, request: Request) -> Response:

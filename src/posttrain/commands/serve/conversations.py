@@ -13,8 +13,8 @@ from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.assistant import encode_turn, reply_frame
+from posttrain.data.render.chat_template import mark
 from posttrain.data.render.encoding import markers_of
-from posttrain.data.render.template import mark
 from posttrain.data.render.template_calls import call_form
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.sections import Component

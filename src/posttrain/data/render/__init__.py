@@ -6,7 +6,7 @@ untrusted (from the data); only trusted pieces can become special tokens.
 
 from posttrain.data.render.assistant import decode_response, encode_response
 from posttrain.data.render.encoding import Piece, encode_plain
-from posttrain.data.render.template import Template, encode_prompt, end_id, stop_ids
+from posttrain.data.render.template import Template, encode_prompt, end_id, end_ids, stop_ids, without_end
 
 __all__ = [
     "Piece",
@@ -16,5 +16,7 @@ __all__ = [
     "encode_prompt",
     "encode_response",
     "end_id",
+    "end_ids",
     "stop_ids",
+    "without_end",
 ]

@@ -11,30 +11,33 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.data.render.calls import CallForm, write_calls
+from posttrain.data.render.chat_template import mark, probed, render_history
 from posttrain.data.render.encoding import (
     END_THINK,
     THINK,
     Piece,
     Tokenizer,
+    decode_behind,
     drop_text,
     encode_pieces,
     mark_tags,
     markers_of,
 )
 from posttrain.data.render.template import (
-    EMPTY_THINKING,
     OPENED,
     Template,
     end_id,
-    mark,
-    probed,
-    render_history,
+    end_ids,
+    end_lead,
+    end_text,
+    ending,
     render_pieces,
     stop_ids,
-    turn_end,
+    without_empty_thinking,
+    without_end,
 )
 from posttrain.data.render.template_calls import call_form, call_marks
 from posttrain.errors import UsageError
@@ -127,8 +130,29 @@ def encode_response(
     ids = encode_pieces(tokenizer, pieces, prompt)
     if not ids:
         raise UsageError(f"example {example.id!r}: the demonstration is empty")
-    end = end_id(tokenizer, template)
-    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
+    if ids[-1] == end_id(tokenizer, template):  # a rendered response may spell it out
+        return ids
+    return with_end(tokenizer, template, pieces, prompt)
+
+
+def with_end(
+    tokenizer: Tokenizer,
+    template: Template,
+    pieces: Sequence[Piece],
+    before: Sequence[int] = (),
+    *,
+    continued: bool = False,
+) -> list[int]:
+    """The ids of an answer and its end; ``continued``: another message follows.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    end = end_ids(tokenizer, template, continued=continued)
+    if len(end) == 1:
+        return [*encode_pieces(tokenizer, pieces, before), *end]
+    text = end_text(tokenizer, template, continued=continued)
+    return encode_pieces(tokenizer, [*pieces, Piece(text, trusted=True)], before)
 
 
 def encode_answer(
@@ -145,10 +169,10 @@ def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int]
     Args:
         prompt: the ids of the prompt, whose opened block of thinking begins the text.
     """
-    kept = list(ids)
-    if kept and kept[-1] in stop_ids(tokenizer, template):
-        kept.pop()
-    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = decode_behind(tokenizer, without_end(tokenizer, template, ids), prompt)
+    lead = end_lead(tokenizer, template)
+    if lead and len(ids) and ids[-1] in stop_ids(tokenizer, template):
+        text = text.removesuffix(lead)  # the tokenizer may have joined it to the answer
     return opening_of(tokenizer, template, prompt) + text
 
 
@@ -164,8 +188,11 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         whole = render_pieces(tokenizer, [question, answer], "", settings, prompt=False)[0]
         if not "".join(p.text for p in whole).startswith(prompt):
             return []
+        behind = drop_text(whole, len(prompt))
+        if all(piece.trusted for piece in behind):  # what is the answer's cannot be told apart
+            return []
         parts = [""]
-        for piece in drop_text(whole, len(prompt)):
+        for piece in behind:
             if piece.trusted:
                 parts[-1] += piece.text
             else:
@@ -177,13 +204,28 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    lead = EMPTY_THINKING.sub("", plain[0]) if plain else ""
+    lead = without_empty_thinking(tokenizer, plain[0], settings) if plain else ""
     if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead and not lead.isspace():
         lead = ""
     channels = (thinking[0], thinking[1]) if len(thinking) == 3 and THINK not in thinking[0] else ("", "")
     return lead, channels if any(find(channels[0])) else ("", "")
+
+
+def out_of_channels(tokenizer: Tokenizer, message: Message, variables: Mapping[str, object]) -> Message:
+    """A message whose content has the marks of the template's channels, as a model writes them, in its parts."""
+    if message.role != "assistant" or message.reasoning is not None or message.calls:
+        return message
+    lead, (before, between) = probed(tokenizer, "leads", variables, lambda settings: _leads(tokenizer, settings))
+    if not before or not between:
+        return message
+    thinking, closed, answer = message.content.removeprefix(before).partition(between)
+    if message.content.startswith(before) and closed and answer:
+        return replace(message, content=answer, reasoning=thinking)
+    if lead and message.content.startswith(lead) and len(message.content) > len(lead):
+        return replace(message, content=message.content.removeprefix(lead))
+    return message
 
 
 def _in_channels(text: str, lead: str, channels: Channels) -> list[Piece] | None:
@@ -211,7 +253,7 @@ class ReplyFrame:
     """The texts before, between and behind the results of a turn (trusted).
 
     Attributes:
-        end: the id that ends a turn, with which ``before`` begins; it is not repeated behind a turn that has it.
+        end: the id that ends a turn; ``before`` begins with that end, which is not repeated behind a turn that has it.
         strips: the template strips contents.
         wrapped: it marks results as such by itself.
     """
@@ -238,7 +280,7 @@ class ReplyFrame:
             pieces.append(Piece((self.between if number else "") + opening, trusted=True))
             pieces += [Piece(quoted, trusted=False), Piece(closing, trusted=True)]
         ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)], [] if last is None else [last])
-        return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
+        return ids[ids.index(self.end) + 1 :] if self.end is not None and last == self.end and self.end in ids else ids
 
 
 def encode_turns(
@@ -256,9 +298,9 @@ def encode_turns(
     ids: list[int] = []
     own: list[bool] = []
     for number, turn in enumerate(turns, start=1):
-        written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids])
-        results = [call.result for call in turn.calls]
         is_heard = answered or number < len(turns)
+        written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids], continued=is_heard)
+        results = [call.result for call in turn.calls]
         heard = frame.encode(tokenizer, template, results, form.results, written[-1]) if is_heard else []
         ids += [*written, *heard]
         own += [True] * len(written) + [False] * len(heard)
@@ -266,20 +308,35 @@ def encode_turns(
 
 
 def encode_turn(
-    tokenizer: Tokenizer, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    template: Template,
+    turn: Turn,
+    form: CallForm,
+    prompt: Sequence[int] = (),
+    *,
+    continued: bool = True,
 ) -> list[int]:
     """The ids of a turn as a model would write it behind a prompt, the end included: its text, its calls.
+
+    ``continued``: another message follows.
 
     Raises:
         UsageError: the tokenizer has no end token.
     """
+    pieces = turn_pieces(tokenizer, template, turn, form, prompt)
+    if turn.calls and form.end is not None:
+        return [*encode_pieces(tokenizer, pieces, prompt), form.end]
+    return with_end(tokenizer, template, pieces, prompt, continued=continued)
+
+
+def turn_pieces(
+    tokenizer: Tokenizer, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
+) -> list[Piece]:
+    """The pieces of a turn as a model would write it behind a prompt, without its end."""
     pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
     if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
         pieces = behind_prompt(tokenizer, template, pieces, prompt)
-    if turn.calls:
-        pieces = [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
-    end = form.end if turn.calls and form.end is not None else end_id(tokenizer, template)
-    return [*encode_pieces(tokenizer, pieces, prompt), end]
+    return [*pieces, *write_calls(turn.calls, form, bool(turn.text))] if turn.calls else pieces
 
 
 def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
@@ -330,7 +387,9 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
         both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
         found = both.partition(opening + heard[0])[2].partition(heard[1])
         between = found[0] if found[1] and found[2] == closing else between
-    return ReplyFrame(opening, between, closing, turn_end(tokenizer), strips, wrapped=role == "tool")
+    own = ending(tokenizer)
+    end = own.ids[0] if own is not None and own.middle and opening.startswith(own.middle) else None
+    return ReplyFrame(opening, between, closing, end, strips, wrapped=role == "tool")
 
 
 def _rewrites(expected: str, written: str) -> str:

@@ -26,10 +26,7 @@ else:
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 THINK, END_THINK = "<think>", "</think>"
 # Pairs of tags that an assistant writes. The second alone is a tag only where the prompt has opened the block.
-_PAIRED = [
-    re.compile(f"({re.escape(opening)}).*?({re.escape(closing)})", re.DOTALL)
-    for opening, closing in ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
-]
+_PAIRED = ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,16 @@ class Markers:
         leading: the ids that the tokenizer itself puts in front of a text (BOS).
         anchors: texts with their ids, behind which a text is encoded that is no beginning; none where it is the same.
         restarts: a text right behind a marker is encoded as a beginning.
+        adds_space: a beginning gets a space also where it has one, so that one is to be taken away again.
+        context: ids behind which others are decoded that are no beginning, where a decoder strips the space in front
+            of a text; empty where it is the same.
     """
 
     def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
         self.ids, self.swallows, self.leading = ids, swallows, leading
         self.anchors, self.restarts = dict[str, list[int]](), False
+        self.adds_space = True
+        self.context: list[int] = []
         self.id_set = frozenset(ids.values())
         # by first letter the lengths, longest first: some tokenizers have thousands of markers
         self._lengths = {
@@ -124,8 +126,39 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
     if behind != [*anchors["\n"], *alone]:  # a space in front of a text, as SentencePiece writes it
         markers.anchors = anchors
         markers.restarts = any(_encode(tokenizer, f"{one}a", split_special=False).ids[1:] == alone for one in added)
+    markers.context = _context(tokenizer, anchors["."])
+    markers.adds_space = _encode(tokenizer, " a", split_special=False).ids != alone
     _KNOWN[tokenizer] = (len(tokenizer), markers)
     return markers
+
+
+def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
+    """The ids of a text behind which white space is decoded that is lost at the beginning; none if none is lost."""
+    spaced = "  a"
+    ids = _encode(tokenizer, f".{spaced}", split_special=False).ids
+    if ids[: len(anchor)] != anchor or _decode(tokenizer, ids[len(anchor) :]) == spaced:
+        return []
+    return anchor if _decode(tokenizer, ids) == f".{spaced}" else []
+
+
+def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+    """The ids behind which ids are decoded that follow ``before``, so that no white space in front of them is lost."""
+    if not before or getattr(tokenizer, "backend_tokenizer", None) is None:
+        return []
+    markers = markers_of(tokenizer)
+    if markers.restarts and markers.adds_space and before[-1] in markers.id_set:
+        return []
+    return markers.context
+
+
+def decode_behind(tokenizer: Tokenizer, ids: Sequence[int], before: Sequence[int] = ()) -> str:
+    """The text of ids that follow the ids ``before``; special tokens are kept."""
+    context = context_behind(tokenizer, before)
+    return _decode(tokenizer, [*context, *ids])[len(_decode(tokenizer, context)) :]
 
 
 def _behind(markers: Markers, before: Sequence[int], encode: Callable[[str], list[int]]) -> list[int]:
@@ -227,13 +260,18 @@ class TextStream:
     """The text that each token adds; together they are the text of all tokens decoded at once.
 
     A token that holds only the beginning of a character adds nothing; the one that completes it adds the whole.
+
+    Args:
+        before: the ids in front of them.
+        lead: the text that ends an answer before the token at which it stops; held back until more follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), lead: str = "") -> None:
+        self.tokenizer, self.lead = tokenizer, lead
+        self.ids: list[int] = list(context_behind(tokenizer, before))
         self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before
-        self._shown = 0  # tokens whose text has been given
+        self._shown = len(self.ids)  # tokens whose text has been given
+        self._held = ""
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, maybe empty."""
@@ -241,20 +279,27 @@ class TextStream:
         text = self._rest()
         if text.endswith(_BROKEN) and len(self.ids) - self._shown < _MAX_PENDING:
             return ""
-        return self.flush()
+        text = self.flush()
+        begun = (n for n in range(min(len(self.lead), len(text)), 0, -1) if text.endswith(self.lead[:n]))
+        shown = len(text) - next(begun, 0)
+        self._held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """The text that is left when no token follows: incomplete bytes as replacement characters."""
-        text = self._rest()
-        self._context, self._shown = self._shown, len(self.ids)
+        text = self._held + self._rest()
+        self._context, self._shown, self._held = self._shown, len(self.ids), ""
         return text
+
+    def end(self) -> str:
+        """The text that is left behind the token at which the answer stops: without what leads to it."""
+        return self.flush().removesuffix(self.lead)
 
     def _rest(self) -> str:
         before, text = (
-            self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for ids in (self.ids[self._context : self._shown], self.ids[self._context :])
+            _decode(self.tokenizer, ids) for ids in (self.ids[self._context : self._shown], self.ids[self._context :])
         )
-        return str(text[len(before) :])
+        return text[len(before) :]
 
 
 def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bool = False) -> list[Piece]:
@@ -283,14 +328,24 @@ def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Ite
     if is_open and END_THINK in text:
         at = text.index(END_THINK) + len(END_THINK)
         yield at - len(END_THINK), at
-    for number, paired in enumerate(_PAIRED):
-        for match in paired.finditer(text, 0 if number else at):
-            yield from (match.span(1), match.span(2))
+    for number, (opening, closing) in enumerate(_PAIRED):
+        yield from _pairs(text, opening, closing, 0 if number else at)
     start = len(text) - len(text.lstrip())
     if is_first and not is_open and text.startswith(THINK, start):  # cut off within its thinking
         yield start, start + len(THINK)
     if names:
         yield from (match.span() for match in re.finditer(rf"</?(?:{'|'.join(map(re.escape, names))})>", text))
+
+
+def _pairs(text: str, opening: str, closing: str, at: int) -> Iterator[tuple[int, int]]:
+    """The places of the tags of each pair, in time that is linear in the length of the text."""
+    while (start := text.find(opening, at)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            return
+        at = end + len(closing)
+        yield start, start + len(opening)
+        yield end, at
 
 
 def drop_text(pieces: Sequence[Piece], length: int) -> list[Piece]:

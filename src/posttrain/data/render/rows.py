@@ -11,18 +11,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from posttrain.data.render.assistant import behind_prompt, decode_response, encode_answer, encode_response, encode_turns
+from posttrain.data.render.assistant import (
+    behind_prompt,
+    decode_response,
+    encode_answer,
+    encode_response,
+    encode_turns,
+    out_of_channels,
+    turn_pieces,
+)
 from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
+from posttrain.data.render.sheet import as_row_texts
 from posttrain.data.render.template import (
-    EMPTY_THINKING,
     Template,
-    as_row_texts,
+    begins_with_empty_thinking,
     encode_prompt,
     end_id,
+    end_ids,
+    end_text,
+    ending,
     prompt_pieces,
     render_pieces,
     with_reasoning,
+    without_empty_thinking,
 )
+from posttrain.data.render.template_calls import call_form, call_marks
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Response, Turn
 
@@ -145,7 +158,7 @@ def _row(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], respon
         answer = list(response.ids)  # as it was sampled
     else:
         answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
-    return Row([*prompt, *answer, end_id(tokenizer, template)], len(prompt), response.score)
+    return Row([*prompt, *answer, *end_ids(tokenizer, template)], len(prompt), response.score)
 
 
 def _stepwise(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response) -> Row:
@@ -156,7 +169,7 @@ def _stepwise(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], r
         ids += encode_plain(tokenizer, step, ids)
         if label is not None:
             labels[len(ids) - 1] = label
-    return Row([*ids, end_id(tokenizer, template)], len(prompt), response.score, labels)
+    return Row([*ids, *end_ids(tokenizer, template)], len(prompt), response.score, labels)
 
 
 def split_turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
@@ -237,21 +250,18 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
     trained = trained_turns(example.conversation, train_on)
     if not trained:
         return
-    conversation = with_reasoning(tokenizer, example.conversation, variables)
+    conversation = with_reasoning(
+        tokenizer, [out_of_channels(tokenizer, one, variables) for one in example.conversation], variables
+    )
     places = [i for i, message in enumerate(conversation) if message.role == "assistant" and 0 < i <= trained[-1]]
     prompts = {i: prompt_pieces(tokenizer, template, conversation[:i], example.variables) for i in places}
     turns: dict[int, Part] = {}
     for i in places:
         pieces = _turn(tokenizer, template, conversation[: i + 1], variables, prompts[i])
-        message = example.conversation[i]
-        if i == len(conversation) - 1 and not message.calls and message.reasoning is None:
-            # with its white space as the row has it, as no prompt shows it again; what a template writes before every
-            # answer is its own
-            written = _as_text(tokenizer, template, message.content, prompts[i], variables)
-            if _text(written)[0].isspace() or _text(pieces).removesuffix(_text(written)).strip() != "":
-                pieces = written
         turns[i] = pieces, i in trained
-    whole = _joined(conversation, prompts, turns, train_on)
+    end = ending(tokenizer)
+    unsaid = len(end.text) - len(end.middle) if end is not None and end.middle else 0
+    whole = _joined(conversation, prompts, turns, train_on, unsaid)
     if whole is None and train_on == "all" and len(trained) < len(places):
         raise UsageError(
             f"example {example.id!r}: data.train_on all with a message of weight 0, and the chat template rewrites "
@@ -269,11 +279,22 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
 
 
 def _joined(
-    conversation: Sequence[Message], prompts: Mapping[int, Sequence[Piece]], turns: Mapping[int, Part], train_on: str
+    conversation: Sequence[Message],
+    prompts: Mapping[int, Sequence[Piece]],
+    turns: Mapping[int, Part],
+    train_on: str,
+    unsaid: int,
 ) -> list[Part] | None:
-    """All turns in one row; None where a later prompt does not begin with the turns before it."""
+    """All turns in one row; None where a later prompt does not begin with the turns before it.
+
+    ``unsaid``: how many characters a turn ends with that are not written before another message.
+    """
     parts, previous = list[Part](), ""
     for i, prompt in prompts.items():
+        if unsaid and not _text(prompt).startswith(previous):
+            previous = previous[:-unsaid]
+            pieces, is_trained = parts[-1]
+            parts[-1] = _shortened(pieces, unsaid), is_trained
         if not _text(prompt).startswith(previous):
             return None
         # results of tools are never trained, the user's messages only with all
@@ -283,13 +304,18 @@ def _joined(
     return parts
 
 
+def _shortened(pieces: Sequence[Piece], count: int) -> list[Piece]:
+    """The pieces without the last characters, which are of the last piece."""
+    return [*pieces[:-1], Piece(pieces[-1].text[:-count], pieces[-1].trusted)]
+
+
 def _as_text(
     tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[Piece], variables: Mapping[str, Any]
 ) -> list[Piece]:
     """A message as the text that a model writes behind the prompt, its end included."""
     before = encode_pieces(tokenizer, prompt)
     pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], before, variables)
-    return [*pieces, Piece(tokenizer.decode([end_id(tokenizer, template)]), trusted=True)]
+    return [*pieces, Piece(end_text(tokenizer, template), trusted=True)]
 
 
 def _turn(
@@ -301,26 +327,49 @@ def _turn(
 ) -> list[Piece]:
     """The last message as the assistant writes it behind the prompt, its end included: what its chat template adds.
 
-    It goes up to the end token, or to the last marker where the template ends such a turn with another one. The end
-    token is added where it ends a turn with none.
+    It goes up to the last token with which the template ends it. The end token is added where it ends a turn with none.
     """
-    message, end = messages[-1], tokenizer.decode([end_id(tokenizer, template)])
+    message = messages[-1]
     whole, hidden = render_pieces(tokenizer, messages, template.system, variables, prompt=False)
     if hidden and max(hidden) == len(messages) - 1:
         raise UsageError(f"the chat template does not show the reasoning of message {len(messages)}; leave it out")
     if not _text(whole).startswith(_text(prompt)):
+        form = call_form(tokenizer, template)
+        if message.calls and message.reasoning is None and form.is_native and form.end is None:
+            turn = Turn(message.content, message.calls)
+            written = turn_pieces(tokenizer, template, turn, form, encode_pieces(tokenizer, prompt))
+            return [*written, Piece(end_text(tokenizer, template), trusted=True)]
         if message.calls or message.reasoning is not None:
             what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
             raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
-        return _as_text(tokenizer, template, message.content, prompt, variables)
+        end = end_text(tokenizer, template)
+        content, shown = message.content, _text(whole)
+        forms = (content, content.rstrip(), content.lstrip(), content.strip())  # as the template strips it
+        content = next((form for form in forms if form and form + end in shown), content)
+        return _as_text(tokenizer, template, content, prompt, variables)
     pieces = drop_text(whole, len(_text(prompt)))
-    if message.reasoning is None and pieces and pieces[0].trusted:
-        pieces[0] = Piece(EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
-    for number, piece in enumerate(pieces):
-        if piece.trusted and end in piece.text:
-            return [*pieces[:number], Piece(piece.text[: piece.text.index(end) + len(end)], trusted=True)]
-    last = pieces[-1:]
-    markers = list(markers_of(tokenizer).find(last[0].text)) if last and last[0].trusted else []
-    if markers:
-        return [*pieces[:-1], Piece(last[0].text[: markers[-1][1]], trusted=True)]
+    has_own = message.reasoning is not None or begins_with_empty_thinking(message.content)
+    if not has_own and pieces and pieces[0].trusted:
+        pieces[0] = Piece(without_empty_thinking(tokenizer, pieces[0].text, variables), trusted=True)
+    return _ended(tokenizer, template, message, pieces)
+
+
+def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: list[Piece]) -> list[Piece]:
+    """The pieces of a turn up to its end."""
+    end = end_text(tokenizer, template)
+    last = pieces[-1] if pieces and pieces[-1].trusted else Piece("", trusted=True)
+    if not message.calls and last.text.startswith(end):
+        return [*pieces[:-1], Piece(end, trusted=True)]
+    marks = call_marks(tokenizer, template)
+    found = list(markers_of(tokenizer).find(last.text))
+    own = [stop for _, stop, index in found if index == end_id(tokenizer, template)]
+    ends = own or [stop for start, stop, _ in found if not _is_tag(last.text[start:stop], marks)]
+    if found:  # a template may end a call with nothing but its closing tag
+        cut = ends[-1] if ends else found[-1][1]
+        return [*pieces[:-1], Piece(last.text[:cut], trusted=True)]
     return [*pieces, Piece(end, trusted=True)]
+
+
+def _is_tag(marker: str, marks: Sequence[str]) -> bool:
+    """Return True if a token closes what is written in a turn, and not the turn."""
+    return marker.strip() in marks or marker.strip().startswith("</")

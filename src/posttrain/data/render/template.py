@@ -1,39 +1,48 @@
-"""Prompt templates, and conversations as the tokenizer's own chat template renders them.
-
-A chat template never sees the contents. It renders placeholders, which are then replaced by the contents as pieces, so
-that no content can forge a turn marker or change what the template does.
-"""
+"""Prompt templates, prompts by the tokenizer's own chat template, and what ends an answer."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 from posttrain import registry
 from posttrain.data.render.calls import TAGGED, write_call
-from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, encode_pieces, mark_tags, markers_of
+from posttrain.data.render.chat_template import mark, probed, render_dicts, render_history
+from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, encode_pieces, markers_of
+from posttrain.data.render.sheet import Sheet, as_row_texts
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
 from posttrain.registry import suggest
 from posttrain.types import Call, Example, Message
 
 ROLES = ("system", "user", "assistant", "tool")
-# Private-use characters around a placeholder's number. Contents are never rendered, so none can hold
-# one; a chat template that holds them would be refused as one that shows a message twice. A placeholder inside of a
-# call or a schema holds a quotation mark: where it comes out with a backslash, the template has written JSON.
-_OPEN, _CLOSE = "\ue0f1", "\ue0f2"
-_MARK = re.compile(f'({_OPEN}|\\\\ue0f1)(\\d+)(\\\\?"|)({_CLOSE}|\\\\ue0f2)')
-_PAD = " "
-_PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
 OPENED = re.compile(r"<think>\s*\Z")
 # An empty block of thinking that some chat templates write into the last turn alone.
-EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
-Found = TypeVar("Found")
+_EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
+
+
+def without_empty_thinking(tokenizer: Tokenizer, text: str, variables: Mapping[str, object]) -> str:
+    """A turn's beginning without the empty block of thinking that the chat template writes into the last turn alone."""
+
+    def keeps(settings: Mapping[str, Any]) -> bool:
+        """Return True if the block stays when another message follows."""
+        turns = [(role, mark(number)) for number, role in enumerate(("user", "assistant", "user"))]
+        try:
+            before = render_history(tokenizer, turns, settings, prompt=False).partition(mark(1))[0]
+        except UsageError:
+            return False
+        return re.search(r"<think>\s*</think>\s*\Z", before) is not None
+
+    rest = _EMPTY_THINKING.sub("", text)
+    return text if rest != text and probed(tokenizer, "empty thinking", variables, keeps) else rest
+
+
+def begins_with_empty_thinking(text: str) -> bool:
+    """Return True for an answer with an empty block of thinking."""
+    return _EMPTY_THINKING.match(text) is not None
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -140,14 +149,14 @@ def render_pieces(
         probe = [Message("user", "q"), calling, Message("tool", "r"), Message("assistant", "s")]
         for name, written in (("own", probe), ("tool", spell_calls(probe))):
             with suppress(UsageError):
-                _Sheet(tokenizer, "", settings).render(written, prompt=False)
+                Sheet(tokenizer, "", settings).render(written, prompt=False)
                 return name
         return "user"
 
     if any(message.calls for message in messages):
         form = probed(tokenizer, "calls", variables, find)
         messages = messages if form == "own" else spell_calls(messages, results=form)
-    return _Sheet(tokenizer, system, variables).render(messages, prompt=prompt)
+    return Sheet(tokenizer, system, variables).render(messages, prompt=prompt)
 
 
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
@@ -166,206 +175,57 @@ def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Mess
     return spelled
 
 
-class RowText(str):
-    """A text of a row among the variables of a chat template: not trusted, as the recipe's own are."""
+@dataclass(frozen=True)
+class Ending:
+    """What a chat template writes behind an answer, up to and including its last special token.
 
-    __slots__ = ()
+    Attributes:
+        text: behind the last answer of a conversation.
+        lead: the part of it that a model writes before the token at which it stops.
+        ids: of the special tokens that end an answer: before another message, and at the end of the conversation.
+        middle: behind an answer that another message follows; empty where only a conversation is ended.
+    """
 
-
-def as_row_texts(value: Any) -> Any:
-    """Nested values of a row with each of their texts as ``RowText``."""
-    if isinstance(value, Mapping):
-        return {key: as_row_texts(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [as_row_texts(one) for one in value]
-    return RowText(value) if isinstance(value, str) else value
-
-
-class _Sheet:
-    """Texts by the number of their placeholder, for one conversation in one chat template."""
-
-    def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, object]) -> None:
-        self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
-        self.system = system
-        self.texts: list[list[Piece]] = []
-        self.contents: dict[int, str] = {}  # number: role of what must be shown once, in this order
-        self.reasoning: dict[int, int] = {}  # number of a placeholder: index of the message
-        self.needed: dict[int, str] = {}  # number: what must be shown at least once
-        self.variables = {key: self._leaves(value, None) for key, value in variables.items()}
-
-    def render(self, messages: Sequence[Message], *, prompt: bool) -> tuple[list[Piece], set[int]]:
-        """See ``render_pieces``."""
-        rows, called = list[dict[str, Any]](), list[str]()
-        if self.system:
-            own = [Piece(self.system, trusted=True)]
-            if messages[0].role == "system":
-                own += [Piece("\n\n", trusted=True), Piece(messages[0].content, trusted=False)]
-                messages = messages[1:]
-            rows.append({"role": "system", "content": self._content("system", own)})
-        rows += [self._message(index, message, called) for index, message in enumerate(messages)]
-        return self._fill(render_dicts(self.tokenizer, rows, self.variables, prompt=prompt))
-
-    def _message(self, index: int, message: Message, called: list[str]) -> dict[str, Any]:
-        row: dict[str, Any] = {"role": message.role, "content": ""}
-        if message.reasoning is not None:
-            number = self._add([Piece(message.reasoning.strip("\n"), trusted=False)])
-            self.reasoning[number] = index
-            row |= dict.fromkeys(("reasoning_content", "thinking"), mark(number))
-        if message.content:
-            content = [Piece(message.content, trusted=False)]
-            row["content"] = self._content(message.role, mark_tags(content) if message.role == "assistant" else content)
-        if message.name is not None:
-            row["name"] = self._leaf(message.name, "" if message.role == "tool" else f"the name {message.name!r}")
-        if message.calls:
-            row["tool_calls"] = []
-            for call in message.calls:
-                what = f"the call of {call.tool!r}"
-                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.raw_arguments), what)
-                id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
-                function = {"name": name, "arguments": arguments}
-                row["tool_calls"].append({"id": id, "type": "function", "function": function})
-            called[:] = [call["id"] for call in row["tool_calls"]]
-        elif message.role == "tool":
-            row["tool_call_id"] = called.pop(0) if called else ""
-        return row
-
-    def _add(self, pieces: list[Piece]) -> int:
-        self.texts.append(pieces)
-        return len(self.texts) - 1
-
-    def _content(self, role: str, pieces: list[Piece]) -> str:
-        number = self._add(pieces)
-        self.contents[number] = role
-        quote = '"' if role == "tool" else ""  # some templates write results as JSON
-        return f"{_PAD}{_OPEN}{number}{quote}{_CLOSE}{_PAD}"
-
-    def _leaf(self, text: str, needed: str) -> str:
-        number = self._add([Piece(text, trusted=False)])
-        if needed:
-            self.needed[number] = needed
-        return f'{_OPEN}{number}"{_CLOSE}'
-
-    def _leaves(self, value: object, needed: str | None) -> object:
-        """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
-        if isinstance(value, Mapping):
-            bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
-            if bad is not None:
-                raise UsageError(f"the name {bad!r} of an argument could be read as a special token; rename it")
-            return {key: self._leaves(one, needed) for key, one in value.items()}
-        if isinstance(value, list):
-            return [self._leaves(one, needed) for one in value]
-        if not isinstance(value, str):
-            return value
-        if needed is None and not (isinstance(value, RowText) and any(self.markers.find(value))):
-            return value
-        return self._leaf(value, needed or "")
-
-    def _fill(self, rendered: str) -> tuple[list[Piece], set[int]]:
-        """The rendered text with the texts in place of their placeholders."""
-        matches = list(_MARK.finditer(rendered))
-        order = [int(match[2]) for match in matches]
-        shown = [number for number in order if number in self.contents]
-        for place, (number, role) in enumerate(self.contents.items()):
-            if shown.count(number) != 1 or shown.index(number) != place:
-                raise UsageError(
-                    f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
-                    "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
-                )
-        missing = next((what for number, what in self.needed.items() if number not in order), None)
-        if missing is not None:
-            raise UsageError(
-                f"the tokenizer's chat template does not show {missing} of a message. Write it into the content, or "
-                "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
-            )
-        pieces, at = list[Piece](), 0
-        for match in matches:
-            number, start, end = int(match[2]), match.start(), match.end()
-            text = self.texts[number]
-            if number in self.contents and rendered[max(start - 1, at) : start] == rendered[end : end + 1] == _PAD:
-                start, end = start - 1, end + 1
-            elif number in self.contents:  # the template strips contents: so do we
-                text = [Piece(text[0].text.lstrip(), text[0].trusted), *text[1:]]
-                text = [*text[:-1], Piece(text[-1].text.rstrip(), text[-1].trusted)]
-            pieces.append(Piece(rendered[at:start], trusted=True))
-            pieces += [Piece(_as_around(piece.text, match), piece.trusted) for piece in text]
-            at = end
-        hidden = {index for number, index in self.reasoning.items() if number not in order}
-        return [*pieces, Piece(rendered[at:], trusted=True)], hidden
+    text: str
+    lead: str
+    ids: tuple[int, ...]
+    middle: str
 
 
-def _as_around(text: str, match: re.Match[str]) -> str:
-    """A text as the template wrote its placeholder: as it is, inside of JSON, or as Python shows it."""
-    is_ascii = match[1] != _OPEN
-    if match[3] == '\\"':
-        return json.dumps(text, ensure_ascii=is_ascii)[1:-1]
-    return repr(text)[1:-1] if is_ascii else text
-
-
-def turn_end(tokenizer: Tokenizer) -> int | None:
-    """The id of the first special token behind an assistant's message in the chat template, or None.
+def ending(tokenizer: Tokenizer) -> Ending | None:
+    """The end of an answer in the tokenizer's chat template; None where it writes no special token behind it.
 
     Raises:
         UsageError: no chat template.
     """
-
-    def find(settings: Mapping[str, Any]) -> int | None:
-        turns = [(role, f"{_PAD}{mark(number)}{_PAD}") for number, role in enumerate(("user", "assistant"))]
-        _, _, tail = render_history(tokenizer, turns, settings, prompt=False).partition(mark(1))
-        return next((index for _, _, index in markers_of(tokenizer).find(tail)), None)
-
-    return probed(tokenizer, "end", {}, find)
+    return probed(tokenizer, "ending", {}, lambda settings: _ending(tokenizer, settings))
 
 
-def probed(
-    tokenizer: Tokenizer, what: str, variables: Mapping[str, object], find: Callable[[Mapping[str, Any]], Found]
-) -> Found:
-    """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
-    settings = {key: value for key, value in variables.items() if key != "tools"}
-    key = (what, str(tokenizer.chat_template), repr(sorted(settings.items(), key=lambda item: item[0])))
-    known = _PROBED.setdefault(tokenizer, {})
-    if key not in known:
-        known[key] = find(settings)
-    return known[key]
+def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
+    def render(count: int, *, prompt: bool = False) -> str:
+        roles = ("user", "assistant", "user")[:count]
+        turns = [(role, mark(number)) for number, role in enumerate(roles)]
+        return render_history(tokenizer, turns, settings, prompt=prompt)
 
-
-def mark(number: int) -> str:
-    """A placeholder for a content."""
-    return f"{_OPEN}{number}{_CLOSE}"
-
-
-def render_history(
-    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], variables: Mapping[str, object], *, prompt: bool
-) -> str:
-    """The chat template's text for messages, by role and content (trusted, as placeholders are); see render_dicts."""
-    return render_dicts(tokenizer, [{"role": r, "content": content} for r, content in turns], variables, prompt=prompt)
-
-
-def render_dicts(
-    tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
-) -> str:
-    """The chat template's text for messages as it takes them: with the arguments of calls as JSON text if it asks so.
-
-    Raises:
-        UsageError: no chat template, or it cannot render these messages.
-    """
-    if not tokenizer.chat_template:
-        raise UsageError(
-            "the tokenizer has no chat template. Choose a prompt.template that needs none (plain, r1_zero, boxed, "
-            "dialogue for several turns), or a model that has one"
-        )
-    try:
-        return str(tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables)))
-    except Exception as error:  # whatever a template of others raises
-        functions = [call["function"] for row in rows for call in row.get("tool_calls", ())]
-        if any(not isinstance(function["arguments"], str) for function in functions):
-            for function in functions:
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            return render_dicts(tokenizer, rows, variables, prompt=prompt)
-        roles, reason = ", ".join(row["role"] for row in rows), str(error)[:500]
-        raise UsageError(
-            f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
-            "Leave out the message that it refuses, or choose another prompt.template"
-        ) from error
+    whole = render(2)
+    tail = whole.partition(mark(1))[2]
+    found = list(markers_of(tokenizer).find(tail))
+    if len(found) > 1 and render(1) == render(1, prompt=True):  # what it writes in any case may begin the next answer
+        opened = (index for _, _, index in markers_of(tokenizer).find(whole) if index != tokenizer.bos_token_id)
+        opening = next(opened, None)
+        begun = next((place for place, (_, _, index) in enumerate(found) if index == opening), len(found))
+        found = found[: max(1, begun)]
+    if not found:
+        return None
+    next_tail = ""
+    with suppress(UsageError):
+        next_tail = render(3).partition(mark(1))[2].partition(mark(2))[0]
+    last = found[-1]
+    shared = [place for place in found if next_tail.startswith(tail[: place[1]])]
+    stop = shared[-1] if shared else last
+    middle = tail[: stop[1]] if shared else ""
+    ids = tuple(dict.fromkeys((stop[2], last[2])))
+    return Ending(tail[: last[1]], tail[: stop[0]], ids, middle)
 
 
 @dataclass(frozen=True)
@@ -455,8 +315,18 @@ def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    own = {end_id(tokenizer, template), tokenizer.eos_token_id} - {None}
+    own = {*trained_ends(tokenizer, template), tokenizer.eos_token_id} - {None}
     return frozenset(own) | getattr(tokenizer, "generation_end_ids", frozenset())
+
+
+def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
+    """The ids that end the answers of training: the end of the turn in a chat, else the tokenizer's end token.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    found = ending(tokenizer) if template.chat else None
+    return found.ids if found is not None else (end_id(tokenizer, template),)
 
 
 def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
@@ -469,18 +339,62 @@ def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
 
 
 def end_id(tokenizer: Tokenizer, template: Template) -> int:
-    """The id that ends a demonstration: the end of the turn in a chat, else the tokenizer's end token.
+    """The last id of a demonstration: the last of the end of the turn in a chat, else the tokenizer's end token.
 
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    end = turn_end(tokenizer) if template.chat else None
-    end = tokenizer.eos_token_id if end is None else end
+    found = ending(tokenizer) if template.chat else None
+    end = tokenizer.eos_token_id if found is None else found.ids[-1]
     if end is None:
         raise UsageError(
             "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"
         )
     return int(end)
+
+
+def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = False) -> str:
+    """The text that ends an answer; ``continued``: one that another message follows.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    found = ending(tokenizer) if template.chat else None
+    if found is None:
+        return str(tokenizer.decode([end_id(tokenizer, template)]))
+    return (found.middle or found.text) if continued else found.text
+
+
+def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False) -> list[int]:
+    """The ids of ``end_text``, which follow an answer.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    found = ending(tokenizer) if template.chat else None
+    if found is None:
+        return [end_id(tokenizer, template)]
+    text = end_text(tokenizer, template, continued=continued)
+    return encode_pieces(tokenizer, [Piece(text, trusted=True)], markers_of(tokenizer).anchors.get(".", ()))
+
+
+def end_lead(tokenizer: Tokenizer, template: Template) -> str:
+    """The text that ends an answer before the token at which it stops; mostly empty."""
+    found = ending(tokenizer) if template.chat else None
+    return found.lead if found is not None else ""
+
+
+def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) -> list[int]:
+    """The ids of an answer without those that end it."""
+    kept, stops = list(ids), stop_ids(tokenizer, template)
+    whole = end_ids(tokenizer, template)
+    if len(whole) > 1 and kept[-len(whole) :] == whole:
+        return kept[: -len(whole)]
+    if not kept or kept[-1] not in stops:
+        return kept
+    kept.pop()
+    lead = end_ids(tokenizer, template, continued=True)[:-1]
+    return kept[: -len(lead)] if lead and kept[-len(lead) :] == lead else kept
 
 
 def build_template(word: Component, where: str = "prompt.template") -> Template:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.data.render.calls import HERMES, TAGGED, CallForm, Parameters, Style, object_start, write_calls
+from posttrain.data.render.chat_template import probed, render_dicts
 from posttrain.data.render.encoding import Tokenizer, markers_of
-from posttrain.data.render.template import Template, probed, render_dicts, turn_end
+from posttrain.data.render.template import Template, ending
 from posttrain.errors import UsageError
 from posttrain.types import Call
 
@@ -65,8 +66,8 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
 
 def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
     default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
-    end = turn_end(tokenizer)
-    end_text = tokenizer.convert_ids_to_tokens(end) if end is not None else ""
+    end = ending(tokenizer)
+    end_text = end.text if end is not None else ""
     try:
         prompt = render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}], variables, prompt=True)
     except UsageError:

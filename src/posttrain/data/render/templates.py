@@ -163,6 +163,8 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+        if any(message.is_rendered for message in messages):
+            return _rendered(messages, "<think>")
         return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
 
     def response(example: Example) -> list[Piece]:
@@ -294,6 +296,8 @@ def dialogue() -> Template:
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+        if any(message.is_rendered for message in messages):
+            return _rendered(messages, "")
         return [*TRANSCRIPT.pieces(messages), _ours("\n\nAssistant:")]
 
     def response(example: Example) -> list[Piece]:
@@ -356,6 +360,17 @@ def _ours(text: str) -> Piece:
 
 def _theirs(text: str | None) -> Piece:
     return Piece(text or "", trusted=False)
+
+
+def _rendered(messages: Sequence[Message], opening: str) -> list[Piece]:
+    """A prompt that is rendered already; no more of it is trusted than the template's opening at its end."""
+    check_messages(messages)
+    if len(messages) > 1:
+        raise UsageError(
+            "a prompt that is rendered already takes no instructions about tools; use rollout.show_tools: false, or "
+            "questions that are not rendered"
+        )
+    return [_theirs(messages[0].content.rstrip().removesuffix(opening)), _ours(opening)]
 
 
 def _response_text(example: Example) -> str:

@@ -23,6 +23,7 @@ from posttrain.evaluation.win_rate import measure_kl, summarize_kl
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
+from posttrain.models.generation import write_ends
 from posttrain.models.load import (
     QUANTIZED_FOLDERS,
     LoadedModel,
@@ -228,6 +229,7 @@ def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> N
         if not is_saved:
             model.save_pretrained(folder)
         quantized.tokenizer.save_pretrained(folder)
+        write_ends(folder, quantized.tokenizer)
 
 
 def _bytes_on_disk(path: str) -> int | None:

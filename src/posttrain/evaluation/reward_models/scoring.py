@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.data.base import build_task
-from posttrain.data.render import Template, encode_prompt, end_id
+from posttrain.data.render import Template, encode_prompt, end_ids
 from posttrain.data.render.assistant import encode_answer
 from posttrain.data.render.rows import Row, Shape, rows_of
 from posttrain.data.render.template import build_template
@@ -92,7 +92,7 @@ class RewardModel:
             body = text.removeprefix(self.template.opening)
             answer = encode_answer(self.tokenizer, self.template, body, prompt, example.variables)
             if finish != "length":
-                answer = [*answer, end_id(self.tokenizer, self.template)]
+                answer = [*answer, *end_ids(self.tokenizer, self.template)]
             rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
         return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 

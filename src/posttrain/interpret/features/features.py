@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.data.render.encoding import TextStream
+from posttrain.data.render.encoding import TextStream, decode_behind
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.activations.sites import backbone_of, tokenizer_hash
@@ -474,7 +474,7 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
 @lru_cache(maxsize=1 << 16)
 def show_token(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as text: bytes that are part of a character as ``\\xe2``, and for an empty one its name."""
-    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = decode_behind(tokenizer, [token], [token])  # with the space in front of it
     if not text or "\ufffd" in text:
         text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
         known = _byte_letters()
@@ -495,7 +495,7 @@ def _byte_letters() -> dict[str, int]:
 
 def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """Return tokens that follow one another as text: a character of several tokens is with the last of them."""
-    alone, stream = [show_token(tokenizer, token) for token in tokens], TextStream(tokenizer)
+    alone, stream = [show_token(tokenizer, token) for token in tokens], TextStream(tokenizer, tokens[:1])
     if not any("\\x" in text or "<0x" in text for text in alone):
         return alone
     return [text.strip("\ufffd") or own for text, own in zip(map(stream.push, tokens), alone, strict=True)]

@@ -1,0 +1,71 @@
+"""The tokenizer's own chat template: the one place that renders it, and what is found out about it once.
+
+What a template is asked about itself it is asked with short conversations of our own, in which placeholders stand for
+the texts. A placeholder is a number between two private-use characters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from posttrain.data.render.encoding import Tokenizer
+from posttrain.errors import UsageError
+
+OPENING, CLOSING = "\ue0f1", "\ue0f2"
+_PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
+Found = TypeVar("Found")
+
+
+def render_dicts(
+    tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
+) -> str:
+    """The chat template's text for messages as it takes them: with the arguments of calls as JSON text if it asks so.
+
+    Raises:
+        UsageError: no chat template, or it cannot render these messages.
+    """
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "the tokenizer has no chat template. Choose a prompt.template that needs none (plain, r1_zero, boxed, "
+            "dialogue for several turns), or a model that has one"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables)))
+    except Exception as error:  # whatever a template of others raises
+        functions = [call["function"] for row in rows for call in row.get("tool_calls", ())]
+        if any(not isinstance(function["arguments"], str) for function in functions):
+            for function in functions:
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            return render_dicts(tokenizer, rows, variables, prompt=prompt)
+        roles, reason = ", ".join(row["role"] for row in rows), str(error)[:500]
+        raise UsageError(
+            f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
+            "Leave out the message that it refuses, or choose another prompt.template"
+        ) from error
+
+
+def render_history(
+    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], variables: Mapping[str, object], *, prompt: bool
+) -> str:
+    """The chat template's text for messages, by role and content (trusted, as placeholders are); see render_dicts."""
+    return render_dicts(tokenizer, [{"role": r, "content": content} for r, content in turns], variables, prompt=prompt)
+
+
+def mark(number: int) -> str:
+    """A placeholder for a content."""
+    return f"{OPENING}{number}{CLOSING}"
+
+
+def probed(
+    tokenizer: Tokenizer, what: str, variables: Mapping[str, object], find: Callable[[Mapping[str, Any]], Found]
+) -> Found:
+    """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
+    settings = {key: value for key, value in variables.items() if key != "tools"}
+    key = (what, str(tokenizer.chat_template), repr(sorted(settings.items(), key=lambda item: item[0])))
+    known = _PROBED.setdefault(tokenizer, {})
+    if key not in known:
+        known[key] = find(settings)
+    return known[key]

@@ -1,0 +1,390 @@
+"""A conversation as the tokenizer's chat template writes it, with what is the template's kept apart from what is not.
+
+The template renders the conversation twice. In the first, placeholders stand for the texts: what comes out around them
+is the template's own and trusted, so that no text can forge a turn marker. The second has the texts themselves. It must
+be the first with the texts in their places; it shows where the template strips or changes a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from posttrain.data.render.chat_template import CLOSING, OPENING, mark, render_dicts
+from posttrain.data.render.encoding import END_THINK, THINK, Markers, Piece, Tokenizer, drop_text, mark_tags, markers_of
+from posttrain.errors import UsageError
+from posttrain.types import Message
+
+# A placeholder inside of a call or a schema holds a quotation mark: where it comes out with a backslash, the template
+# has written JSON.
+_MARK = re.compile(f'({OPENING}|\\\\ue0f1)(\\d+)(\\\\?"|)({CLOSING}|\\\\ue0f2)')
+_PLACEHOLDER = re.compile(f'{OPENING}(\\d+)"?{CLOSING}')
+_TAG = re.compile(r"</?(?=\w+>)|\[/?(?=[A-Z]+\])")
+_CUT = "\ue0f3"  # breaks a marker in two where a template is not to read it
+_LONE = re.compile(f"{THINK}|{END_THINK}")
+_MAX_SHAPES = 512
+_SHAPES: WeakKeyDictionary[Any, dict[tuple[object, ...], Shape]] = WeakKeyDictionary()
+
+
+class RowText(str):
+    """A text of a row among the variables of a chat template: not trusted, as the recipe's own are."""
+
+    __slots__ = ()
+
+
+def as_row_texts(value: Any) -> Any:
+    """Nested values of a row with each of their texts as ``RowText``."""
+    if isinstance(value, Mapping):
+        return {key: as_row_texts(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [as_row_texts(one) for one in value]
+    return RowText(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Place:
+    """A placeholder in a rendered text: its number, and how the template wrote it."""
+
+    number: int
+    is_json: bool
+    is_ascii: bool
+
+    def written(self, text: str) -> str:
+        """A text as the template writes it here: as it is, inside of JSON, or as Python shows it."""
+        if self.is_json:
+            return json.dumps(text, ensure_ascii=self.is_ascii)[1:-1]
+        return repr(text)[1:-1] if self.is_ascii else text
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The template's own texts around the places of a conversation: one more than there are places."""
+
+    fixed: list[str]
+    places: list[Place]
+
+
+def _shape_of(rendered: str) -> Shape:
+    fixed, places, at = list[str](), list[Place](), 0
+    for match in _MARK.finditer(rendered):
+        fixed.append(rendered[at : match.start()])
+        places.append(Place(int(match[2]), match[3] == '\\"', match[1] != OPENING))
+        at = match.end()
+    return Shape([*fixed, rendered[at:]], places)
+
+
+class Sheet:
+    """Texts by the number of their placeholder, for one conversation in one chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, object]) -> None:
+        self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
+        self.system = system
+        self.texts: list[list[Piece]] = []
+        self.contents: dict[int, str] = {}  # number: role of what must be shown once, in this order
+        self.reasoning: dict[int, int] = {}  # number of a placeholder: index of the message
+        self.needed: dict[int, str] = {}  # number: what must be shown at least once
+        self.variables = {key: self._leaves(value, None) for key, value in variables.items()}
+
+    def render(self, messages: Sequence[Message], *, prompt: bool) -> tuple[list[Piece], set[int]]:
+        """The pieces of a conversation, and which of its messages have reasoning that the template does not show.
+
+        Raises:
+            UsageError: no chat template, or it cannot render these messages, or not as they are.
+        """
+        rows, called = list[dict[str, Any]](), list[str]()
+        if self.system:
+            own = [Piece(self.system, trusted=True)]
+            if messages[0].role == "system":
+                own += [Piece("\n\n", trusted=True), Piece(messages[0].content, trusted=False)]
+                messages = messages[1:]
+            rows.append({"role": "system", "content": self._content("system", own)})
+        rows += [self._message(index, message, called) for index, message in enumerate(messages)]
+        shape = self._shape(rows, prompt=prompt)
+        self._check(shape)
+        pieces = self._filled(shape, rows, prompt=prompt)
+        if pieces is None:  # a template may write the time, or a token that was changed
+            shape = self._shape(rows, prompt=prompt, anew=True)
+            pieces = self._filled(shape, rows, prompt=prompt)
+        if pieces is None:
+            pieces = self._as_characters(shape, rows, prompt=prompt)
+        if pieces is None:
+            pieces = self._as_rendered(shape, rows, prompt=prompt)
+        order = {place.number for place in shape.places}
+        return pieces, {index for number, index in self.reasoning.items() if number not in order}
+
+    def _message(self, index: int, message: Message, called: list[str]) -> dict[str, Any]:
+        row: dict[str, Any] = {"role": message.role, "content": ""}
+        if message.reasoning is not None:
+            number = self._add([Piece(message.reasoning, trusted=False)])
+            self.reasoning[number] = index
+            row |= dict.fromkeys(("reasoning_content", "thinking"), mark(number))
+        if message.content:
+            row["content"] = self._content(message.role, _marked(message.role, message.content))
+        if message.name is not None:
+            row["name"] = self._leaf(message.name, "" if message.role == "tool" else f"the name {message.name!r}")
+        if message.calls:
+            row["tool_calls"] = []
+            for call in message.calls:
+                what = f"the call of {call.tool!r}"
+                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.raw_arguments), what)
+                id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
+                function = {"name": name, "arguments": arguments}
+                row["tool_calls"].append({"id": id, "type": "function", "function": function})
+            called[:] = [call["id"] for call in row["tool_calls"]]
+        elif message.role == "tool":
+            row["tool_call_id"] = called.pop(0) if called else ""
+        return row
+
+    def _add(self, pieces: list[Piece]) -> int:
+        self.texts.append(pieces)
+        return len(self.texts) - 1
+
+    def _content(self, role: str, pieces: list[Piece]) -> str:
+        number = self._add(pieces)
+        self.contents[number] = role
+        # some templates write results as JSON
+        return mark(number).replace(CLOSING, f'"{CLOSING}') if role == "tool" else mark(number)
+
+    def _leaf(self, text: str, needed: str) -> str:
+        number = self._add([Piece(text, trusted=False)])
+        if needed:
+            self.needed[number] = needed
+        return f'{OPENING}{number}"{CLOSING}'
+
+    def _leaves(self, value: object, needed: str | None) -> object:
+        """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
+        if isinstance(value, Mapping):
+            bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
+            if bad is not None:
+                raise UsageError(f"the name {bad!r} of an argument could be read as a special token; rename it")
+            return {key: self._leaves(one, needed) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._leaves(one, needed) for one in value]
+        if not isinstance(value, str):
+            return value
+        if needed is None and not (isinstance(value, RowText) and any(self.markers.find(value))):
+            return value
+        return self._leaf(value, needed or "")
+
+    def _shape(self, rows: list[dict[str, Any]], *, prompt: bool, anew: bool = False) -> Shape:
+        """The conversation with placeholders; of conversations that differ in their texts alone it is rendered once."""
+        key = (str(self.tokenizer.chat_template), json.dumps(rows), repr(self.variables), prompt)
+        known = _SHAPES.setdefault(self.tokenizer, {})
+        shape = known.pop(key, None)
+        if shape is None or anew:
+            shape = _shape_of(render_dicts(self.tokenizer, _copied(rows), self.variables, prompt=prompt))
+        known[key] = shape
+        if len(known) > _MAX_SHAPES:
+            del known[next(iter(known))]
+        return shape
+
+    def _check(self, shape: Shape) -> None:
+        order = [place.number for place in shape.places]
+        shown = [number for number in order if number in self.contents]
+        for place, (number, role) in enumerate(self.contents.items()):
+            if shown.count(number) != 1 or shown.index(number) != place:
+                raise UsageError(
+                    f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
+                    "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
+                )
+        missing = next((what for number, what in self.needed.items() if number not in order), None)
+        if missing is not None:
+            raise UsageError(
+                f"the tokenizer's chat template does not show {missing} of a message. Write it into the content, or "
+                "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
+            )
+
+    def _real(self, rows: list[dict[str, Any]], texts: Sequence[str], *, prompt: bool) -> str:
+        """The template's own rendering, with these texts for the placeholders."""
+        fill = partial(_unmasked, texts)
+        return render_dicts(self.tokenizer, fill(rows), fill(self.variables), prompt=prompt)
+
+    def _readable(self) -> list[str]:
+        """The texts as the template may read them: a tag of thinking that is no pair's is broken."""
+        texts = [_text(pieces) for pieces in self.texts]
+        for number, role in self.contents.items():
+            if role == "assistant" and (THINK in texts[number] or END_THINK in texts[number]):
+                parts = (p.text if p.trusted else _LONE.sub(_cut, p.text) for p in self.texts[number])
+                texts[number] = "".join(parts)
+        return texts
+
+    def _filled(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
+        """The pieces of the real conversation; None where it is not the shape with texts in its places."""
+        texts = self._readable()
+        try:
+            rendered = self._real(rows, texts, prompt=prompt)
+        except UsageError:
+            if not any(self._is_marked(text) for text in texts):
+                raise
+            return None
+        return self._pieces(shape, texts, rendered)
+
+    def _as_characters(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
+        """The pieces where the template reads markers and tags in a text: in a row's text they are characters."""
+        texts = [_text(pieces) for pieces in self.texts]
+        broken = [_broken(text, self.markers) for text in texts]
+        return None if broken == texts else self._pieces(shape, broken, self._real(rows, broken, prompt=prompt))
+
+    def _as_rendered(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece]:
+        """The conversation as it is rendered, where its texts decide what the template adds to them.
+
+        Only if no text holds a marker, and the template writes the same ones as otherwise.
+
+        Raises:
+            UsageError: with the first difference.
+        """
+        texts = [_text(pieces) for pieces in self.texts]
+        rendered = self._real(rows, texts, prompt=prompt)
+        expected = shape.fixed[0]
+        for place, behind in zip(shape.places, shape.fixed[1:], strict=True):
+            expected += place.written(texts[place.number]) + behind
+        found, own = ([text[a:b] for a, b, _ in self.markers.find(text)] for text in (rendered, "\0".join(shape.fixed)))
+        turns = [[one for one in ids if not _TAG.match(one)] for ids in (found, own)]
+        if not any(any(self.markers.find(text)) for text in texts) and turns[0] == turns[1]:
+            return [Piece(rendered, trusted=True)]
+        at = next((n for n, (a, b) in enumerate(zip(expected, rendered, strict=False)) if a != b), len(expected))
+        raise UsageError(
+            "the tokenizer's chat template writes a text of this conversation otherwise than it is: "
+            f"{rendered[max(0, at - 40) : at + 40]!r} instead of {expected[max(0, at - 40) : at + 40]!r}. "
+            "Leave the row out, or choose another prompt.template"
+        )
+
+    def _gains_markers(self, shape: Shape, texts: Sequence[str], changed: Sequence[str]) -> bool:
+        """Return True if the template has put a marker next to a text, or made one of it."""
+        for place, text in zip(shape.places, changed, strict=True):
+            before, after = (
+                Counter(one[start:end] for start, end, _ in self.markers.find(one))
+                for one in (texts[place.number], text)
+            )
+            if after - before:
+                return True
+        return False
+
+    def _is_marked(self, text: str) -> bool:
+        return _broken(text, self.markers) != text
+
+    def _pieces(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[Piece] | None:
+        """The pieces of a rendered text; None where it is not the shape with texts in its places."""
+        shown = self._shown(shape, texts, rendered)
+        if shown is None:
+            return None
+        pieces = [Piece(shape.fixed[0], trusted=True)]
+        for own, behind in zip(shown, shape.fixed[1:], strict=True):
+            pieces += [*own, Piece(behind, trusted=True)]
+        return pieces
+
+    def _shown(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[list[Piece]] | None:
+        """What is shown in each place: its text, stripped as the template does it, or changed by it."""
+        stripped = _kept(shape, texts, rendered)
+        if stripped is not None:
+            found = []
+            for place, (before, behind) in zip(shape.places, stripped, strict=True):
+                own = _sliced(self.texts[place.number], before, behind)
+                found.append([Piece(place.written(piece.text), piece.trusted) for piece in own])
+            return found
+        changed = _between(shape, rendered)
+        if changed is None or self._gains_markers(shape, texts, changed):
+            return None
+        roles = [self.contents.get(place.number, "") for place in shape.places]
+        return [_marked(role, text.replace(_CUT, "")) for role, text in zip(roles, changed, strict=True)]
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _marked(role: str, text: str) -> list[Piece]:
+    pieces = [Piece(text, trusted=False)]
+    return mark_tags(pieces) if role == "assistant" else pieces
+
+
+def _copied(value: Any) -> Any:
+    """Nested values anew: rendering may write arguments as text."""
+    return _unmasked(None, value)
+
+
+def _unmasked(texts: Sequence[str] | None, value: Any) -> Any:
+    """Nested values with the texts in place of their placeholders."""
+    if isinstance(value, Mapping):
+        return {key: _unmasked(texts, one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_unmasked(texts, one) for one in value]
+    if not isinstance(value, str) or texts is None or OPENING not in value:
+        return value
+    return _PLACEHOLDER.sub(lambda match: texts[int(match[1])], value)
+
+
+def _broken(text: str, markers: Markers) -> str:
+    """The text with a character within each marker and tag."""
+    starts = {*markers.starts(text), *(match.start() for match in _TAG.finditer(text))}
+    for start in sorted(starts, reverse=True):
+        text = f"{text[: start + 1]}{_CUT}{text[start + 1 :]}"
+    return text
+
+
+def _cut(match: re.Match[str]) -> str:
+    return f"{match[0][0]}{_CUT}{match[0][1:]}"
+
+
+def _strippings(text: str) -> list[tuple[int, int]]:
+    """(start, end) of the text as it is, and as templates strip it."""
+    length, found = len(text), [(0, len(text))]
+    for characters in (None, "\n", " "):
+        left, right = length - len(text.lstrip(characters)), len(text.rstrip(characters))
+        found += [(0, right), (min(left, length), length), (min(left, right), right)]
+    return list(dict.fromkeys(found))
+
+
+def _kept(shape: Shape, texts: Sequence[str], rendered: str) -> list[tuple[int, int]] | None:
+    """How many characters the template strips from both ends of each text; None where it does something else."""
+    at, spans = len(shape.fixed[0]), list[tuple[int, int]]()
+    if not rendered.startswith(shape.fixed[0]):
+        return None
+    for place, behind in zip(shape.places, shape.fixed[1:], strict=True):
+        text = texts[place.number]
+        for start, end in _strippings(text):
+            shown = place.written(text[start:end]) + behind
+            if rendered.startswith(shown, at):
+                at += len(shown)
+                spans.append((start, len(text) - end))
+                break
+        else:
+            return None
+    return spans if at == len(rendered) else None
+
+
+def _between(shape: Shape, rendered: str) -> list[str] | None:
+    """The texts between the template's own; None where these do not stand there, or in more than one way."""
+    first, *behind = shape.fixed
+    if not behind or not rendered.startswith(first) or not rendered.endswith(behind[-1]):
+        return None
+    last = len(rendered) - len(behind[-1])
+    starts, ends, at = list[int](), list[int](), len(first)
+    for text in behind[:-1]:
+        starts.append(rendered.find(text, at))
+        if starts[-1] < 0:
+            return None
+        at = starts[-1] + len(text)
+    limit = last
+    for text in reversed(behind[:-1]):
+        ends.append(rendered.rfind(text, len(first), limit))
+        limit = ends[-1]
+    if starts != ends[::-1] or at > last:
+        return None
+    begins = [len(first), *(start + len(text) for start, text in zip(starts, behind, strict=False))]
+    return [rendered[begin:end] for begin, end in zip(begins, [*starts, last], strict=True)]
+
+
+def _sliced(pieces: Sequence[Piece], before: int, behind: int) -> list[Piece]:
+    """The pieces without so many characters at both ends."""
+    kept, last = list[Piece](), sum(len(piece.text) for piece in pieces) - before - behind
+    for piece in drop_text(pieces, before):
+        kept.append(Piece(piece.text[: max(0, last)], piece.trusted))
+        last -= len(piece.text)
+    return kept

@@ -1,0 +1,108 @@
+"""Prompts of a task that are rendered already: they end as a prompt template ends a prompt, and are not rendered twice.
+
+A single prompt that ends so may be anybody's text. More than half of a task's prompts are a form of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+
+from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.render.chat_template import mark, render_history
+from posttrain.data.render.encoding import Tokenizer
+from posttrain.data.render.template import Template
+from posttrain.errors import UsageError
+from posttrain.types import Example, Message
+
+_NUM_READ = 64
+# The ends of common forms, where an assistant begins to speak: turn markers, and names with another speaker before.
+_TURN = re.compile(
+    r"(?:<\|im_start\|>assistant|<\|start_header_id\|>assistant<\|end_header_id\|>|<\|assistant\|>|<start_of_turn>model"
+    r"|<\|turn>model|<｜Assistant｜>|<\|start\|>assistant|\[/INST\])\s*(?:<think>)?\s*\Z"
+)
+_SPEAKER = re.compile(r"^[ \t#*]*(?:Human|User|Instruction|Question):", re.MULTILINE)
+_ASSISTANT = re.compile(r"[ \t#*]*((?:Assistant|Response):)\**")
+_TAKEN_BY = {"Assistant: <think>": "r1_zero or as_is, which take", "Assistant:": "dialogue or as_is, which take"}
+
+
+def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: str = "task") -> Task:
+    """The task with the prompts that the template itself has rendered marked, and a line that says so.
+
+    Raises:
+        UsageError: the prompts are rendered in another form.
+    """
+    if template.name in ("as_is", "document"):
+        return task
+    texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
+    ends = [end for end in (_end_of(text, template, tokenizer) for text in texts) if end]
+    if not ends or 2 * len(ends) <= len(texts):
+        return task
+    end, own = max(ends, key=ends.count), _own_end(template)
+    share = f"{len(ends)} of {len(texts)} prompts"
+    if end != own:
+        read = "" if len(texts) == len(task.examples) else "the first "
+        raise UsageError(
+            f"{where}: {len(ends)} of {read}{len(texts)} prompts are rendered already: they end in {end!r}, and "
+            f"prompt.template {template.name} would render them again. Use prompt.template "
+            f"{_TAKEN_BY.get(end, 'as_is, which takes')} them as they are, or give the questions alone"
+        )
+    line = f"{where}: {share} that were read are rendered already (they end in {end!r}) and are taken as they are"
+
+    def take(example: Example) -> Example:
+        if _end_of(_prompt_of(example), template, tokenizer) != own:
+            return example
+        return replace(example, messages=(replace(example.messages[0], is_rendered=True),), conversation=())
+
+    examples: Sequence[Example] = [take(example) for example in task.examples]
+    if isinstance(task.examples, ExamplesOnDemand):
+        made = task.examples
+        examples = ExamplesOnDemand(len(made), lambda item: take(made[item]))
+    return replace(task, examples=examples, warnings=(*task.warnings, line))
+
+
+def _prompt_of(example: Example) -> str:
+    """The prompt, if it is one text of a user."""
+    message = example.messages[0] if len(example.messages) == 1 else Message("assistant", "")
+    return message.content if message.role == "user" else ""
+
+
+def _own_end(template: Template) -> str:
+    """The text with which the template ends a prompt by itself; empty if a question ends it."""
+    return template.frame[1].strip()
+
+
+def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
+    """The end of a rendered prompt; empty for any other text."""
+    own, kept = _own_end(template), text.rstrip()
+    if own and kept.endswith(own):
+        return own
+    turn = _TURN.search(kept)
+    if turn is not None:
+        return turn[0].strip()
+    suffix = _chat_end(tokenizer)
+    if suffix and kept.endswith(suffix):
+        return suffix
+    return _named_end(kept) if own or template.chat else ""
+
+
+def _named_end(text: str) -> str:
+    """The name of the assistant with which a transcript ends; empty for any other text."""
+    before = text.removesuffix("<think>").rstrip()
+    named = _ASSISTANT.fullmatch(before.rpartition("\n")[2])
+    if named is None or not _SPEAKER.search(before):
+        return ""
+    return named[1] if before == text else f"{named[1]} <think>"
+
+
+def _chat_end(tokenizer: Tokenizer) -> str:
+    """The text that the tokenizer's chat template writes before an answer, if it has a turn marker."""
+    if not tokenizer.chat_template:
+        return ""
+    with suppress(UsageError):
+        end = render_history(tokenizer, [("user", mark(0))], {}, prompt=True).partition(mark(0))[2].strip()
+        return end if re.search(r"[<\[|]", end) else ""
+    return ""

@@ -1,0 +1,56 @@
+"""The end of an answer in the files of a model, so that other programs stop where training did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.models.config import read_object
+
+if TYPE_CHECKING:  # a card is written without it
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None) -> None:
+    """Write the ids that end an answer, and the padding token, into a saved model's ``generation_config.json``.
+
+    Args:
+        folder: with the model; a folder with an adapter gets the file.
+        ends: the ids; by default those that the tokenizer was loaded with, and its end token.
+    """
+    path = folder / GENERATION_CONFIG
+    content = read_object(path) if path.is_file() else {}
+    if ends is None:
+        ends = {*getattr(tokenizer, "generation_end_ids", ()), tokenizer.eos_token_id} - {None}
+    ids = sorted(int(one) for one in ends)
+    if not ids:
+        return
+    known = ends_in(content)
+    if sorted(set(known)) != ids:
+        content["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+        content.pop("_from_model_config", None)  # else transformers takes the model's configuration
+    if tokenizer.pad_token_id is not None:
+        content.setdefault("pad_token_id", tokenizer.pad_token_id)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def ends_in(content: dict[str, object]) -> list[int]:
+    """Return the ids that end an answer by a generation configuration."""
+    declared = content.get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return [one for one in ids if type(one) is int]
+
+
+def names_of_ends(folder: Path) -> list[str]:
+    """Return the tokens that end an answer of the model in a folder; empty if it does not say, or has no tokenizer."""
+    path, file = folder / GENERATION_CONFIG, folder / "tokenizer.json"
+    if not path.is_file() or not file.is_file():
+        return []
+    added = read_object(file).get("added_tokens")
+    tokens = added if isinstance(added, list) else []
+    names = {one.get("id"): str(one.get("content")) for one in tokens if isinstance(one, dict)}
+    return [names[one] for one in ends_in(read_object(path)) if one in names]

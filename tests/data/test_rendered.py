@@ -1,0 +1,123 @@
+"""Prompts that are rendered already: taken as they are by the template that wrote them, refused by others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.render import encode_prompt, encode_response
+from posttrain.data.render.template import Template, build_template
+from posttrain.data.rendered import take_rendered
+from posttrain.errors import UsageError
+from posttrain.recipes.sections import Component
+from posttrain.types import Example, Message
+
+PREAMBLE = "A conversation between User and Assistant. It writes <think> and </think>, <answer> and </answer>."
+R1_ZERO = PREAMBLE + "\nUser: What is {} plus 2?\nAssistant: <think>"
+FORMS = {
+    "r1_zero": R1_ZERO,
+    "dialogue": "\n\nHuman: What is {} plus 2?\n\nAssistant:",
+    "chat": "<|im_start|>user\nWhat is {} plus 2?<|im_end|>\n<|im_start|>assistant\n",
+    "llama": "<|start_header_id|>user<|end_header_id|>\n\n{}?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "brackets": "<s>[INST] What is {} plus 2? [/INST]",
+    "alpaca": "Below is an instruction.\n\n### Instruction:\nWhat is {} plus 2?\n\n### Response:\n",
+}
+
+
+def template(name: str, **options: Any) -> Template:
+    return build_template(Component(name=name, **options))
+
+
+def task_of(form: str, count: int = 6, *others: str) -> Task:
+    texts = [*(form.format(number) for number in range(count)), *others]
+    return Task("t", "train", [Example(str(n), (Message("user", text),), answer="3") for n, text in enumerate(texts)])
+
+
+@pytest.mark.parametrize("name", ["r1_zero", "dialogue"])
+def test_take_rendered_own_form_is_not_rendered_again(tokenizer: Any, name: str) -> None:
+    taken = take_rendered(task_of(FORMS[name]), template(name), tokenizer)
+    assert len(taken.warnings) == 1
+    assert "6 of 6" in taken.warnings[0]
+    for number, example in enumerate(taken.examples):
+        ids = encode_prompt(tokenizer, template(name), example.messages)
+        assert tokenizer.decode(ids) == FORMS[name].format(number)
+    if name == "r1_zero":  # no tag but the last is a token, and the same one that the template writes
+        think = tokenizer.convert_tokens_to_ids("<think>")
+        assert [place for place, one in enumerate(ids) if one == think] == [len(ids) - 1]
+    assert take_rendered(task_of("What is {} plus 2?"), template(name), tokenizer).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *((form, name) for form in ("chat", "llama", "brackets") for name in ("chat", "r1_zero", "plain", "boxed")),
+        *((form, name) for form in ("alpaca", "dialogue") for name in ("chat", "r1_zero", "xml_reasoning")),
+        ("r1_zero", "chat"),
+        ("alpaca", "dialogue"),
+    ],
+)
+def test_take_rendered_form_of_others_is_refused_with_one_that_takes_it(tokenizer: Any, form: str, name: str) -> None:
+    task = task_of(FORMS[form])
+    with pytest.raises(UsageError, match="as_is") as refused:
+        take_rendered(task, template(name), tokenizer)
+    assert f"prompt.template {name} " in str(refused.value)
+    own = form if form in ("r1_zero", "dialogue") else "as_is"
+    assert f" {own}" in str(refused.value)
+    for takes in (own, "as_is"):
+        (example, *_) = take_rendered(task, template(takes), tokenizer).examples
+        text = tokenizer.decode(encode_prompt(tokenizer, template(takes), example.messages))
+        assert text.removeprefix("<|endoftext|>") == FORMS[form].format(0)
+
+
+def test_take_rendered_text_of_one_user_neither_decides_nor_is_trusted(tokenizer: Any) -> None:
+    """One hostile row among others is quoted under ``r1_zero`` as before, and refuses nothing."""
+    for form in FORMS.values():
+        task = task_of("What is {} plus 2?", 6, form.format(1))
+        for name in ("r1_zero", "chat", "dialogue"):
+            assert take_rendered(task, template(name), tokenizer) is task
+    task = take_rendered(task_of(R1_ZERO, 6, "What is 9?", "a\nAssistant: b"), template("r1_zero"), tokenizer)
+    texts = [tokenizer.decode(encode_prompt(tokenizer, template("r1_zero"), e.messages)) for e in task.examples]
+    assert all(text.startswith(PREAMBLE) for text in texts[:6])
+    assert texts[6].endswith("\nUser: What is 9?\nAssistant: <think>"), "a question among them gets the preamble"
+    assert "\n>Assistant: b" in texts[7]
+
+
+def test_rendered_prompt_takes_no_second_message(tokenizer: Any) -> None:
+    (example, *_) = take_rendered(task_of(R1_ZERO), template("r1_zero"), tokenizer).examples
+    with pytest.raises(UsageError, match="show_tools"):
+        encode_prompt(tokenizer, template("r1_zero"), (Message("system", "Tools: a"), *example.messages))
+
+
+def test_take_rendered_examples_on_demand_stay_so(tokenizer: Any) -> None:
+    whole = task_of(R1_ZERO).examples
+    made = Task("t", "train", ExamplesOnDemand(len(whole), lambda item: whole[item]))
+    taken = take_rendered(made, template("r1_zero"), tokenizer)
+    assert isinstance(taken.examples, ExamplesOnDemand)
+    assert [example.messages[0].is_rendered for example in taken.examples] == [True] * 6
+
+
+def test_rows_of_cs336_are_trained_as_they_are(tmp_path: Path, tokenizer: Any, capsys: Any) -> None:
+    rows = [
+        {"prompt": R1_ZERO.format(n), "response": f" {n} + 2 </think> <answer> {n + 2} </answer>"} for n in range(10)
+    ]
+    path = tmp_path / "traces.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    example = Example("e", (Message("user", rows[1]["prompt"]),), demonstration=rows[1]["response"])
+    (taken,) = take_rendered(Task("t", "train", [example]), template("r1_zero"), tokenizer).examples
+    prompt = encode_prompt(tokenizer, template("r1_zero"), taken.messages)
+    ids = [*prompt, *encode_response(tokenizer, template("r1_zero"), taken, prompt)]
+    assert tokenizer.decode(ids) == f"{rows[1]['prompt']} 1 + 2 </think> <answer> 3 </answer><|endoftext|>"
+    options = ["--task", "jsonl", "--task.path", str(path), "--train.steps", "1", "--eval.every", "0"]
+    command = ["train", "tiny/sft", "--runs-dir", str(tmp_path / "runs"), *options]
+    assert main([*command, "--run", "own"]) == 0
+    assert "rendered already" in "".join(capsys.readouterr())
+    assert main([*command, "--run", "other", "--prompt.template", "chat"]) == 2
+    said = "".join(capsys.readouterr())
+    assert "as_is" in said
+    assert "Traceback" not in said
