@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 
 from posttrain.api.measure import Answer, answers_to
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, say
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
@@ -22,6 +22,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     """Sample answers to a prompt, or to an example of a task, and show what they are worth."""
     components = chosen_components(arguments)
     check_steering(arguments)
+    notes: tuple[str, ...] = ()
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
         if other := "--task" if "task" in components else "--limit" if arguments.limit else "":
@@ -33,6 +34,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         examples = [Example("prompt", (Message("user", arguments.prompt),))]
     else:
         task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
+        notes = task.warnings
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
     sampler = open_model(source, complete_template(components.get("template"), source))
@@ -49,6 +51,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
             top_k=arguments.top_k,
         )
     console = open_console()
+    for line in notes:
+        say(console, line, "dim")
     if change:
         console.print(Text(f"steered at {change}", style="dim"))
     for number, example in enumerate(examples):

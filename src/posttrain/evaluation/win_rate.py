@@ -264,7 +264,7 @@ def run_head_to_head(
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
-    n, notes = int(evaluations[0].results["n"]), []
+    n, notes = int(evaluations[0].results["n"]), list(plan.task.warnings)
     if left := n - len(items):
         notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
