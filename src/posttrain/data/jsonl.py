@@ -19,6 +19,7 @@ from posttrain.data.choices import (
     with_choices,
 )
 from posttrain.data.columns import PROMPT, FormatText, PromptFormat, read_format, refuse_unknown
+from posttrain.data.golds import golds_of
 from posttrain.data.messages import (
     QUESTION_KEYS,
     REASONING_KEYS,
@@ -45,6 +46,7 @@ ALIASES = {
     "response": ("completion", "output"),
 }
 LABEL_KEYS = ("label", "labels", "kto_tag")  # of judged answers
+ANY = "any_answer"  # the grader of several gold answers
 # Why a response whose grader's word is not ``right`` was left out.
 OUTCOMES: dict[Outcome, str] = {
     "wrong": "a wrong answer",
@@ -220,7 +222,19 @@ def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> 
         chosen = grader
     else:
         chosen, lines = choose_grader(collected.examples)
-    collected.examples = [replace(example, grader=chosen) for example in collected.examples]
+    several = [example for example in collected.examples if example.grader == ANY]
+    if several and grader not in (None, "math", ANY):
+        raise UsageError(
+            f"task.grader: {grader} compares with one gold answer, and {several[0].id} has "
+            f"{len(several[0].meta['answers'])}. Leave it out, which takes {ANY}, or give each row one answer"
+        )
+    if several:
+        how_many = f"{len(several):,} of {len(collected.examples):,} examples"
+        lines += (f"task.grader: {ANY} for {how_many}, which have several gold answers, each right",)
+    ids = {example.id for example in several}
+    collected.examples = [
+        replace(example, grader=ANY if example.id in ids else chosen) for example in collected.examples
+    ]
     return (*lines, *layout.notes, *collected.unshown.describe(layout.question))
 
 
@@ -294,17 +308,21 @@ def read_example(
     )
     if demonstration is not None:
         _refuse_judged(row, of_response)
-    working, answer = _gold_answer(row, keys["answer"], needed=demonstration is None)
+    working, golds = _gold_answers(row, keys["answer"], needed=demonstration is None)
+    meta = row.meta()
+    if len(golds) > 1:
+        meta["answers"] = golds
     return Example(
         "",
         messages,
-        answer=answer,
+        answer=next(iter(golds), None),
         solution=solution if parts else working or None,
         demonstration=demonstration,
         turns=turns,
         conversation=conversation,
         variables=read_variables(row),
-        meta=row.meta(),
+        meta=meta,
+        grader=ANY if len(golds) > 1 else "numeric",
     )
 
 
@@ -318,21 +336,26 @@ def _refuse_judged(row: Row, of_response: str) -> None:
     )
 
 
-def _gold_answer(row: Row, of_answer: str, *, needed: bool) -> tuple[str, str | None]:
-    """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answer."""
+def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[str]]:
+    """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answers."""
     if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
         row, of_answer = _with_ground_truth(row), "ground_truth"
     if not of_answer or not (needed or row.has(of_answer)):
-        return "", None
+        return "", []
     otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
     otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
     row.need(of_answer, f". Name the right one as {otherwise}")
-    answer = row.answer(of_answer)
+    golds = golds_of(row, of_answer)
+    if len(golds) > 1:
+        return "", golds
+    (answer,) = golds
     before, _, behind = answer.rpartition("####")
     result = behind.partition("\n")[0].strip()
     if behind != answer and parse_quantity(result) is not None:  # also amid a line, or with text below it
-        return before.strip(), result
-    return (before.strip(), behind.strip()) if before.strip() and before.endswith("\n") and result else ("", answer)
+        return before.strip(), [result]
+    if before.strip() and before.endswith("\n") and result:
+        return before.strip(), [behind.strip()]
+    return "", golds
 
 
 def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
@@ -404,7 +427,12 @@ def _keep_correct(collected: Collected, place: str) -> None:
         )
     texts = [e.demonstration or "" for e in graded]
     submissions = [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
-    outcomes = [verdict.outcome for verdict in grade(graded[0].grader, submissions)]
+    outcomes: list[Outcome] = ["ungraded"] * len(graded)
+    for grader in dict.fromkeys(example.grader for example in graded):
+        places = [place for place, example in enumerate(graded) if example.grader == grader]
+        verdicts = grade(grader, [submissions[place] for place in places])
+        for place, verdict in zip(places, verdicts, strict=True):
+            outcomes[place] = verdict.outcome
     left_over = len(collected.examples) - len(graded)
     if left_over:
         collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
