@@ -286,7 +286,7 @@ def test_reward_partial_that_is_not_finite_is_named() -> None:
     for function in (functools.partial(scaled, scale=math.nan), functools.partial(scaled_columns, scale=math.inf)):
         reward = bind_reward(Entry("reward", "mine", function, {}))
         given = {"prompt": "p", "text": "t", "example": Example("x", (Message("user", "q"),))}
-        with pytest.raises(RewardFailure, match="reward 'mine', example 'a/1': the function returned (nan|inf)"):
+        with pytest.raises(RewardFailure, match=r"reward 'mine', example 'a/1': the function returned (nan|inf)"):
             reward.grade([given], ["a/1"])
 
 

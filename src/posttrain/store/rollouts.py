@@ -426,8 +426,8 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
     for name, value in {**rollout.parts, "reward": rollout.reward}.items():
         if not math.isfinite(value):  # SQLite would take NaN for a missing value
             raise RewardFailure(
-                f"reward {name!r}, example {example.id!r}, step {rollout.step}: it is {value}, which is not finite; have "
-                "the reward function return a number there"
+                f"reward {name!r}, example {example.id!r}, step {rollout.step}: it is {value}, which is not finite; "
+                "have the reward function return a number there"
             )
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return {
