@@ -141,7 +141,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         return engine
 
     engine = build_engine(components.engine, components.engine_options, "rollout.engine")
-    fields = _build_batch_fields(components, method, policy, reference, tokenizer, context, process_group)
+    fields = _build_batch_fields(components, method, policy, reference, tokenizer, context, process_group, shards)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -367,6 +367,7 @@ def _build_batch_fields(
     tokenizer: Tokenizer,
     context_tokens: int,
     process_group: ProcessGroup,
+    shards: Shards | None,
 ) -> BatchFields:
     """Return the filler of batch fields; loads the teacher where another model teaches."""
     recipe, correct = components.recipe, None
@@ -376,9 +377,26 @@ def _build_batch_fields(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if components.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
+        learners = [policy, method.forward, *(() if shards is None else (shards.forward,))]
+        _compare_over_shared_ids(learners, teacher, tokenizer, is_own=components.teaches_itself)
     return BatchFields(
         components.needs, recipe, method.forward, context_tokens, reference, teacher, correct, process_group
     )
+
+
+def _compare_over_shared_ids(
+    learners: Sequence[Forward | ActorCritic], teacher: Forward, tokenizer: Tokenizer, *, is_own: bool
+) -> None:
+    """Let student and teacher give probabilities over the ids that the tokenizer and both of them have.
+
+    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
+    """
+    students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
+    num_ids = min(max(tokenizer.get_vocab().values()) + 1, teacher.num_rows, *(one.num_rows for one in students))
+    if not is_own:
+        teacher.restrict(num_ids, targets=True)
+    for student in students:
+        student.restrict(num_ids)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> Forward:
