@@ -71,7 +71,8 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     parts = [primary.describe(results)] if primary is not None and primary.value(results) is not None else []
     further = ("format", "completion_length", "shows_reasoning", "loss" if primary is ACCURACY else "")
     parts += [f"{METRICS[name].label} {METRICS[name].show(results[name])}" for name in further if name in results]
-    of = f" (n = {results['n']:.0f})" if "n" in results else ""
+    distinct = " distinct prompts" if results.get("repeated_prompts") else ""
+    of = f" (n = {results['n']:.0f}{distinct})" if "n" in results else ""
     return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
 
 

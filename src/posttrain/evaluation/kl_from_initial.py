@@ -35,7 +35,7 @@ def measure_kl(
     ``sampled_reward`` and ``sampled_reward/<part>`` for every other part of the reward: means over these answers.
     """
     task, limit = questions.task, sampler.context_tokens - 1
-    examples = held_out(task, questions.n)
+    examples = held_out(task, questions.n, distinct=sampler.stage is None)
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit)
     key = (questions.seed, f"drift {task.name}", 0)
     groups, _ = collect(sampler, RolloutRequest([examples[i] for i in kept], prompts, questions.sampling, key))

@@ -280,7 +280,7 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     Raises:
         UsageError: an empty task, one without responses, or one of which nothing can be scored.
     """
-    started, examples = time.perf_counter(), held_out(task, n)
+    started, examples = time.perf_counter(), held_out(task, n, distinct=False)
     if not any(example.responses for example in examples):
         raise UsageError(
             f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
