@@ -60,9 +60,9 @@ def test_repeated_questions_are_drawn_once_and_others_take_their_places() -> Non
 def test_n_and_interval_are_of_distinct_questions(tokenizer, grader) -> None:
     unique = make_task(6)
     examples = [replace(unique.examples[i % 6], id=f"sum/{i}") for i in range(24)]
-    answers = {i: GOOD.format(i + 1) for i in (0, 1)} | {i: GOOD.format(0) for i in range(2, 6)}
-    results = measure(tokenizer, grader, Task("sums", "test", examples), answers).results
-    alone = measure(tokenizer, grader, unique, answers).results
+    answers = {i: GOOD.format(i % 6 + 1 if i % 6 < 2 else 0) for i in range(24)}
+    results = measure(tokenizer, grader, Task("sums", "test", examples), answers)[0].results
+    alone = measure(tokenizer, grader, unique, answers)[0].results
     assert (results["n"], results["repeated_prompts"]) == (6.0, 18.0)
     assert (alone["n"], alone["repeated_prompts"]) == (6.0, 0.0)
     low, high = wilson_interval(2, 6)
