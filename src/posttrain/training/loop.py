@@ -121,6 +121,7 @@ class Loop:
             "length": length,
             "resumed_from": self.step if resumed else None,
             "num_examples": source.num_examples,
+            "size": getattr(source, "size", None),
             "dropped": source.dropped,
             "origin": source.origin,
             "num_repeated": source.num_repeated,
