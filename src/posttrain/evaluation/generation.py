@@ -9,7 +9,16 @@ from typing import Protocol
 
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
-from posttrain.evaluation.items import Item, Kinds, break_down, graded_items, item_of, sample_of, summarize
+from posttrain.evaluation.items import (
+    Item,
+    Kinds,
+    break_down,
+    graded_items,
+    item_of,
+    kind_results,
+    sample_of,
+    summarize,
+)
 from posttrain.randomness import permutation
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
@@ -55,6 +64,11 @@ class Evaluation:
     items: list[Item] = field(default_factory=list)
     kinds: Kinds = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def kind_results(self) -> dict[str, float]:
+        """Return ``kinds`` as results by name: ``level=5:accuracy``."""
+        return kind_results(self.kinds)
 
 
 def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:

@@ -73,7 +73,25 @@ def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> lis
         if lines:
             title, caption = f"{_title(metric.label)} by part", meaning_of(metric, recorded)
             panels.append((2, Panel(title, caption, lines, metric.is_share)))
+    panels += [(2, panel) for panel in _kind_panels(evaluations)]
     return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
+
+
+def _kind_panels(evaluations: Sequence[EvaluationPoint]) -> list[Panel]:
+    """A panel for each key of the items by which held-out accuracy is broken down, with a line for each value."""
+    names = dict.fromkeys(name for point in evaluations for name in point.results if "=" in name)
+    lines: dict[str, list[Series]] = {}
+    for name in names:
+        kind, _, measure = name.rpartition(":")
+        if measure.endswith("accuracy"):
+            key, _, value = kind.partition("=")
+            lines.setdefault(key, []).extend(_evaluation_series(evaluations, name, value))
+    caption = "Held-out items by this key of their meta."
+    return [
+        Panel(f"Accuracy by {key}", caption, series, is_share=True)
+        for key, series in lines.items()
+        if len(series) <= MAX_BARS
+    ]
 
 
 def _title(label: str) -> str:

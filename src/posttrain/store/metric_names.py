@@ -291,6 +291,7 @@ METRICS = {metric.name: metric for group in GROUPS.values() for metric in group}
 FAMILIES = {
     "eval/TASK/SPLIT/NAME": "the metric NAME of a held-out evaluation in a run",
     "reward/NAME": "one reward of an answer unweighted, or a number that a grader adds",
+    "KEY=VALUE:NAME": "the metric NAME of the items of a held-out evaluation whose `meta` has this value (`level=5`)",
     "PART:NAME": "the metric NAME of one part of a mixture",
     "sampled_NAME": "the metric NAME of answers at the temperature of training (`eval.num_kl_prompts`)",
     "NAME_low, NAME_high": "the 95 % interval of NAME",

@@ -153,12 +153,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(components, task, grader, tokenizer, engine, context, fields, stage)
-    evaluator, warnings = None, list[str]()
+    evaluator = None
     if eval_tasks:
         from posttrain.training.held_out import Evaluator, choose_held_out
 
         held_out = {} if read is None else choose_held_out(read, eval_tasks, components)
-        eval_engine, warnings = _eval_engine(components, engine, build_engine, needed=bool(shards and shards.within))
+        eval_engine = _eval_engine(components, engine, build_engine)
         sampler = Sampler(
             eval_engine, tokenizer, grader, recipe.within(context), process_group=process_group, stage=stage
         )
@@ -168,7 +168,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         *unread_parts(components, task),
         *(() if recipe.trains_scorer else describe_left_out(loaded)),
         *further_ends(tokenizer, grader.template),
-        *warnings,
         *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
@@ -262,21 +261,23 @@ def _forward(recipe: Recipe, model: Model, temperature: float) -> Forward:
 
 
 def _eval_engine(
-    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine], *, needed: bool
-) -> tuple[Engine, list[str]]:
-    """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
+    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine]
+) -> Engine:
+    """Return the engine of evaluations: that of the rollouts, or ``eval.engine``.
 
-    ``needed``: the weights are sharded, so that an engine over the model itself cannot stand in.
+    Raises:
+        UsageError: ``eval.engine`` cannot be used here.
     """
     component = components.recipe.eval.engine
     if component is None or (component.name, component.options) == (components.engine.name, components.engine_options):
-        return engine, []
+        return engine
     try:
-        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine"), []
+        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine")
     except UsageError as error:
-        if needed and not components.engine.traits.get("takes_weights"):
-            raise
-        return engine, [f"eval.engine: {error}; evaluations are answered by {components.engine.name!r} instead"]
+        place = "" if str(error).startswith("eval.engine") else "eval.engine: "
+        way_out = f"Or leave eval.engine out: evaluations are then answered by {components.engine.name!r}"
+        error.args = (f"{place}{str(error).rstrip('.')}. {way_out}", *error.args[1:])
+        raise
 
 
 def _build_grader(recipe: Recipe, tokenizer: Tokenizer, folder: Path | None) -> tuple[Grader, Stage | None]:
