@@ -194,10 +194,10 @@ def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: S
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         about = {"name": item["name"], "step": item["step"], "primary_metric": primary, "results": results}
         console.print(Text(show_evaluation(about)))
-    last = {item["name"]: item for item in info["evaluations"]}
-    for name, item in last.items():
+    newest = {item["name"]: item for item in info["evaluations"]}
+    for task, item in newest.items():
         for line in show_kinds(item):
-            say(console, f"{name} {line}", "dim")
+            say(console, f"{task} {line}", "dim")
     for line in [] if is_damaged else _last_episode(folder):
         say(console, line, "dim")
     say(console, f"\nsee {folder / 'report.html'}", "dim")

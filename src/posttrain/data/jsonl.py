@@ -429,10 +429,10 @@ def _keep_correct(collected: Collected, place: str) -> None:
     submissions = [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
     outcomes: list[Outcome] = ["ungraded"] * len(graded)
     for grader in dict.fromkeys(example.grader for example in graded):
-        places = [place for place, example in enumerate(graded) if example.grader == grader]
-        verdicts = grade(grader, [submissions[place] for place in places])
-        for place, verdict in zip(places, verdicts, strict=True):
-            outcomes[place] = verdict.outcome
+        own = [number for number, example in enumerate(graded) if example.grader == grader]
+        verdicts = grade(grader, [submissions[number] for number in own])
+        for number, verdict in zip(own, verdicts, strict=True):
+            outcomes[number] = verdict.outcome
     left_over = len(collected.examples) - len(graded)
     if left_over:
         collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over

@@ -143,11 +143,11 @@ class Forward:
         self.path: Literal["packed", "padded"] = "packed"
         self.window = shortest_window(causal_lm(model).config)
         self.root: Within | None = None  # gathers the shards for a pass
+        self.num_ids: int | None = None  # see ``restrict``
+        self.restricts_targets = False
         self.choose_path()
         self.last_packing: Packing | None = None
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
-        self.num_ids: int | None = None  # see ``restrict``
-        self.restricts_targets = False
 
     def alike(
         self, model: Model, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False

@@ -22,9 +22,9 @@ from typing import Literal
 from transformers import AutoConfig, PretrainedConfig
 
 from posttrain.errors import RunFailure, UsageError
-from posttrain.option_types import shorten
 from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
+from posttrain.option_types import shorten
 from posttrain.sampling.http import HttpServer, ServerError
 from posttrain.store.checkpoint_files import manifest_digests
 from posttrain.store.posix import kill_group
