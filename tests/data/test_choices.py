@@ -52,6 +52,12 @@ def ask(**parts: Any) -> dict[str, Any]:
             "BC",
             id="labels of ARC",
         ),
+        pytest.param(
+            [ask(choices={"text": ["b", "a"], "label": ["A", "B"]}, answerKey="B")], {}, "B", id="texts like labels"
+        ),
+        pytest.param(
+            [ask(options=METALS, reward_model={"ground_truth": "iron", "style": "rule"})], {}, "B", id="ground truth"
+        ),
         pytest.param([ask(A="wood", B="iron", C="air", answer="B")], {}, "B", id="columns A to C"),
         pytest.param([ask(opa="wood", opb="iron", cop=n) for n in (0, 1)], {}, "AB", id="columns opa and opb"),
         pytest.param([ask(option_a="wood", option_b="iron", answer="b")], {}, "B", id="columns option_a"),
@@ -147,3 +153,9 @@ def test_jsonl_gold_that_is_no_option_of_its_row_is_told(tmp_path: Path) -> None
 def test_jsonl_first_index_without_options_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"task\.first_index"):
         read(tmp_path, [ask(answer="iron")], first_index=0)
+
+
+def test_jsonl_wrong_options_next_to_the_right_one_are_told(tmp_path: Path) -> None:
+    rows = [ask(answer="iron", distractor1="wood", distractor2="air")]
+    assert any("distractor1, distractor2" in line for line in read(tmp_path, rows).warnings)
+    assert not any("distractor" in line for line in read(tmp_path, rows, meta=["distractor1", "distractor2"]).warnings)

@@ -34,6 +34,8 @@ _ABOUT_QUESTION = re.compile(
     r"paragraph|reference|document|evidence|token|id|url|name|label|type|level|note|message|turn|history|tool)\w*",
     re.IGNORECASE,
 )
+_LABELS_NAME = re.compile(r"label|key|letter", re.IGNORECASE)
+_WRONG_OPTIONS = re.compile(r"(?:distract|incorrect|wrong).*", re.IGNORECASE)
 # A list of another name, next to a number that may count from 0 or from 1, is more likely something else.
 _OPTIONS_NAME = re.compile(r"choice|option|answer|ending|candidate|alternative|select|target", re.IGNORECASE)
 _LABEL = re.compile(r"[(\[]?([A-Ja-j])(?:[)\].:]+|\s*\Z)")
@@ -176,6 +178,7 @@ def choose_columns(
 def has_options(row: Row, answer_key: str, excluded: frozenset[str]) -> bool:
     """Return whether a row has columns that may be options, or a gold answer that is true or false."""
     columns = [*_list_columns([row], excluded), *_spread_columns([row], excluded | {answer_key})]
+    columns += [(key,) for key in row.data if key not in excluded and _WRONG_OPTIONS.match(key)]
     return (
         bool(columns)
         or isinstance(_value(row, answer_key), bool)
@@ -187,6 +190,10 @@ def describe_near_miss(rows: Sequence[Row], answer_key: str, excluded: frozenset
     """Return a line about lists that are options to at least half of the rows and not to all, or about too many."""
     keys = [key for key, value in rows[0].data.items() if key not in excluded and isinstance(value, list | tuple)]
     lines = []
+    wrong = [key for key in rows[0].data if key not in excluded and _WRONG_OPTIONS.match(key)]
+    if wrong:
+        names = ", ".join(wrong)
+        lines.append(f"{names}: wrong options of a question, which no prompt shows; task.meta: [{names}] silences this")
     for key in keys:
         texts = [_value(row, key) for row in rows]
         if any(_is_among_many(_value(row, answer_key), values) for row, values in zip(rows, texts, strict=True)):
@@ -284,9 +291,10 @@ def _labelled(value: Mapping[str, object]) -> _Options | None:
         return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
     if len(lists) != 2:
         return None
-    labels = next((name for name, one in lists.items() if _are_labels(one)), None)
-    if labels is None:
+    found = [name for name, one in lists.items() if _are_labels(one)]
+    if not found:
         return None
+    labels = next((name for name in found if _LABELS_NAME.search(name)), found[-1])  # texts may look like labels
     read = _texts(next(one for name, one in lists.items() if name != labels))
     return None if read is None else _Options(read[0], tuple(str(one).strip() for one in lists[labels]), read[1])
 

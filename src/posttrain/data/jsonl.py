@@ -193,15 +193,18 @@ def _with_choices(
     if choices_key is None and not has_options(first, answer_key, excluded):
         return chain((first,), following), layout
     kept = [first, *following]
-    candidates = candidate_columns(kept, answer_key, excluded, choices_key, first_index)
+    seen = kept
+    if answer_key == "answer" and not first.has(answer_key) and all(map(_has_ground_truth, kept)):
+        seen, answer_key = [_with_ground_truth(row) for row in kept], "ground_truth"
+    candidates = candidate_columns(seen, answer_key, excluded, choices_key, first_index)
     if not candidates:
-        return kept, replace(layout, notes=describe_near_miss(kept, answer_key, excluded))
-    found = choose_columns(kept, candidates, layout.question_of, first_index)
+        return kept, replace(layout, notes=describe_near_miss(seen, answer_key, excluded))
+    found = choose_columns(seen, candidates, layout.question_of, first_index)
     fields = layout.prompt_format.fields if layout.prompt_format is not None else ()
     are_texts = len(found.keys) > 1 and not set(found.keys).isdisjoint(fields)
     if are_texts and not found.is_shown:  # the format shows two columns that are no lettered options
         return kept, layout
-    return kept, replace(layout, choices=found)
+    return seen, replace(layout, choices=found)
 
 
 def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:
