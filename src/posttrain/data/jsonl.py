@@ -90,14 +90,11 @@ def jsonl(
     with nothing but a ``text`` is one to read, under ``prompt.template: document``. ``system`` and ``tools`` of a row
     go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools (``tool_calls``, then the
     role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or ``train: false`` is not
-    trained. The template decides how the response is written. Every other key is carried along
-    in ``meta``; one that would change what is trained is refused, and a line names the texts that the prompt does not
-    show.
+    trained. The template decides how the response is written. Every other key is carried along in ``meta``; one that
+    would change what is trained is refused, and a line names the texts that the prompt does not show.
 
-    A list of texts (or one column for each: ``A``, ``B``, ...) next to a gold answer that is an index, a letter, a
-    label or one of the texts in every row is a multiple choice: the options are lettered lines of the prompt, the gold
-    answer is a letter, graded by ``multiple_choice``. A gold answer that is true or false is one of ``Yes`` and ``No``.
-    A line says what was read so.
+    A list of texts (or a column for each) next to a gold answer that is an index, a letter or one of the texts in every
+    row is a multiple choice: lettered lines in the prompt, a letter as gold answer, the grader ``multiple_choice``.
 
     Args:
         split: ``validation`` and ``test`` are parts of the rows chosen by a hash of the prompt up to the user's first
@@ -108,35 +105,42 @@ def jsonl(
         answer_key: where the gold answer stands (maybe after a solution and ``####``), else verl's
             ``reward_model.ground_truth``; ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
-        response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
+        response_key: where the whole response stands, else ``completion`` or ``output``.
         choices_key: where the options of a multiple choice are, if several columns could be; ``""`` reads none.
-        first_index: what a gold answer that is an index counts from, if the rows do not show it: 0 or 1.
+        first_index: what an index counts from, if the rows do not show it.
         grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
             ``numeric``, which compares words as text; a run says which, and why.
         correct_only: keep only the demonstrations that the grader finds right; the others are counted.
-
-    Raises:
-        UnknownComponent: no such grader.
-        UsageError: ``correct_only``, and no row has a response with a gold answer.
     """
     if grader is not None:
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    layout = Layout(keys, read_format(prompt_format))
-    excluded = frozenset((*(meta or ()), *(ignore_keys or ())))
-    rows, layout = _with_choices(read_file(path), layout, excluded, choices_key, first_index)
-    if first_index is not None and layout.choices is None:
-        raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
-    collected = collect(
-        rows, layout.read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or (), silenced=meta or ()
-    )
-    refuse_unknown(meta or (), (key for key, _ in collected.keys), path, "task.meta")
+    layout, asked = Layout(keys, read_format(prompt_format)), (choices_key, first_index)
+    collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or (), *asked)
     warnings = _settle_grader(collected, grader, layout)
     if correct_only:
         _keep_correct(collected, path)
     task = collected.as_task("jsonl", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*warnings, *task.warnings))
+
+
+def _collect(
+    path: str,
+    name: str,
+    layout: Layout,
+    silenced: Sequence[str],
+    ignored: Sequence[str],
+    choices_key: str | None,
+    first_index: FirstIndex | None,
+) -> tuple[Collected, Layout]:
+    """The examples of a file, and the layout that its rows have."""
+    rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)), choices_key, first_index)
+    if first_index is not None and layout.choices is None:
+        raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
+    collected = collect(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
+    refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
+    return collected, layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +308,8 @@ def read_example(
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
     demonstration = next((text for text in parts.values() if text is not solution), None)
-    unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
-    row.refuse_if(
-        demonstration is not None and unread is not None,
-        f"the key {unread!r} of the row belongs to a response in text; put it into the last message",
-    )
     if demonstration is not None:
+        _refuse_reasoning(row)
         _refuse_judged(row, of_response)
     working, golds = _gold_answers(row, keys["answer"], needed=demonstration is None)
     meta = row.meta()
@@ -326,6 +326,14 @@ def read_example(
         variables=read_variables(row),
         meta=meta,
         grader=ANY if len(golds) > 1 else "numeric",
+    )
+
+
+def _refuse_reasoning(row: Row) -> None:
+    """Refuse reasoning of the row that no response in text has read."""
+    unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
+    row.refuse_if(
+        unread is not None, f"the key {unread!r} of the row belongs to a response in text; put it into the last message"
     )
 
 

@@ -176,8 +176,7 @@ def preferences(
         split: ``validation`` and ``test`` are parts of the prompts chosen by a hash of all up to the user's first
             message, so that conversations that begin alike stand on one side; ``train`` is the rest, ``all`` the file.
         validation_share, test_share: shares of these beginnings that are held out.
-        num_classes: of steps; the same as that of the objective ``process``.
-        step_separator: stands between two steps.
+        num_classes: of steps; the same as that of the objective ``process``. step_separator: between two steps.
     """
     first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
     form = read_format(prompt_format)
@@ -193,10 +192,10 @@ def preferences(
         drop_if(margin is not None and margin < 0, "'margin' is below 0, so the rejected answer is the better one")
         return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
-    rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
-    left_out, silenced = ignore_keys or (), meta or ()
-    collected = collect(rows, read, path, dropped, name=name, carries=True, ignored=left_out, silenced=silenced)
-    refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
+    rows, keys = paired_rows(read_file(path), dropped := Counter[str]()), (ignore_keys or (), meta or ())
+    about: dict[str, Any] = {"name": f"preferences/{split}", "carries": True, "ignored": keys[0], "silenced": keys[1]}
+    collected = collect(rows, read, path, dropped, **about)
+    refuse_unknown(keys[1], (key for key, _ in collected.keys), path, "task.meta")
     task = collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*task.warnings, *collected.unshown.describe(PROMPT)))
 
