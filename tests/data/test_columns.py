@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from sample_rows import write_rows
 
+from posttrain.cli import main
 from posttrain.data.columns import read_format
 from posttrain.data.jsonl import jsonl
 from posttrain.data.preferences import preferences
@@ -137,3 +138,22 @@ def test_preferences_name_show_and_silence_columns_too(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     (example,) = preferences(path=path, split="all", prompt_format="{article}\n\n{prompt}").examples
     assert example.messages[-1].content == f"{ARTICLE}\n\nSum up."
+
+
+def test_commands_and_python_name_the_columns_that_no_prompt_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_rows(tmp_path / "x.jsonl", rows_with(*(f"Iron {n} is a metal. Wood is not." for n in range(30))))
+    named = ["--task", "jsonl", "--task.path", path]
+    for words in (
+        ["generate", "tiny", *named, "--max-tokens", "2"],
+        ["evaluate", "tiny", *named, "--max-tokens", "2", "--limit", "2"],
+        ["train", "tiny/grpo", *named, "--dry-run"],
+    ):
+        assert main(words) == 0
+        output = capsys.readouterr()
+        assert (output.out + output.err).count("columns that the prompt does not show: article") == 1, words
+        assert main([*words, "--task.meta", "[article]"]) == 0
+        output = capsys.readouterr()
+        assert "does not show" not in output.out + output.err, words

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from rich.console import Console
 
 from posttrain.api.measure import Answer, answers_to
-from posttrain.commands.console import Text, open_console, say
+from posttrain.commands.console import Text, open_console
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
@@ -15,7 +16,7 @@ from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Example, Message
-from posttrain.untrusted import kind_of_file
+from posttrain.untrusted import harmless, kind_of_file
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -38,6 +39,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
     sampler = open_model(source, complete_template(components.get("template"), source))
+    for line in notes:  # about the rows, and no part of what was asked
+        print(harmless(f"note: {line}"), file=sys.stderr)
     steered, change = steering_of(arguments, sampler.model)
     with steered:
         answers = answers_to(
@@ -51,8 +54,6 @@ def run_generate(arguments: argparse.Namespace) -> int:
             top_k=arguments.top_k,
         )
     console = open_console()
-    for line in notes:
-        say(console, line, "dim")
     if change:
         console.print(Text(f"steered at {change}", style="dim"))
     for number, example in enumerate(examples):

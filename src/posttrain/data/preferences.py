@@ -173,10 +173,10 @@ def preferences(
     and the n-th wrong answer to a question are a pair.
 
     Args:
-        split: ``validation`` and ``test`` are parts of the prompts chosen by a hash of all up to the user's first
-            message, so that conversations that begin alike stand on one side; ``train`` is the rest, ``all`` the file.
+        split: parts chosen by a hash of the prompt up to the user's first message; ``all`` is the whole file.
         validation_share, test_share: shares of these beginnings that are held out.
-        num_classes: of steps; the same as that of the objective ``process``. step_separator: between two steps.
+        num_classes: of steps; the same as that of the objective ``process``.
+        step_separator: stands between two steps.
     """
     first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
     form = read_format(prompt_format)
