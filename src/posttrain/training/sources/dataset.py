@@ -24,7 +24,6 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
-from posttrain.training.sources.remedies import Trial
 from posttrain.types import Batch, Example, Sample, Tokenizer, collate
 
 FIXED_CHUNK = 256
@@ -132,6 +131,8 @@ class SupervisedSource(Source):
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
             dropped = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items()) or "none"
+            from posttrain.training.sources.remedies import Trial
+
             way_out = Trial(recipe, task.examples, tokenizer, template, context_tokens).of_rows(shape)
             raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}{way_out}")
         self.num_examples = len(self.units)

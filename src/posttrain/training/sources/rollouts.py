@@ -28,7 +28,6 @@ from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect,
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
-from posttrain.training.sources.remedies import Trial
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
 
@@ -90,6 +89,8 @@ class RolloutSource(Source):
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
         if not self.kept:
             dropped = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items())
+            from posttrain.training.sources.remedies import Trial
+
             way_out = Trial(recipe, task.examples, tokenizer, grader.template, context_tokens).of_prompts()
             raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {dropped}{way_out}")
         self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
