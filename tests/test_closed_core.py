@@ -20,6 +20,7 @@ NAMED = {
     "graders.grading",
     "graders.numeric",
     "graders.rewards",
+    "graders.signs",
     "data.base",
     "data.stories.families",
     "data.stories.task",

@@ -144,7 +144,7 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
     carried = {"choices": ["1", "2"], "subject": "sums", "noise": 3}
     assert (example.grader, example.meta) == ("multiple_choice", carried)
     (plain,) = jsonl(path=path, split="all").examples
-    assert (plain.grader, plain.meta) == ("numeric", carried)
+    assert (plain.grader, plain.meta) == ("multiple_choice", carried)
     (fewer,) = jsonl(path=path, split="all", ignore_keys=["noise", "choices"]).examples
     assert fewer.meta == {"subject": "sums"}
     with pytest.raises(UnknownComponent, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):

@@ -11,7 +11,14 @@ from posttrain import registry
 from posttrain.data.base import Task
 from posttrain.data.render import encode_prompt, stop_ids
 from posttrain.errors import UsageError
-from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices
+from posttrain.evaluation.generation import (
+    Evaluation,
+    Questions,
+    distinct_indices,
+    evaluate,
+    held_out,
+    held_out_indices,
+)
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Sampling
@@ -28,6 +35,39 @@ def test_items_are_fixed_and_spread() -> None:
     assert max(chosen) > 800 > 200 > min(chosen)  # a sample, not the head of the file
     assert held_out_indices(7, 7) == held_out_indices(7, 100) == list(range(7))
     assert set(held_out_indices(1000, 20)) < set(chosen)  # more items add to the same sample
+
+
+def test_distinct_items_are_the_fixed_ones_where_nothing_repeats() -> None:
+    task = make_task(1000)
+    assert distinct_indices(task.examples, 50) == held_out_indices(1000, 50)
+    assert distinct_indices(task.examples, 50, seed=3) == held_out_indices(1000, 50, 3)
+    assert distinct_indices(task.examples, 2000) == list(range(1000))
+
+
+def test_repeated_questions_are_drawn_once_and_others_take_their_places() -> None:
+    unique = make_task(60).examples
+    examples = [replace(unique[i % 60], id=f"sum/{i}") for i in range(5000)]
+    drawn = [examples[i].messages for i in distinct_indices(examples, 40)]
+    assert len(set(drawn)) == len(drawn) == 40
+    assert len(distinct_indices(examples, 128)) == 60  # there are no more
+    task = Task("sums", "test", [replace(unique[0], id="a"), replace(unique[0], id="b", meta={"more": 1})])
+    assert [one.id for one in held_out(task, 2)] == ["a"]
+    assert [one.id for one in held_out(task, 2, distinct=False)] == ["a", "b"]
+    other_gold = Task("sums", "test", [unique[0], replace(unique[0], id="b", answer="7")])
+    assert len(held_out(other_gold, 2)) == 2
+
+
+def test_n_and_interval_are_of_distinct_questions(tokenizer, grader) -> None:
+    unique = make_task(6)
+    examples = [replace(unique.examples[i % 6], id=f"sum/{i}") for i in range(24)]
+    answers = {i: GOOD.format(i % 6 + 1 if i % 6 < 2 else 0) for i in range(24)}
+    results = measure(tokenizer, grader, Task("sums", "test", examples), answers)[0].results
+    alone = measure(tokenizer, grader, unique, answers)[0].results
+    assert (results["n"], results["repeated_prompts"]) == (6.0, 18.0)
+    assert (alone["n"], alone["repeated_prompts"]) == (6.0, 0.0)
+    low, high = wilson_interval(2, 6)
+    assert (results["accuracy"], results["accuracy_low"], results["accuracy_high"]) == (2 / 6, low, high)
+    assert results["accuracy_low"] == alone["accuracy_low"]
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from made_up_items import make_item, make_sample
+from made_up_items import make_item, make_items, make_sample
 from posttrain import registry
 from posttrain.errors import DataError
-from posttrain.evaluation.items import Item, digest_of, read_items, sample_of, write_items
+from posttrain.evaluation.items import (
+    Item,
+    break_down,
+    digest_of,
+    kind_results,
+    read_items,
+    sample_of,
+    write_items,
+)
+from posttrain.evaluation.statistics import wilson_interval
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Sampler, build_grader
+from posttrain.store.metric_names import find_metric
 from posttrain.types import Completion, Example, Message, Rollout
 
 
@@ -118,3 +128,24 @@ def test_a_digest_follows_what_is_requested_and_what_is_right() -> None:
     marks = [digest_of(found) for found in ([example], *([other] for other in changed), [example, example], [])]
     assert len(set(marks)) == 8
     assert digest_of([replace(example, solution="count")]) == marks[0]  # what no grader reads
+
+
+def test_kind_results_name_each_value_with_its_interval_and_number() -> None:
+    items = [
+        replace(item, meta={"level": 1 + n % 2, "subject": "a/b: c" if n < 4 else "d"})
+        for n, item in enumerate(make_items(["r", "w", "r", "r", "w", "w", "r", "w"]))
+    ]
+    kinds = break_down(items)
+    found = kind_results(kinds)
+    assert {name: value for name, value in found.items() if name.endswith(":accuracy")} == {
+        "level=1:accuracy": 0.75,
+        "level=2:accuracy": 0.25,
+        "subject=a_b_c:accuracy": 0.75,
+        "subject=d:accuracy": 0.25,
+    }
+    assert (found["level=1:accuracy_low"], found["level=1:accuracy_high"]) == wilson_interval(3, 4)
+    assert found["level=1:accuracy_n"] == 4.0
+    assert all(len(name.split("/")) == 1 for name in found)
+    metric = find_metric("eval/sums/test/level=1:accuracy")
+    assert metric is not None
+    assert metric.unit == "share"

@@ -125,3 +125,12 @@ def test_lengths_are_compared_where_both_answered() -> None:
     assert found.differences["format"].a == pytest.approx(2 / 3)  # a rate counts every item
     none = compare_items(a[1:], [Item("made/1", 1, "What is 1?", "1"), b[2]], labels=LABELS, samples=1)
     assert "completion_length" not in none.differences
+
+
+def test_items_that_repeat_a_question_are_compared_once() -> None:
+    """An evaluation of an earlier version may hold a question several times."""
+    a, b = make_items(A), make_items(B)
+    twice = [[*side, *(replace(item, id=f"{item.id}b") for item in side)] for side in (a, b)]
+    once = compare_items(a, b, labels=LABELS, samples=1)
+    found = compare_items(*twice, labels=LABELS, samples=1)
+    assert (found.n, found.table, found.differences) == (once.n, once.table, once.differences)

@@ -93,7 +93,7 @@ def code(canary: Path) -> list[str]:
 
 def lookalikes() -> list[str]:
     """Characters that look like others, hide, or are none."""
-    found = ["４２", "٤٢", "४२", "𝟒𝟐", "⁴²", "④②", "4\u200b2", "4\u20602", "\u202e24", "42\x00", "\x0042", "4\x002"]
+    found = ["𝟒𝟐", "⁴²", "④②", "4\u200b2", "4\u20602", "\u202e24", "42\x00", "\x0042", "4\x002"]
     found += ["42\ufeff\u200d", "х+1", "ｘ+１", "x\u0338+1", "½½", "¹⁄₂", "⅟2", "уеs", "ｙｅｓ", "y\u0435s", "ye\u0455"]
     found += ["Ⅻ", "\\frac{l}{2}", "(1‚2)", "\ud800", "42\ud800", "\udfff1", "\ud83d", "x+\ud8001", "\\text{\udc00}"]
     found += ["\x1b[2J42\x1b[0m", "4\b42", "\x7f", "［0,1)", "{1，2}", "y ＝ 2x ＋ 3", "∑∑∑∑", "∞∞", "🤖" * 100]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -90,7 +92,18 @@ def test_unknown_parameters_are_refused_when_bound(function: Callable[..., float
 
 
 @pytest.mark.parametrize(
-    ("value", "number"), [(True, 1.0), (3, 3.0), (Fraction(1, 4), 0.25), (np.float32(0.5), 0.5), (np.int64(-2), -2.0)]
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (3, 3.0),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(-2), -2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor(True), 1.0),
+    ],
 )
 def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None:
     def fine(text: str) -> Any:
@@ -121,6 +134,8 @@ def ends(text: str) -> float:
         (ends, r"raised SystemExit: 3\. Correct it"),
         *((ending(code), "raised SystemExit") for code in (0, 1, None, "bye")),
         (lambda text: float("nan"), r"returned nan \(float\), which is not finite; have it return a number there"),
+        (lambda text: torch.tensor(float("nan")), r"returned nan \(float\), which is not finite"),
+        (lambda text: np.float32("nan"), r"returned nan \(float\), which is not finite"),
         (lambda text: float("-inf"), r"returned -inf \(float\), which is not finite"),
         (lambda text: 10**400, r"returned an integer of 1329 bits \(int\), which is not finite"),
         (lambda text: 1j, r"returned 1j \(complex\), which is no number"),
@@ -208,3 +223,75 @@ def test_reward_in_the_form_of_trl_that_cannot_be_called_says_why():
     ]:
         with pytest.raises(RewardFailure, match=message):
             bind_reward(Entry("reward", "mine", function, {})).grade([given], ["x"])
+
+
+def scaled(text: str, scale: float) -> float:
+    return scale * len(text)
+
+
+def scaled_columns(completions: list[str], scale: float, **columns: Any) -> list[float]:
+    return [scale * len(one) for one in completions]
+
+
+def keyword_columns(completions: list[str], *, scale: float) -> list[float]:
+    return [scale * len(one) for one in completions]
+
+
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, text: str) -> float:
+        return self.scale * len(text)
+
+    def of_columns(self, completions: list[str], **columns: Any) -> list[float]:
+        return [self.scale * len(one) for one in completions]
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return wrapper
+
+
+TWO = 2.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(scaled, scale=2.0),
+        functools.partial(functools.partial(scaled), scale=2.0),
+        functools.partial(scaled_columns, scale=2.0),
+        functools.partial(keyword_columns, scale=2.0),
+        functools.partial(lambda scale, text: scale * len(text), 2.0),
+        Scaled(2.0),
+        Scaled(2.0).of_columns,
+        logged(functools.partial(scaled, scale=2.0)),
+        lambda text, scale=TWO: scale * len(text),
+    ],
+)
+def test_reward_whose_options_are_bound_asks_for_no_more(function: Callable[..., Any]) -> None:
+    reward = bind_reward(Entry("reward", "mine", function, {}))
+    example = Example("x", (Message("user", "q"),))
+    assert reward.grade([{"prompt": "p", "text": text, "example": example} for text in ("a", "abc")], ["x", "x"]) == [
+        2.0,
+        6.0,
+    ]
+
+
+def test_reward_partial_that_is_not_finite_is_named() -> None:
+    for function in (functools.partial(scaled, scale=math.nan), functools.partial(scaled_columns, scale=math.inf)):
+        reward = bind_reward(Entry("reward", "mine", function, {}))
+        given = {"prompt": "p", "text": "t", "example": Example("x", (Message("user", "q"),))}
+        with pytest.raises(RewardFailure, match=r"reward 'mine', example 'a/1': the function returned (nan|inf)"):
+            reward.grade([given], ["a/1"])
+
+
+def test_reward_class_is_refused_with_its_object_and_a_slip_with_a_default_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"rewards\.0: reward 'Scaled' is a class"):
+        bound(Scaled, {}, "rewards.0")
+    with pytest.raises(UsageError, match="Did you mean 'answer'"):
+        bound(lambda text, anwser=None: 0.0)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.errors import UsageError
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.load import LoadedModel, load_model
+from posttrain.models.lora import merged_weights
 from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.sampling.vllm.training import checkpoint_weights
 
@@ -201,3 +202,15 @@ def test_checkpoint_weights_with_an_adapter_on_a_tied_matrix_are_refused(kind: s
     model, _ = make_adapter(**KINDS[kind])
     with pytest.raises(UsageError, match=r"has an adapter and is tied to a parameter of another module"):
         list(checkpoint_weights(model))
+
+
+def test_merge_bias_of_an_adapter_without_a_place_in_the_base_is_refused_by_name(
+    make_adapter: Any, tmp_path: Path
+) -> None:
+    model, folder = make_adapter("qwen3", target_modules=["q_proj", "down_proj"], lora_bias=True)
+    with pytest.raises(UsageError, match=r"model\.adapter: .*lora_bias.*native engine"):
+        list(merged_weights(model))
+    with pytest.raises(UsageError, match=r"model\.name: .*lora_bias"):
+        load_merged(folder)
+    loaded = load(folder)  # on its base it is what was trained
+    check_same(read_probe(model), read_probe(loaded), "the adapter")

@@ -126,6 +126,12 @@ def test_server_command_of_an_adapter_serves_it_on_its_base(folder: Path, tiny_r
         (adapter / "adapter_config.json").write_text(json.dumps(settings | change))
         with pytest.raises(UsageError, match=r"an adapter of rank (513|600); vLLM serves ranks up to 512"):
             server_command(str(adapter))
+    for change in ({"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}):
+        (adapter / "adapter_config.json").write_text(json.dumps(settings | change))
+        with pytest.raises(UsageError, match=rf"with {next(iter(change))} .*--engine native"):
+            server_command(str(adapter))
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_rslora": True}))
+    assert "--enable-lora" in server_command(str(adapter)).words
     save_adapter(tiny_random("qwen3"), tmp_path / "other", adapter)
     with pytest.raises(UsageError, match=r"is an adapter on an adapter .*--engine native"):
         server_command(str(tmp_path / "other"))

@@ -223,16 +223,17 @@ def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monke
     assert not Path(f"/proc/{last}/cmdline").exists() or last == pids[0], "it ended with the run"
 
 
-def test_run_without_a_server_for_evaluations_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_a_server_for_evaluations_is_refused_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
     events = Events()
     recipe = one_layer_recipe(
         "sft", eval={"every": 1, "num_examples": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1}
     )
-    watched(tmp_path / "run", recipe, events)
-    (message,) = [info["message"] for info in events.of("notice")]
-    assert "POSTTRAIN_VLLM is not set" in message
-    assert message.endswith("evaluations are answered by 'native' instead")
+    with pytest.raises(UsageError, match=r"eval\.engine: .*POSTTRAIN_VLLM is not set.*leave eval\.engine out"):
+        watched(tmp_path / "run", recipe, events)
+    assert events.of("step") == []
 
 
 # What goes wrong.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import DataError, StorageError
+from posttrain.errors import DataError, RewardFailure, StorageError
 from posttrain.store import rollouts
 from posttrain.store.rollouts import SCHEMA_VERSION, RolloutStore, connect
 from posttrain.types import Completion, Example, Message, Rollout
@@ -54,6 +54,15 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
         rows = store.training()
     bits = [struct.pack("<3d", row.reward, row.advantage, row.parts["p"]) for row in rows]
     assert bits == [struct.pack("<3d", x, -x, x) for x in awkward]
+
+
+@pytest.mark.parametrize("change", [{"reward": math.nan}, {"reward": math.inf}, {"parts": {"mine": math.nan}}])
+def test_record_reward_that_is_not_finite_names_reward_value_and_row(tmp_path: Path, change: dict) -> None:
+    name, value = next(iter(change.get("parts", change).items()))
+    with RolloutStore(tmp_path / "r.db") as store:
+        with pytest.raises(RewardFailure, match=rf"reward '{name}', example 'stories/train/0'.*is {value}"):
+            store.record([make_rollout(4, **({"parts": {}} | change))])
+        assert store.training() == []
 
 
 def test_a_conversation_an_empty_completion_and_odd_text_are_recorded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,80 @@ def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     teacher = AutoModelForCausalLM.from_pretrained(name).eval()
     assert difference(batch.fields["teacher_logprobs"], plain_logprobs(teacher, batch)) < CLOSE
     assert difference(batch.fields["teacher_logprobs"], batch.fields["old_logprobs"]) > 0.05
+
+
+def save_padded(folder: Path, num_added: int, noise: float = 0.05) -> str:
+    """The perturbed model with more rows in its embeddings than the tokenizer has ids, which repeat the first."""
+    save_perturbed(folder, noise)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + num_added, mean_resizing=False)
+    with torch.no_grad():
+        for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            table[size:] = table[:num_added]
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def exact_divergence(student: Any, teacher: Any, batch: Batch, n: int, divergence: str) -> Tensor:
+    """In float64 over the first n ids, each distribution renormalized over them; ``[B, T]``."""
+    found = torch.zeros(batch.tokens.shape, dtype=torch.float64)
+    for b in range(batch.num_rows):
+        ids = batch.tokens[b : b + 1, : int(batch.lengths[b])]
+        with torch.no_grad():
+            q, p = (model(ids).logits[0, :-1, :n].double().log_softmax(-1) for model in (student, teacher))
+        kl = p.exp() * (p - q) if divergence == "forward_kl" else q.exp() * (q - p)
+        found[b, 1 : ids.shape[1]] = kl.sum(-1)
+    return torch.where(batch.mask, found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("larger", ["teacher", "student", "both"])
+def test_teacher_and_student_with_padded_embeddings_are_compared_over_the_tokenizers_ids(
+    tmp_path: Path, divergence: str, larger: str
+) -> None:
+    added = {"teacher": (0, 64), "student": (64, 0), "both": (128, 64)}[larger]
+    student_name = save_padded(tmp_path / "student", added[0], noise=0.02)
+    teacher_name = save_padded(tmp_path / "teacher", added[1])
+    recipe = one_layer_recipe(
+        "grpo",
+        model={"name": student_name},
+        objective={"name": "distillation", "divergence": divergence},
+        teacher={"name": teacher_name, "top_k": 100_000},
+        rollout={"temperature": 1.0, "max_tokens": 6},
+    )
+    parts = prepare(recipe)
+    batch = parts.source(1).batch
+    assert batch is not None
+    n = len(parts.tokenizer)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(name).eval() for name in (student_name, teacher_name))
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
+    assert sizes == [n + extra for extra in added]
+    assert batch.fields["teacher_ids"].shape[-1] == n
+    outputs = parts.method.forward(batch, "none", with_candidates=True)
+    found = parts.method.objective(outputs, batch).values.detach()
+    expected = exact_divergence(student, teacher, batch, n, divergence)
+    assert difference(found.double(), expected) < 2e-4
+    for field in (outputs.candidate_logprobs, batch.fields["teacher_candidate_logprobs"]):
+        assert difference(field.exp().sum(-1)[batch.mask], torch.ones(())) < 1e-4  # no mass on padding
+    whole = exact_divergence(student, teacher, batch, min(sizes), divergence)
+    if larger == "both":
+        assert difference(whole, expected) > 2e-3  # padding counted, too
+    loss, _ = accumulate(parts.method, batch, recipe.train)
+    assert math.isfinite(loss)
+
+
+def test_teacher_logprobs_of_padded_embeddings_are_over_the_tokenizers_ids(tmp_path: Path) -> None:
+    name = save_padded(tmp_path / "teacher", 64)
+    recipe = one_layer_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": name})
+    parts = prepare(recipe)
+    batch = parts.source(1).batch
+    assert batch is not None
+    teacher = AutoModelForCausalLM.from_pretrained(name).eval()
+    over_all = plain_logprobs(teacher, batch)
+    teacher.resize_token_embeddings(len(parts.tokenizer))
+    assert difference(batch.fields["teacher_logprobs"], plain_logprobs(teacher, batch)) < CLOSE
+    assert difference(over_all, plain_logprobs(teacher, batch)) > 1e-3
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny_random, small_tokenizer) -> None:

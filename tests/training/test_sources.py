@@ -123,6 +123,23 @@ def given(tokenizer, template, task: Task, shape: Shape, **changes: Any) -> Supe
     return SupervisedSource(make_recipe("judged", **changes), task, template, tokenizer, 1024, shape=shape)
 
 
+def test_size_and_scores_say_their_units(tokenizer, template) -> None:
+    task = answered(9)
+    pairs = given(tokenizer, template, task, "pair", objective="dpo")
+    steps = given(tokenizer, template, task, "steps", objective="process")
+    judged = given(tokenizer, template, task, "judged", objective="outcome", data={"label_above": 0.5})
+    assert pairs.size is None  # one of an example
+    assert "tokens are trained" in pairs.trained
+    assert steps.size == f"{steps.num_examples} solutions of 9 examples"
+    num_steps = sum(len(row.step_labels) for unit in steps.units for row in unit)
+    assert steps.trained.startswith(f"{num_steps} labelled steps of {steps.num_examples} solutions")
+    assert judged.size == f"{judged.num_examples} answers of 9 examples"
+    assert "answers are scored" in judged.trained
+    assert "tokens are trained" not in steps.trained + judged.trained
+    reward = given(tokenizer, template, task, "pair", objective="bradley_terry")
+    assert reward.trained == f"{2 * reward.num_examples} answers are scored, each at its last token"
+
+
 def encoded(tokenizer, template, item: Example, text: str) -> tuple[tuple[int, ...], int]:
     prompt = encode_prompt(tokenizer, template, item.messages)
     return (*prompt, *encode_plain(tokenizer, text), tokenizer.eos_token_id), len(prompt)

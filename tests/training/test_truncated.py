@@ -14,6 +14,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.training.build import prepare
 from posttrain.training.sources import TrainBatch
+from posttrain.training.sources.rollouts import ALL_MASKED
 from posttrain.training.step import accumulate
 from posttrain.types import Batch
 from posttrain.untrusted import declare_code
@@ -61,6 +62,19 @@ def test_what_is_masked_counts_in_no_denominator_and_in_the_baseline(
     each = word(draw.batch.mask)
     rows = [row[mask].tolist() for row, mask in zip(each, draw.batch.mask, strict=True)]
     assert rows == [pytest.approx(row) for row in weights]
+
+
+@pytest.mark.parametrize("words", [{"objective": "reinforce", "advantage": "centered"}, {"objective": "grpo"}])
+def test_batch_of_which_all_is_masked_names_the_option_that_masked_it(
+    tokenizer, template, words: dict[str, Any]
+) -> None:
+    cut = ("9999", "8888", "7777", "6666")
+    source = sampled(tokenizer, template, sums(1), engine=in_order(tokenizer, cut), rollout=FOUR, **words)
+    draw = source(1)
+    assert (draw.batch, draw.metrics["masked"], draw.metrics["selected"]) == (None, 1.0, 0.0)
+    assert source.take_warnings() == [ALL_MASKED]
+    assert "rollout.mask_truncated" in ALL_MASKED
+    assert "rollout.select" not in ALL_MASKED
 
 
 def name_of(word: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from rich.console import Console
 
@@ -15,13 +16,14 @@ from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Example, Message
-from posttrain.untrusted import kind_of_file
+from posttrain.untrusted import harmless, kind_of_file
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Sample answers to a prompt, or to an example of a task, and show what they are worth."""
     components = chosen_components(arguments)
     check_steering(arguments)
+    notes: tuple[str, ...] = ()
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
         if other := "--task" if "task" in components else "--limit" if arguments.limit else "":
@@ -33,11 +35,14 @@ def run_generate(arguments: argparse.Namespace) -> int:
         examples = [Example("prompt", (Message("user", arguments.prompt),))]
     else:
         task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
+        notes = task.warnings
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
     template = complete_template(components.get("template"), source)
     say_template(source, template)
     sampler = open_model(source, template)
+    for line in notes:  # about the rows, and no part of what was asked
+        print(harmless(f"note: {line}"), file=sys.stderr)
     steered, change = steering_of(arguments, sampler.model)
     with steered:
         answers = answers_to(

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -71,8 +71,21 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     parts = [primary.describe(results)] if primary is not None and primary.value(results) is not None else []
     further = ("format", "completion_length", "shows_reasoning", "loss" if primary is ACCURACY else "")
     parts += [f"{METRICS[name].label} {METRICS[name].show(results[name])}" for name in further if name in results]
-    of = f" (n = {results['n']:.0f})" if "n" in results else ""
+    distinct = " distinct prompts" if results.get("repeated_prompts") else ""
+    of = f" (n = {results['n']:.0f}{distinct})" if "n" in results else ""
     return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
+
+
+def show_kinds(results: Mapping[str, float]) -> list[str]:
+    """Return a line for each key by which an evaluation is broken down: ``by level: 1 80.0% (n = 10) · 2 ...``."""
+    parts: dict[str, list[str]] = {}
+    for name, value in results.items():
+        kind, _, measure = name.rpartition(":")
+        if "=" in kind and measure.endswith("accuracy"):
+            key, _, shown = kind.partition("=")
+            count = results.get(f"{name}_n", 0.0)
+            parts.setdefault(key, []).append(f"{shown} {METRICS[measure].show(value)} (n = {count:.0f})")
+    return [f"by {key}: {' · '.join(values)}" for key, values in parts.items()]
 
 
 class Progress:

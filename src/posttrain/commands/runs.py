@@ -23,7 +23,7 @@ from posttrain.commands.console import (
     show_bytes,
     write_json,
 )
-from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
+from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
@@ -194,6 +194,10 @@ def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: S
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         about = {"name": item["name"], "step": item["step"], "primary_metric": primary, "results": results}
         console.print(Text(show_evaluation(about)))
+    newest = {item["name"]: item for item in info["evaluations"]}
+    for task, item in newest.items():
+        for line in show_kinds(item):
+            say(console, f"{task} {line}", "dim")
     for line in [] if is_damaged else _last_episode(folder):
         say(console, line, "dim")
     say(console, f"\nsee {folder / 'report.html'}", "dim")

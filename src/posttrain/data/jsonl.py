@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from posttrain.data.base import Task
+from posttrain.data.choices import (
+    ChoiceColumns,
+    FirstIndex,
+    candidate_columns,
+    choose_columns,
+    describe_near_miss,
+    has_options,
+    last_question,
+    with_choices,
+)
+from posttrain.data.columns import PROMPT, FormatText, PromptFormat, read_format, refuse_unknown
+from posttrain.data.golds import golds_of
 from posttrain.data.messages import (
     QUESTION_KEYS,
     REASONING_KEYS,
@@ -34,6 +46,7 @@ ALIASES = {
     "response": ("completion", "output"),
 }
 LABEL_KEYS = ("label", "labels", "kto_tag")  # of judged answers
+ANY = "any_answer"  # the grader of several gold answers
 # Why a response whose grader's word is not ``right`` was left out.
 OUTCOMES: dict[Outcome, str] = {
     "wrong": "a wrong answer",
@@ -60,6 +73,10 @@ def jsonl(
     answer_key: str = "answer",
     solution_key: str = "solution",
     response_key: str = "response",
+    choices_key: str | None = None,
+    first_index: FirstIndex | None = None,
+    prompt_format: FormatText | None = None,
+    meta: list[str] | None = None,
     ignore_keys: list[str] | None = None,
     grader: str | None = None,
     validation_share: Share = 0.05,
@@ -73,8 +90,11 @@ def jsonl(
     with nothing but a ``text`` is one to read, under ``prompt.template: document``. ``system`` and ``tools`` of a row
     go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools (``tool_calls``, then the
     role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or ``train: false`` is not
-    trained. The template decides how the response is written. Every other key is carried along
-    in ``meta``; one that would change what is trained is refused.
+    trained. The template decides how the response is written. Every other key is carried along in ``meta``; one that
+    would change what is trained is refused, and a line names the texts that the prompt does not show.
+
+    A list of texts (or a column for each) next to a gold answer that is an index, a letter or one of the texts in every
+    row is a multiple choice: lettered lines in the prompt, a letter as gold answer, the grader ``multiple_choice``.
 
     Args:
         split: ``validation`` and ``test`` are parts of the rows chosen by a hash of the prompt up to the user's first
@@ -85,27 +105,144 @@ def jsonl(
         answer_key: where the gold answer stands (maybe after a solution and ``####``), else verl's
             ``reward_model.ground_truth``; ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
-        response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
+        response_key: where the whole response stands, else ``completion`` or ``output``.
+        choices_key: where the options of a multiple choice are, if several columns could be; ``""`` reads none.
+        first_index: what an index counts from, if the rows do not show it.
         grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
             ``numeric``, which compares words as text; a run says which, and why.
         correct_only: keep only the demonstrations that the grader finds right; the others are counted.
-
-    Raises:
-        UnknownComponent: no such grader.
-        UsageError: ``correct_only``, and no row has a response with a gold answer.
     """
     if grader is not None:
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    read = partial(read_example, keys=keys)
-    collected = collect(read_file(path), read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or ())
-    chosen_grader, warnings = (grader, ()) if grader is not None else choose_grader(collected.examples)
-    collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
+    layout, asked = Layout(keys, read_format(prompt_format)), (choices_key, first_index)
+    collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or (), *asked)
+    warnings = _settle_grader(collected, grader, layout)
     if correct_only:
-        _keep_correct(collected, chosen_grader, path)
+        _keep_correct(collected, path)
     task = collected.as_task("jsonl", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*warnings, *task.warnings))
+
+
+def _collect(
+    path: str,
+    name: str,
+    layout: Layout,
+    silenced: Sequence[str],
+    ignored: Sequence[str],
+    choices_key: str | None,
+    first_index: FirstIndex | None,
+) -> tuple[Collected, Layout]:
+    """The examples of a file, and the layout that its rows have."""
+    rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)), choices_key, first_index)
+    if first_index is not None and layout.choices is None:
+        raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
+    collected = collect(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
+    refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
+    return collected, layout
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows become examples: ``keys`` are the options' names of the parts."""
+
+    keys: Mapping[str, str]
+    prompt_format: PromptFormat | None = None
+    choices: ChoiceColumns | None = None
+    question: str = PROMPT  # how ``task.prompt_format`` names it
+    notes: tuple[str, ...] = ()
+
+    def read(self, row: Row) -> Example:
+        """Return a row as an example.
+
+        Raises:
+            DataError: a key is missing, of the wrong type or empty.
+        """
+        if self.choices is None:
+            return read_example(row, self.keys, self.prompt_format)
+        is_shown = self.prompt_format is not None and not set(self.choices.keys).isdisjoint(self.prompt_format.fields)
+        options = {key: self.choices.options_of(row) for key in self.choices.keys if is_shown}
+        example = read_example(row, {**self.keys, "answer": ""}, self.prompt_format, options)
+        return with_choices(example, self.choices, row, shows=is_shown)
+
+    def question_of(self, row: Row) -> str:
+        """Return the question of a row as its prompt shows it."""
+        return last_question(_prompt_messages(replace(row, used=set()), self.keys, self.prompt_format))
+
+
+def _with_choices(
+    rows: Iterable[Row],
+    layout: Layout,
+    excluded: frozenset[str],
+    choices_key: str | None,
+    first_index: FirstIndex | None,
+) -> tuple[Iterable[Row], Layout]:
+    """The rows, and the layout with the columns of the multiple choice that they are; rows are kept only for that."""
+    following = iter(rows)
+    first = next(following, None)
+    if first is None:
+        return (), layout
+    of_prompt = _key_of(first, "prompt", layout.keys)
+    if first.has(of_prompt) and not first.has(_key_of(first, "messages", layout.keys)):
+        layout = replace(layout, question=of_prompt)
+    answer_key = layout.keys["answer"]
+    if choices_key == "" or not answer_key:
+        return chain((first,), following), layout
+    excluded |= {_key_of(first, part, layout.keys) for part in ("prompt", "messages", "solution", "response")}
+    excluded |= {*ALIASES["response"], "system", "tools"}
+    has_response = first.has(_key_of(first, "response", layout.keys)) or _ends_with_reply(first, layout.keys)
+    if has_response and not first.has(answer_key):  # such a row needs no gold answer, so that none is looked for
+        return chain((first,), following), layout
+    if choices_key is None and not has_options(first, answer_key, excluded):
+        return chain((first,), following), layout
+    kept = [first, *following]
+    seen = kept
+    if answer_key == "answer" and not first.has(answer_key) and all(map(_has_ground_truth, kept)):
+        seen, answer_key = [_with_ground_truth(row) for row in kept], "ground_truth"
+    candidates = candidate_columns(seen, answer_key, excluded, choices_key, first_index)
+    if not candidates:
+        return kept, replace(layout, notes=describe_near_miss(seen, answer_key, excluded))
+    found = choose_columns(seen, candidates, layout.question_of, first_index)
+    fields = layout.prompt_format.fields if layout.prompt_format is not None else ()
+    are_texts = len(found.keys) > 1 and not set(found.keys).isdisjoint(fields)
+    if are_texts and not found.is_shown:  # the format shows two columns that are no lettered options
+        return kept, layout
+    return seen, replace(layout, choices=found)
+
+
+def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:
+    """Return whether the row is a conversation that ends with the assistant's message."""
+    found = [_key_of(row, part, keys) for part in ("messages", "prompt")]
+    values = [row.nested(key) for key in found if row.has(key)]
+    row.used.difference_update(found)
+    ends = [value[-1] for value in values if isinstance(value, list) and value and isinstance(value[-1], Mapping)]
+    return any(str(one.get("role", one.get("from"))) in ("assistant", "gpt", "chatgpt") for one in ends)
+
+
+def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> tuple[str, ...]:
+    """Give every example its grader, and return the lines about graders, choices and columns."""
+    lines: tuple[str, ...] = ()
+    if layout.choices is not None:
+        chosen, lines = grader or "multiple_choice", (layout.choices.describe(),)
+    elif grader is not None:
+        chosen = grader
+    else:
+        chosen, lines = choose_grader(collected.examples)
+    several = [example for example in collected.examples if example.grader == ANY]
+    if several and grader not in (None, "math", ANY):
+        raise UsageError(
+            f"task.grader: {grader} compares with one gold answer, and {several[0].id} has "
+            f"{len(several[0].meta['answers'])}. Leave it out, which takes {ANY}, or give each row one answer"
+        )
+    if several:
+        how_many = f"{len(several):,} of {len(collected.examples):,} examples"
+        lines += (f"task.grader: {ANY} for {how_many}, which have several gold answers, each right",)
+    ids = {example.id for example in several}
+    collected.examples = [
+        replace(example, grader=ANY if example.id in ids else chosen) for example in collected.examples
+    ]
+    return (*lines, *layout.notes, *collected.unshown.describe(layout.question))
 
 
 def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
@@ -131,15 +268,22 @@ def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
     return "numeric", (line,) if golds else ()
 
 
-def read_example(row: Row, keys: Mapping[str, str]) -> Example:
+def read_example(
+    row: Row,
+    keys: Mapping[str, str],
+    prompt_format: PromptFormat | None = None,
+    options: Mapping[str, Sequence[str]] | None = None,
+) -> Example:
     """One row as an example; ``keys`` are the options' names of its parts.
+
+    ``prompt_format`` writes the question; ``options`` of a multiple choice are lettered lines in it.
 
     Raises:
         DataError: a key is missing, of the wrong type or empty.
     """
-    if _is_text_alone(row, keys):
+    if prompt_format is None and _is_text_alone(row, keys):
         return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
-    messages = add_system(row, _question_messages(row, keys))
+    messages = add_system(row, _prompt_messages(row, keys, prompt_format, options))
     of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
     solution = row.text(of_solution) if row.has(of_solution) else None
     parts = {} if solution is None else {repr(of_solution): solution}
@@ -164,24 +308,32 @@ def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
     demonstration = next((text for text in parts.values() if text is not solution), None)
-    unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
-    row.refuse_if(
-        demonstration is not None and unread is not None,
-        f"the key {unread!r} of the row belongs to a response in text; put it into the last message",
-    )
     if demonstration is not None:
+        _refuse_reasoning(row)
         _refuse_judged(row, of_response)
-    working, answer = _gold_answer(row, keys["answer"], needed=demonstration is None)
+    working, golds = _gold_answers(row, keys["answer"], needed=demonstration is None)
+    meta = row.meta()
+    if len(golds) > 1:
+        meta["answers"] = golds
     return Example(
         "",
         messages,
-        answer=answer,
+        answer=next(iter(golds), None),
         solution=solution if parts else working or None,
         demonstration=demonstration,
         turns=turns,
         conversation=conversation,
         variables=read_variables(row),
-        meta=row.meta(),
+        meta=meta,
+        grader=ANY if len(golds) > 1 else "numeric",
+    )
+
+
+def _refuse_reasoning(row: Row) -> None:
+    """Refuse reasoning of the row that no response in text has read."""
+    unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
+    row.refuse_if(
+        unread is not None, f"the key {unread!r} of the row belongs to a response in text; put it into the last message"
     )
 
 
@@ -195,21 +347,26 @@ def _refuse_judged(row: Row, of_response: str) -> None:
     )
 
 
-def _gold_answer(row: Row, of_answer: str, *, needed: bool) -> tuple[str, str | None]:
-    """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answer."""
+def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[str]]:
+    """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answers."""
     if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
         row, of_answer = _with_ground_truth(row), "ground_truth"
     if not of_answer or not (needed or row.has(of_answer)):
-        return "", None
+        return "", []
     otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
     otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
     row.need(of_answer, f". Name the right one as {otherwise}")
-    answer = row.answer(of_answer)
+    golds = golds_of(row, of_answer)
+    if len(golds) > 1:
+        return "", golds
+    (answer,) = golds
     before, _, behind = answer.rpartition("####")
     result = behind.partition("\n")[0].strip()
     if behind != answer and parse_quantity(result) is not None:  # also amid a line, or with text below it
-        return before.strip(), result
-    return (before.strip(), behind.strip()) if before.strip() and before.endswith("\n") and result else ("", answer)
+        return before.strip(), [result]
+    if before.strip() and before.endswith("\n") and result:
+        return before.strip(), [behind.strip()]
+    return "", golds
 
 
 def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
@@ -233,6 +390,28 @@ def _with_ground_truth(row: Row) -> Row:
     return replace(row, data={**row.data, "ground_truth": inside.get("ground_truth")})
 
 
+def _prompt_messages(
+    row: Row,
+    keys: Mapping[str, str],
+    prompt_format: PromptFormat | None,
+    options: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[Message, ...]:
+    """The prompt of a row; ``prompt_format`` writes the user's last message, or all of a row without one."""
+    if prompt_format is None:
+        return _question_messages(row, keys)
+    of_prompt = _key_of(row, "prompt", keys)
+    is_text = row.has(of_prompt) and not row.has(_key_of(row, "messages", keys)) and row.is_text(of_prompt)
+    if not row.has(of_prompt) and not row.has(_key_of(row, "messages", keys)):
+        return (Message("user", prompt_format.fill(row, None, options)),)
+    if is_text:
+        if not {PROMPT, of_prompt}.intersection(prompt_format.fields):
+            row.used.discard(of_prompt)  # then the prompt does not show it
+            return (Message("user", prompt_format.fill(row, None, options)),)
+        question = row.text(of_prompt) if PROMPT in prompt_format.fields and of_prompt != PROMPT else None
+        return (Message("user", prompt_format.fill(row, question, options)),)
+    return prompt_format.rewrite(row, _question_messages(row, keys), (of_prompt,), options)
+
+
 def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
     if row.has(of_messages):
@@ -249,7 +428,7 @@ def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]
     return (Message("user", row.text(of_prompt)),)
 
 
-def _keep_correct(collected: Collected, grader: str, place: str) -> None:
+def _keep_correct(collected: Collected, place: str) -> None:
     """Keep the examples whose demonstration is right, and count the others by the grader's word."""
     graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
     if not graded:
@@ -259,7 +438,12 @@ def _keep_correct(collected: Collected, grader: str, place: str) -> None:
         )
     texts = [e.demonstration or "" for e in graded]
     submissions = [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
-    outcomes = [verdict.outcome for verdict in grade(grader, submissions)]
+    outcomes: list[Outcome] = ["ungraded"] * len(graded)
+    for grader in dict.fromkeys(example.grader for example in graded):
+        own = [number for number, example in enumerate(graded) if example.grader == grader]
+        verdicts = grade(grader, [submissions[number] for number in own])
+        for number, verdict in zip(own, verdicts, strict=True):
+            outcomes[number] = verdict.outcome
     left_over = len(collected.examples) - len(graded)
     if left_over:
         collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from posttrain.data.base import Task
+from posttrain.data.columns import PROMPT, FormatText, read_format, refuse_unknown
 from posttrain.data.messages import (
     QUESTION_KEYS,
     add_system,
@@ -145,6 +146,8 @@ def preferences(
     test_share: Share = 0.1,
     num_classes: NumClasses = 2,
     step_separator: str = "\n",
+    prompt_format: FormatText | None = None,
+    meta: list[str] | None = None,
     ignore_keys: list[str] | None = None,
 ) -> Task:
     """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
@@ -166,16 +169,17 @@ def preferences(
 
     ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
     part that is missing or blank, or that could teach nothing, is dropped and counted. All other keys are carried along
-    in ``meta``. In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair.
+    in ``meta``; a line names the texts that the prompt does not show. In an evaluation's ``items.jsonl`` the n-th right
+    and the n-th wrong answer to a question are a pair.
 
     Args:
-        split: ``validation`` and ``test`` are parts of the prompts chosen by a hash of all up to the user's first
-            message, so that conversations that begin alike stand on one side; ``train`` is the rest, ``all`` the file.
+        split: parts chosen by a hash of the prompt up to the user's first message; ``all`` is the whole file.
         validation_share, test_share: shares of these beginnings that are held out.
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
     """
     first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
+    form = read_format(prompt_format)
 
     def read(row: Row) -> Example:
         row = _from_openai(row) if OPENAI_KEYS[1] in row.data else row
@@ -183,13 +187,17 @@ def preferences(
             first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
+        messages = messages if form is None else form.rewrite(row, messages, PROMPT_KEYS)
         margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
         drop_if(margin is not None and margin < 0, "'margin' is below 0, so the rejected answer is the better one")
         return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
-    rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
-    collected = collect(rows, read, path, dropped, name=name, carries=True, ignored=ignore_keys or ())
-    return collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
+    rows, keys = paired_rows(read_file(path), dropped := Counter[str]()), (ignore_keys or (), meta or ())
+    about: dict[str, Any] = {"name": f"preferences/{split}", "carries": True, "ignored": keys[0], "silenced": keys[1]}
+    collected = collect(rows, read, path, dropped, **about)
+    refuse_unknown(keys[1], (key for key, _ in collected.keys), path, "task.meta")
+    task = collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
+    return replace(task, warnings=(*task.warnings, *collected.unshown.describe(PROMPT)))
 
 
 @register("task", held_out="validation")

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from posttrain.data.base import Task
+from posttrain.data.columns import UnshownColumns
 from posttrain.data.messages import SYSTEM_KEYS
 from posttrain.data.reading import FOLDER, HUB, SUFFIXES, Row, read_file
 from posttrain.errors import DataError, DataNotThere, MissingExtra
@@ -47,6 +48,11 @@ _ABOUT = {
     "validation_share": "share of the prompts that is held out.",
     "test_share": "share of the prompts that is held out for the last measurement.",
     "ignore_keys": "keys of rows and messages that are left out.",
+    "prompt_format": (
+        'the prompt, with names of columns in braces: ``"{article}\\n\\n{question}"``. ``{prompt}`` is the question,\n'
+        "        whatever its column is called."
+    ),
+    "meta": "keys that are carried along without a word: texts that the prompt need not show.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
         "        there are fewer, all of them. The size of a training split does not cut what is held out."
@@ -214,6 +220,7 @@ class Collected:
     examples: list[Example] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     keys: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unshown: UnshownColumns = field(default_factory=UnshownColumns)
 
     def settle_keys(self, row: Row, *, carries: bool) -> dict[str, Any]:
         """Count each key by its use; with ``carries`` return the values of those that nothing has read, for ``meta``.
@@ -226,7 +233,8 @@ class Collected:
         self.keys.update((key, "read") for key in sorted(row.used - inside) if row.has(key) or "[]." in key)
         self.keys.update((key, LEFT_OUT) for key in sorted(inside))
         for key in row.unused():
-            _refuse_meant(row, key)
+            if key not in self.unshown.silenced:
+                _refuse_meant(row, key)
             self.keys[key, "carried along (meta)" if carries else "no part of this task"] += 1
             if carries:
                 carried[key] = row.plain(key)
@@ -288,6 +296,8 @@ def _refuse_meant(row: Row, key: str) -> None:
     if value in ([], {}) or (isinstance(value, str) and not value.strip()):
         return
     way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
+    if key in _OF_INSTRUCTION:
+        way_out += f'. task.prompt_format: "{{{key}}}\\n\\n{{prompt}}" shows it in the prompt'
     if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
         return
     row.refuse_if(
@@ -312,6 +322,7 @@ def collect(
     name: str = "",
     carries: bool = False,
     ignored: Sequence[str] = (),
+    silenced: Sequence[str] = (),
 ) -> Collected:
     """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
 
@@ -319,11 +330,13 @@ def collect(
         dropped: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
         name: beginning of each id; the row's number follows where ``read`` gives no id.
         carries: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
+        silenced: keys that are carried along whatever they hold (``task.meta``).
 
     Raises:
         DataError: a malformed row, or rows of which none can be used.
     """
     collected = Collected(dropped=Counter() if dropped is None else dropped)
+    collected.unshown.silenced = frozenset(silenced)
     for row in rows:
         if ignored:
             collected.keys.update((key, LEFT_OUT) for key in ignored if row.has(key))
@@ -334,7 +347,9 @@ def collect(
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
             continue
-        meta = {**collected.settle_keys(row, carries=carries), **example.meta}
+        carried = collected.settle_keys(row, carries=carries)
+        collected.unshown.count(carried, example)
+        meta = {**carried, **example.meta}
         id = "/".join(filter(None, (name, example.id or row.number)))
         collected.examples.append(replace(example, id=id, meta=meta))
     collected.require_examples(place)

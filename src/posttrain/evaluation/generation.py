@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
-from posttrain.evaluation.items import Item, Kinds, break_down, graded_items, item_of, sample_of, summarize
+from posttrain.evaluation.items import (
+    Item,
+    Kinds,
+    break_down,
+    graded_items,
+    item_of,
+    kind_results,
+    sample_of,
+    summarize,
+)
 from posttrain.randomness import permutation
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.types import Example, Rollout
 
 SCORES_AT_A_TIME = 256
+MAX_DRAWS = 20  # examples that are looked at for each question that is asked
 
 
 class Scorer(Protocol):
@@ -55,6 +65,11 @@ class Evaluation:
     kinds: Kinds = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def kind_results(self) -> dict[str, float]:
+        """Return ``kinds`` as results by name: ``level=5:accuracy``."""
+        return kind_results(self.kinds)
+
 
 def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
     """The items that every evaluation of a task uses: all, or a fixed sample of ``n``, in task order.
@@ -66,15 +81,54 @@ def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
     return sorted(int(i) for i in permutation(seed, "evaluation items", 0, size)[:n])
 
 
-def held_out(task: Task, n: int) -> list[Example]:
-    """The at most ``n`` examples of a task that every evaluation uses.
+def question_of(example: Example) -> Hashable:
+    """What makes a question: two examples that agree in it are one."""
+    return example.messages, example.answer, repr(sorted(example.variables.items()))
+
+
+def content_of(example: Example) -> Hashable:
+    """What makes an example with given answers."""
+    e = example
+    return question_of(e), e.solution, e.demonstration, e.turns, e.responses, e.conversation
+
+
+def distinct_indices(
+    examples: Sequence[Example], n: int, seed: int = 0, key: Callable[[Example], Hashable] = question_of
+) -> list[int]:
+    """``held_out_indices`` without repetitions: of examples with one ``key`` the first drawn is taken.
+
+    Repeated questions would count as new ones in an interval. Others take their places, as far as there are some among
+    the first ``MAX_DRAWS`` times ``n`` that are drawn.
+    """
+    size, seen, chosen = len(examples), set[Hashable](), list[int]()
+    order: Iterable[int] = range(size)
+    if n < size:
+        order = (int(i) for i in permutation(seed, "evaluation items", 0, size)[: MAX_DRAWS * n])
+    for index in order:
+        own = key(examples[index])
+        if own not in seen:
+            seen.add(own)
+            chosen.append(index)
+        if len(chosen) == n:
+            break
+    return sorted(chosen)
+
+
+def held_out(
+    task: Task, n: int, *, key: Callable[[Example], Hashable] = question_of, distinct: bool = True
+) -> list[Example]:
+    """The at most ``n`` examples of a task that every evaluation uses, each once (``distinct_indices``).
+
+    ``distinct``: False where an environment makes the question, which may differ where the prompt does not.
 
     Raises:
         UsageError: the task is empty.
     """
     if len(task.examples) == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-    return [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    if not distinct:
+        return [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    return [task.examples[i] for i in distinct_indices(task.examples, n, key=key)]
 
 
 def task_label(task: Task) -> str:
@@ -85,6 +139,8 @@ def task_label(task: Task) -> str:
 @dataclass(frozen=True, slots=True)
 class Questions:
     """The questions of an evaluation: ``samples`` completions for each of at most ``n`` fixed held-out items of a task.
+
+    Questions that the task repeats are asked once.
 
     ``ks``: of pass@k and its like. ``seed``: of the random numbers. ``step``: under which rollouts are recorded.
     ``batch``: completions that are sampled at a time (whole items); None: all.
@@ -110,8 +166,9 @@ def evaluate(
     """Sample the answers to some questions and grade them.
 
     A prompt without room in the model's context counts as wrong (``prompts_too_long``), so that models with different
-    contexts are measured on the same items. The answers to an item are a function of (seed, task, its place, number of
-    the sample), and not of ``batch``.
+    contexts are measured on the same items. A question that the task repeats is asked once, so that n and intervals are
+    of distinct ones (``repeated_prompts`` counts what is missing). The answers to an item are a function of (seed,
+    task, its place, number of the sample), and not of ``batch``.
 
     Args:
         scorer: a reward model that scores every answer.
@@ -123,6 +180,7 @@ def evaluate(
     started, task, samples = time.perf_counter(), questions.task, questions.samples
     examples, prompts = _read_questions(sampler, questions)
     num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
+    num_repeated = min(questions.n, len(task.examples)) - len(examples)
     items = [item_of(example, i) for i, example in enumerate(examples)]
     timing = {"generate_seconds": 0.0, "score_seconds": 0.0, "generated_tokens": 0.0}
 
@@ -146,7 +204,8 @@ def evaluate(
     if timing["generate_seconds"] > 0:
         timing["generate_tokens_per_second"] = timing["generated_tokens"] / timing["generate_seconds"]
     results = summarize(items, task, samples=samples, ks=questions.ks, format_part=sampler.grader.format_part)
-    results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
+    results |= {"prompts_too_long": float(num_too_long), "repeated_prompts": float(num_repeated)}
+    results["seconds"] = time.perf_counter() - started
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
 
 
@@ -174,7 +233,8 @@ def _ask(
 
 def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Example], dict[int, list[int]]]:
     """The examples, and by place the prompts of those that fit."""
-    examples, limit = held_out(questions.task, questions.n), sampler.context_tokens
+    examples = held_out(questions.task, questions.n, distinct=sampler.stage is None)
+    limit = sampler.context_tokens
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit - 1)
     if not kept:
         raise UsageError(f"task {questions.task.name!r}: no prompt fits into the model's {limit} tokens")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -190,6 +191,7 @@ def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
     return items
 
 
+MAX_KIND_CHARS = 40  # of a key or a value in the name of a result
 MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)
 LENGTH_PERCENTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
 # Results that are the share of episodes which ended so (``Completion.finish``), where there are such.
@@ -328,6 +330,21 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
         return {"n": float(len(values)), **with_interval("accuracy", values, samples)}
 
     return by_kind([item.meta for item in graded], measure)
+
+
+def kind_results(kinds: Kinds) -> dict[str, float]:
+    """Return the breakdown as results: ``level=5:accuracy`` with ``_low``, ``_high`` and ``_n``.
+
+    Values become words (``KIND``), so that a name has no other ``/``, ``:`` or ``=``.
+    """
+    results: dict[str, float] = {}
+    for key, values in kinds.items():
+        for value, measured in values.items():
+            kind = "=".join(re.sub(r"[^\w.+-]+", "_", part)[:MAX_KIND_CHARS] for part in (key, value))
+            name = next(name for name in measured if name.endswith("accuracy"))
+            results |= {f"{kind}:{one}": number for one, number in measured.items() if one != "n"}
+            results[f"{kind}:{name}_n"] = measured["n"]
+    return results
 
 
 def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[int]], dict[str, float]]) -> Kinds:

@@ -35,7 +35,7 @@ def measure_kl(
     ``sampled_reward`` and ``sampled_reward/<part>`` for every other part of the reward: means over these answers.
     """
     task, limit = questions.task, sampler.context_tokens - 1
-    examples = held_out(task, questions.n)
+    examples = held_out(task, questions.n, distinct=sampler.stage is None)
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit)
     key = (questions.seed, f"drift {task.name}", 0)
     groups, _ = collect(sampler, RolloutRequest([examples[i] for i in kept], prompts, questions.sampling, key))
@@ -87,24 +87,34 @@ def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
 
 
 @torch.no_grad()
-def kl_of_states(batch: Batch, policy: Forward, opened: AbstractContextManager[Forward]) -> Tensor:
+def kl_of_states(
+    batch: Batch, policy: Forward, opened: AbstractContextManager[Forward], num_ids: int | None = None
+) -> Tensor:
     """``float64 [B, T]``: KL(π‖π_other) of the next token's distribution at each trained token, 0 elsewhere.
 
     ``opened`` gives the other model for the time that it is read: it may be the policy's own module with its
-    adapter off.
+    adapter off. ``num_ids``: both distributions are over so many first ids, which the models share; None: over the
+    policy's.
 
     Raises:
         UsageError: the other model's vocabulary is smaller, and lacks a likely token.
     """
+    was = policy.num_ids
+    policy.restrict(was if num_ids is None else num_ids)
+    over = policy.num_ids
     ids, own = policy.top_candidates(batch, NUM_CANDIDATES)
+    policy.restrict(was)
     batch.fields["teacher_ids"] = ids.cpu()
     with opened as model:
-        size = model.model.get_input_embeddings().weight.shape[0]
+        size = model.num_rows
         if int(ids.max()) >= size:
             raise UsageError(f"a likely token of one model is none of the other's {size}; their vocabularies differ")
+        before = model.num_ids
+        model.restrict(policy.num_rows if over is None else over)
         theirs = model(batch, "none", with_candidates=True).candidate_logprobs
+        model.restrict(before)
     assert theirs is not None
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    vocabulary = policy.num_rows if over is None else over
     p, q = (
         x if ids.shape[-1] == vocabulary else with_tail(x)
         for x in (with_float64(own).double(), with_float64(theirs).double())

@@ -148,6 +148,8 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
 # Notes by the result that, where it is not 0, asks for them.
 _NOTES = {
     "prompts_too_long": "prompts that do not fit into the model's context: {prompts_too_long:.0f}; they count as wrong",
+    "repeated_prompts": "{repeated_prompts:.0f} questions repeat others and are asked once: n and intervals are of "
+    "{n:.0f} distinct ones",
     "trained_rows": "{trained_rows:.0f} of {n:.0f} rows were in the training data of this run",
     "grading_failures": "{grading_failures:.1%} of the gradings were stopped or crashed",
     "out_of_tokens": "{out_of_tokens:.1%} of the answers were cut off; --max-tokens lets them grow longer",
@@ -331,7 +333,7 @@ def compare_items(
     """
     pairs = pair_items(a, b)
     graded = {item.id for item in graded_items(a)} & {item.id for item in graded_items(b)}
-    pairs = [pair for pair in pairs if pair[0].id in graded]
+    pairs = list({(x.question, x.answer): (x, y) for x, y in reversed(pairs) if x.id in graded}.values())[::-1]
     if not pairs:
         raise UsageError("nothing was graded in these evaluations, so there is no accuracy to compare")
     left, right = [x for x, _ in pairs], [y for _, y in pairs]

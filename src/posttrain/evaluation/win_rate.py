@@ -142,10 +142,15 @@ def _item(head_to_head: HeadToHeadItem, scores: Mapping[int, float | None], wort
 
 @torch.no_grad()
 def measure_kl(
-    answers: Sequence[Rollout], own: Forward, other: Forward, *, max_tokens: int = MAX_TOKENS
+    answers: Sequence[Rollout],
+    own: Forward,
+    other: Forward,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    num_ids: int | None = None,
 ) -> list[float]:
     """Measure KL(own‖other) of each answer that ``own`` sampled, in nats: the exact KL of the two next-token
-    distributions (``evaluation/kl_from_initial.py``), summed over its tokens.
+    distributions (``evaluation/kl_from_initial.py``), summed over its tokens. ``num_ids``: ids that the tokenizer has.
 
     Raises:
         UsageError: the other model's vocabulary lacks a likely token.
@@ -153,7 +158,7 @@ def measure_kl(
     batch = answers_as_batch(answers)
     kl = [0.0] * len(answers)
     for rows in split_rows(batch, max_tokens):
-        sums = kl_of_states(batch.select(rows), own, nullcontext(other)).sum(dim=1)
+        sums = kl_of_states(batch.select(rows), own, nullcontext(other), num_ids).sum(dim=1)
         for row, value in zip(rows, sums.tolist(), strict=True):
             kl[row] = value
     return kl
@@ -264,7 +269,7 @@ def run_head_to_head(
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
-    n, notes = int(evaluations[0].results["n"]), []
+    n, notes = int(evaluations[0].results["n"]), list(plan.task.warnings)
     if left := n - len(items):
         notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
@@ -285,8 +290,9 @@ def run_head_to_head(
         return win_rate, [*notes, f"no KL: {reason}"]
     forwards = [Forward(model.model, plan.drawing.temperature) for model in models]
     sides = [[one for pair in items for one in getattr(pair, side)] for side in ("a", "b")]
+    num_ids = max(max(model.tokenizer.get_vocab().values()) for model in models) + 1
     for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
-        kl = measure_kl(answers, own, other)
+        kl = measure_kl(answers, own, other, num_ids=num_ids)
         win_rate.results |= summarize_kl(f"kl_{name}", answers, kl)
         for answer, value in zip([one for item in win_rate.items for one in item[name[0]]], kl, strict=True):
             answer[f"kl_{name}"] = value

@@ -6,11 +6,13 @@ read by a fixed grammar into an exact ``Fraction``.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from posttrain.graders.grading import Submission, is_blank
+from posttrain.graders.signs import fold_signs
 
 # Units, and nouns of things that are counted. A unit that only one of two answers states is forgiven, so this decides
 # what is right. Units are a list; of other nouns a plural is known by its form (``17 storks``), a singular by the
@@ -233,7 +235,7 @@ def parse_quantity(text: str) -> Quantity | None:
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    text = text.strip()
+    text = fold_signs(text).strip()
     quoted = _QUOTED.fullmatch(text)
     cleaned = clean_answer(quoted[2] if quoted else text)
     prefix = _PREFIX.match(cleaned)
@@ -331,7 +333,7 @@ def _readings(quantity: Quantity, other: Quantity) -> tuple[Fraction, ...]:
 
 def clean_answer(text: str) -> str:
     """The text without typographic dress: outer ``$…$`` or box, ``\\text{}``, odd spaces and minus signs."""
-    cleaned = _GROUPING.sub(",", text.strip().rstrip(".").rstrip())
+    cleaned = _GROUPING.sub(",", fold_signs(text).strip().rstrip(".").rstrip())
     for old, new in _DRESS:
         cleaned = cleaned.replace(old, new)
     if cleaned.startswith(("\\boxed", "\\\\boxed")) and cleaned.endswith("}"):
@@ -348,15 +350,26 @@ def same_text(gold: str, answer: str) -> bool:
     """Exact match of two answers that are no numbers.
 
     Both are cleaned (``clean_answer``). Two answers of letters and spaces, each longer than one
-    letter, compare without case and with single spaces; all others compare without any space that does not separate
-    digits.
+    letter, compare without case and with single spaces; two JSON objects compare by their keys and values; all others
+    compare without any space that does not separate digits.
     """
     if len(answer) > 2 * len(gold) + MAX_NUMBER_CHARS:
         return False
     left, right = clean_answer(gold), clean_answer(answer)
     if _is_words(left) and _is_words(right):
         return left.casefold().split() == right.casefold().split()
+    if left[:1] == right[:1] == "{" and _same_object(left, right):
+        return True
     return without_spaces(left) == without_spaces(right)
+
+
+def _same_object(left: str, right: str) -> bool:
+    """Return whether both are the JSON text of one object, with its keys in any order."""
+    try:
+        one, other = json.loads(left), json.loads(right)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(one, dict) and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def without_spaces(text: str) -> str:
@@ -381,9 +394,11 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
 def last_number(text: str) -> str | None:
     """The last number that stands in ``text``, as it is written there (sign, currency, %), or None.
 
+    Digits of other scripts become ASCII.
+
     A power of something else than a number (``x^3``) is taken with what stands before it: its exponent is no answer.
     """
-    match = None
+    match, text = None, fold_signs(text)
     for match in NUMBER.finditer(text):  # noqa: B007
         pass
     if match is None:

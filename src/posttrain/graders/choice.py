@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from posttrain.graders.answers import answer_region, word_set
 from posttrain.graders.grading import Submission, Verdict, texts_of
+from posttrain.graders.signs import fold_letters
 from posttrain.registry import register
 
 LETTERS = "ABCDEFGHIJ"
@@ -113,11 +114,12 @@ def multiple_choice(submission: Submission) -> Verdict:
     choices = texts_of(listed.get("text") if isinstance(listed, Mapping) else listed)
     if choices is None:
         return Verdict("ungraded")
-    gold = None if submission.answer is None else read_gold(submission.answer, choices)
+    choices = tuple(map(fold_letters, choices))
+    gold = None if submission.answer is None else read_gold(fold_letters(submission.answer), choices)
     if gold is None:
         return Verdict("ungraded")
     region = answer_region(submission)
-    chosen = None if region is None else chosen_letter(region[0][-MAX_CHARS:], choices)
+    chosen = None if region is None else chosen_letter(fold_letters(region[0][-MAX_CHARS:]), choices)
     if chosen is None:
         return Verdict("no_answer")
     return Verdict("right" if chosen == gold else "wrong", extracted=chosen)

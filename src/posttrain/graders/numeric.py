@@ -9,6 +9,7 @@ from pydantic import Field
 
 from posttrain.graders.answers import parse_quantity, same_answer, same_text
 from posttrain.graders.grading import Submission, Verdict, is_blank
+from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
 
 _INTRODUCTION = re.compile(
@@ -34,8 +35,9 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
         return Verdict("ungraded")
     if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
-    introduced = _INTRODUCTION.match(submission.extracted)
-    candidates = [submission.extracted, *([submission.extracted[introduced.end() :]] if introduced else [])]
+    extracted = fold_signs(submission.extracted)
+    introduced = _INTRODUCTION.match(extracted)
+    candidates = [extracted, *([extracted[introduced.end() :]] if introduced else [])]
     if parse_quantity(submission.answer) is not None:
         candidates.append(_without_name(candidates[-1]))
     return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in candidates) else "wrong")

@@ -88,7 +88,12 @@ class BoundReward:
                 self._call({name: one[name] for name in self.parameters}, place)
                 for one, place in zip(available, places, strict=True)
             ]
-        return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
+        try:
+            return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
+        except RewardFailure:
+            for value in filter(inspect.iscoroutine, values):
+                value.close()  # Python would warn that nobody awaited it
+            raise
 
     def _call(self, arguments: Mapping[str, object], place: str) -> object:
         try:
@@ -141,9 +146,10 @@ def _call_with_columns(
         "prompts": prompt,
         "completions": text,
     }
-    parameters = inspect.signature(reward.func).parameters.values()
-    empty, kind = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    lacking = [p.name for p in parameters if p.kind is kind and p.default is empty and p.name not in columns]
+    # of what is not bound yet, by the recipe or by functools.partial
+    parameters = inspect.signature(reward).parameters.values()
+    empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    lacking = [p.name for p in parameters if p.kind in kinds and p.default is empty and p.name not in columns]
     if lacking:
         raise RewardFailure(
             f"reward {getattr(reward.func, '__name__', 'function')!r} asks for {', '.join(lacking)}, which no row has."
@@ -190,9 +196,13 @@ def _requested_arguments(
     name: str, function: Callable[..., Any], where: str, bound: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The names that the function asks for, next to those that are ``bound`` already."""
+    place = f"{where}: " if where else ""
+    if inspect.isclass(function):
+        raise UsageError(
+            f"{place}reward {name!r} is a class; give an object of it that can be called, such as {name}()"
+        )
     if takes_columns(function):
         return ("prompt", "text", "example")
-    place = f"{where}: " if where else ""
     requested: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY or parameter.name in bound:
@@ -203,8 +213,12 @@ def _requested_arguments(
         if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
             raise UsageError(
                 f"{place}reward {name!r}: parameter {parameter.name!r} cannot be passed by name; "
-                f"ask for one or more of: {', '.join(AVAILABLE)}"
+                f"ask for one or more of: {', '.join(AVAILABLE)} (functools.wraps gives a wrapper the parameters of "
+                "what it wraps)"
             )
+        has_default = parameter.default is not inspect.Parameter.empty
+        if has_default and parameter.name not in AVAILABLE and not suggest(parameter.name, AVAILABLE):
+            continue  # it keeps its default, as in lambda text, n=n: ...
         if parameter.name not in AVAILABLE:
             raise UsageError(
                 f"{place}reward {name!r} asks for {parameter.name!r}, which is not available."
@@ -224,6 +238,8 @@ def _check_result(value: object, place: str) -> Result:
 
 
 def _check_number(value: object, place: str) -> float:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        value = value.item()
     if not isinstance(value, Real):
         remedy = "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
         if value is None:

@@ -216,12 +216,32 @@ def attach_adapter(base: Model, source: str, *, is_trainable: bool) -> Any:
     return model
 
 
+def refuse_bias_without_place(base: Model, key: str, way_out: str) -> None:
+    """Refuse an adapter with a bias on layers without one: merged weights have no place for it.
+
+    ``key``: the option that named the adapter.
+
+    Raises:
+        UsageError: with the layer, and ``way_out``.
+    """
+    for name, module in base.named_modules():
+        biases = getattr(module, "lora_bias", None)
+        if isinstance(biases, Mapping) and any(biases.values()) and module.get_base_layer().bias is None:
+            raise UsageError(
+                f"{key}: the adapter has lora_bias, and {name} has no bias that it could be merged into. {way_out}"
+            )
+
+
 def merge_adapter(model: Model) -> Any:
     """Return the base of a peft model with its active adapter merged by peft's own rules.
 
     A tied matrix with an adapter at one of its places becomes two matrices first.
+
+    Raises:
+        UsageError: the adapter has a bias where the base has none.
     """
     base = model.get_base_model()
+    refuse_bias_without_place(base, "model.name", "Load it as an adapter, or train one without lora_bias")
     tied = tied_adapters(base)
     for name in tied:
         module = base.get_submodule(name.rpartition(".")[0])
@@ -315,7 +335,8 @@ def merged_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its name in the base's own checkpoint, the active adapters merged by peft's rules, one by one.
 
     Raises:
-        UsageError: an adapter at one of two places of a tied matrix, which would no longer be one.
+        UsageError: an adapter at one of two places of a tied matrix, which would no longer be one; or one with a bias
+            where the base has none.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -326,6 +347,7 @@ def merged_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
             f"model.adapter: {tied[0]} has an adapter and is tied to a parameter of another module, so no other "
             "engine can take its merged weight. Leave it out of the adapter's targets, or use the native engine"
         )
+    refuse_bias_without_place(base, "model.adapter", "Use the native engine, or train an adapter without lora_bias")
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     wrappers = {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
     given: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from posttrain.data.base import Description, percentile
 from posttrain.reports.charts import LARGEST, Panel, Series
@@ -28,6 +28,22 @@ _IN_TRAINING = ("reward", "completion_length", "entropy", "truncated")  # no lin
 _BY_PART = ("accuracy", "reward", "num_calls", "completion_length", "pair_accuracy", "loss")
 
 
+def meaning_of(metric: Metric, recorded: Collection[str]) -> str:
+    """What a metric says in a run with the ``recorded`` ones: a loss is a mean over what its objective judges."""
+    if metric.name != "loss":
+        return metric.meaning
+    units = (
+        ("pair_accuracy", "pairs"),
+        ("step_accuracy", "labelled steps"),
+        ("outcome_accuracy", "tokens that are scored"),
+        ("answer_accuracy", "answers"),
+    )
+    for name, unit in units:
+        if name in recorded:
+            return f"The objective, a mean over the {unit}; its values are no log-probabilities."
+    return metric.meaning if "nll" in recorded else "The objective under its aggregation."
+
+
 def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> list[Panel]:
     """The panels for which a run has numbers, that of the primary metric first. Non-finite values are in no line."""
     evaluations, recorded = evaluation_points(rows), dict.fromkeys(name for row in rows for name in row.metrics)
@@ -48,15 +64,34 @@ def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> lis
             first, *_ = series
             rank = 0 if primary in series else 1 if {*names} & {*primary.further} else 2
             lines = [one for own in series.values() for one in own]
-            panels.append((rank, Panel(_title(first.label), first.meaning, lines, first.is_share)))
+            panels.append((rank, Panel(_title(first.label), meaning_of(first, recorded), lines, first.is_share)))
     for metric in map(METRICS.__getitem__, _BY_PART):
         keys = [key for key in recorded if "/" not in key and key.endswith(f":{metric.name}")]
         lines = [one for key in keys for one in _metric_series(rows, key, key.rpartition(":")[0])]
         for key in keys:
             lines += _evaluation_series(evaluations, key, f"{key.rpartition(':')[0]}, {_HELD_OUT}")
         if lines:
-            panels.append((2, Panel(f"{_title(metric.label)} by part", metric.meaning, lines, metric.is_share)))
+            title, caption = f"{_title(metric.label)} by part", meaning_of(metric, recorded)
+            panels.append((2, Panel(title, caption, lines, metric.is_share)))
+    panels += [(2, panel) for panel in _kind_panels(evaluations)]
     return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
+
+
+def _kind_panels(evaluations: Sequence[EvaluationPoint]) -> list[Panel]:
+    """A panel for each key of the items by which held-out accuracy is broken down, with a line for each value."""
+    names = dict.fromkeys(name for point in evaluations for name in point.results if "=" in name)
+    lines: dict[str, list[Series]] = {}
+    for name in names:
+        kind, _, measure = name.rpartition(":")
+        if measure.endswith("accuracy"):
+            key, _, value = kind.partition("=")
+            lines.setdefault(key, []).extend(_evaluation_series(evaluations, name, value))
+    caption = "Held-out items by this key of their meta."
+    return [
+        Panel(f"Accuracy by {key}", caption, series, is_share=True)
+        for key, series in lines.items()
+        if len(series) <= MAX_BARS
+    ]
 
 
 def _title(label: str) -> str:

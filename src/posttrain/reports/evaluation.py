@@ -33,7 +33,16 @@ Results = Mapping[str, float]
 NUM_ITEMS_SHOWN = 3
 MAX_TEXT_CHARS = 1500
 # Results that the first table shows, or whose meaning stands there.
-_IN_FIRST_TABLE = {"n", "samples", "num_graded", "prompts_too_long", "seconds", "accuracy", "format"}
+_IN_FIRST_TABLE = {
+    "n",
+    "samples",
+    "num_graded",
+    "prompts_too_long",
+    "repeated_prompts",
+    "seconds",
+    "accuracy",
+    "format",
+}
 _IN_FIRST_TABLE |= {"parse_failures", "truncated"}
 _JUDGING = {
     "judge_first": "the answer shown first wins (50% without a bias)",

@@ -103,7 +103,7 @@ def render_report(report: Report) -> str:
     """The whole page as HTML."""
     names = [*report.primary.further, *_COLUMNS]
     measured = dict.fromkeys(key for stage in report.stages for key in stage.results)
-    names += [key for key in measured if ":" in key and key.rpartition(":")[2] in _OF_A_PART]
+    names += [key for key in measured if ":" in key and "=" not in key and key.rpartition(":")[2] in _OF_A_PART]
     return render(
         "run.jinja",
         report=report,

@@ -286,7 +286,8 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
 
 def start_text(info: Mapping[str, Any]) -> str:
     """Describe what begins: steps, examples, what was dropped and why, repeated rows, trained parameters."""
-    length = info.get("length") or f"{info['steps']} steps on {info['num_examples']:,} examples"
+    size = info.get("size") or f"{info['num_examples']:,} examples"
+    length = info.get("length") or f"{info['steps']} steps on {size}"
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in (info.get("dropped") or {}).items() if n)
     parts = (
         length + (f", from {info['origin']}" if info.get("origin") else ""),

@@ -219,6 +219,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("parse_failures", "share", "lower", "Share of the answers in which no final answer is found.",
                "no answer"),
         Metric("prompts_too_long", "count", "lower", "Prompts that do not fit into the model's context."),
+        Metric("repeated_prompts", "count", "none", "Questions that the task repeats; they are asked once."),
         Metric("refusal", "share", "higher", "Share of the answers to harmful prompts that refuse."),
         Metric("over_refusal", "share", "lower", "Share of the answers to benign prompts that refuse."),
         Metric("called", "share", "none", "Share of the answers that call a tool.", "called a tool"),
@@ -290,6 +291,7 @@ METRICS = {metric.name: metric for group in GROUPS.values() for metric in group}
 FAMILIES = {
     "eval/TASK/SPLIT/NAME": "the metric NAME of a held-out evaluation in a run",
     "reward/NAME": "one reward of an answer unweighted, or a number that a grader adds",
+    "KEY=VALUE:NAME": "the metric NAME of the items of a held-out evaluation whose `meta` has this value (`level=5`)",
     "PART:NAME": "the metric NAME of one part of a mixture",
     "sampled_NAME": "the metric NAME of answers at the temperature of training (`eval.num_kl_prompts`)",
     "NAME_low, NAME_high": "the 95 % interval of NAME",
@@ -301,7 +303,16 @@ FAMILIES = {
 }
 
 # Results about the measurement itself, which rank nothing.
-_COUNTS = {"n", "num_graded", "samples", "seconds", "prompts_too_long", "rows_dropped", "standard_error"}
+_COUNTS = {
+    "n",
+    "num_graded",
+    "samples",
+    "seconds",
+    "prompts_too_long",
+    "rows_dropped",
+    "repeated_prompts",
+    "standard_error",
+}
 # Primary metrics in the order in which they are looked for. Agreement is with the labels that the data have.
 _PREFERRED = ("accuracy", "pair_accuracy", "answer_accuracy", "step_accuracy", "loss")
 _AROUND = re.compile(

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from posttrain.errors import DataError, PosttrainError
+from posttrain.errors import DataError, PosttrainError, RewardFailure
 from posttrain.store.durable import explain_storage, sync_folder
 from posttrain.store.reading import refuse_link_out
 from posttrain.types import Call, Example, Rollout, Turn
@@ -418,6 +418,12 @@ class RolloutStore:
 
 def _to_row(rollout: Rollout) -> dict[str, object]:
     example, completion = rollout.example, rollout.completion
+    for name, value in {**rollout.parts, "reward": rollout.reward}.items():
+        if not math.isfinite(value):  # SQLite would take NaN for a missing value
+            raise RewardFailure(
+                f"reward {name!r}, example {example.id!r}, step {rollout.step}: it is {value}, which is not finite; "
+                "have the reward function return a number there"
+            )
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return {
         "step": rollout.step,

@@ -19,7 +19,7 @@ from posttrain.data.render import Template
 from posttrain.data.render.template import build_template
 from posttrain.errors import DataError, PosttrainError, RunConflict, RunFailure
 from posttrain.evaluation.files import ITEMS
-from posttrain.evaluation.generation import held_out_indices
+from posttrain.evaluation.generation import distinct_indices
 from posttrain.evaluation.items import read_items
 from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
 from posttrain.graders.sandbox.workers import count_cpus
@@ -58,7 +58,7 @@ def write_labelled(items: Path, task: Task, n: int, template: Template, target: 
         DataError, RunFailure: answers to other problems, a problem without a given working, or no step at all.
         StorageError: the disk is full or not writable.
     """
-    indices = held_out_indices(len(task.examples), n)
+    indices = distinct_indices(task.examples, n)
     rows: list[dict[str, object]] = []
     for item in read_items(items):
         example = task.examples[indices[item.index]]

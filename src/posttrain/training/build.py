@@ -147,7 +147,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         return engine
 
     engine = build_engine(components.engine, components.engine_options, "rollout.engine")
-    fields = _build_batch_fields(components, method, policy, reference, tokenizer, context, process_group)
+    fields = _build_batch_fields(components, method, policy, reference, tokenizer, context, process_group, shards)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -159,12 +159,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(components, task, grader, tokenizer, engine, context, fields, stage)
-    evaluator, warnings = None, list[str]()
+    evaluator = None
     if eval_tasks:
         from posttrain.training.held_out import Evaluator, choose_held_out
 
         held_out = {} if read is None else choose_held_out(read, eval_tasks, components)
-        eval_engine, warnings = _eval_engine(components, engine, build_engine, needed=bool(shards and shards.within))
+        eval_engine = _eval_engine(components, engine, build_engine)
         sampler = Sampler(
             eval_engine, tokenizer, grader, recipe.within(context), process_group=process_group, stage=stage
         )
@@ -175,7 +175,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         *(() if recipe.trains_scorer else describe_left_out(loaded)),
         *further_ends(tokenizer, grader.template),
         *_unused_chat_template(recipe, tokenizer, grader.template),
-        *warnings,
         *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
@@ -275,21 +274,23 @@ def _forward(recipe: Recipe, model: Model, temperature: float) -> Forward:
 
 
 def _eval_engine(
-    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine], *, needed: bool
-) -> tuple[Engine, list[str]]:
-    """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
+    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine]
+) -> Engine:
+    """Return the engine of evaluations: that of the rollouts, or ``eval.engine``.
 
-    ``needed``: the weights are sharded, so that an engine over the model itself cannot stand in.
+    Raises:
+        UsageError: ``eval.engine`` cannot be used here.
     """
     component = components.recipe.eval.engine
     if component is None or (component.name, component.options) == (components.engine.name, components.engine_options):
-        return engine, []
+        return engine
     try:
-        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine"), []
+        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine")
     except UsageError as error:
-        if needed and not components.engine.traits.get("takes_weights"):
-            raise
-        return engine, [f"eval.engine: {error}; evaluations are answered by {components.engine.name!r} instead"]
+        place = "" if str(error).startswith("eval.engine") else "eval.engine: "
+        way_out = f"Or leave eval.engine out: evaluations are then answered by {components.engine.name!r}"
+        error.args = (f"{place}{str(error).rstrip('.')}. {way_out}", *error.args[1:])
+        raise
 
 
 def _unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Template) -> list[str]:
@@ -394,6 +395,7 @@ def _build_batch_fields(
     tokenizer: Tokenizer,
     context_tokens: int,
     process_group: ProcessGroup,
+    shards: Shards | None,
 ) -> BatchFields:
     """Return the filler of batch fields; loads the teacher where another model teaches."""
     recipe, correct = components.recipe, None
@@ -403,9 +405,26 @@ def _build_batch_fields(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if components.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
+        learners = [policy, method.forward, *(() if shards is None else (shards.forward,))]
+        _compare_over_shared_ids(learners, teacher, tokenizer, is_own=components.teaches_itself)
     return BatchFields(
         components.needs, recipe, method.forward, context_tokens, reference, teacher, correct, process_group
     )
+
+
+def _compare_over_shared_ids(
+    learners: Sequence[Forward | ActorCritic], teacher: Forward, tokenizer: Tokenizer, *, is_own: bool
+) -> None:
+    """Let student and teacher give probabilities over the ids that the tokenizer and both of them have.
+
+    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
+    """
+    students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
+    num_ids = min(max(tokenizer.get_vocab().values()) + 1, teacher.num_rows, *(one.num_rows for one in students))
+    if not is_own:
+        teacher.restrict(num_ids, targets=True)
+    for student in students:
+        student.restrict(num_ids)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> Forward:

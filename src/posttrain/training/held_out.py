@@ -16,7 +16,16 @@ import torch
 from posttrain.data.base import Task, build_task, eval_components
 from posttrain.data.render.rows import Shape
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
-from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
+from posttrain.evaluation.generation import (
+    Evaluation,
+    Questions,
+    content_of,
+    distinct_indices,
+    evaluate,
+    held_out,
+    held_out_indices,
+    task_label,
+)
 from posttrain.evaluation.items import default_ks
 from posttrain.evaluation.kl_from_initial import measure_kl
 from posttrain.evaluation.statistics import wilson_interval
@@ -61,7 +70,10 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
         if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
             size, n = len(task.examples), recipe.eval.num_examples
             first = list(range(min(n, size)))
-            indices = first if recipe.eval.items == "first" else held_out_indices(size, n, recipe.eval.items_seed)
+            if recipe.eval.items == "first":
+                indices = first
+            else:
+                indices = distinct_indices(task.examples, n, recipe.eval.items_seed, content_of)
             task = replace(task, examples=[task.examples[i] for i in indices])
         tasks.append(task)
     return tasks
@@ -85,7 +97,7 @@ def choose_held_out(
     for task in tasks:
         if len(task.examples) == 0:
             raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-        examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+        examples = held_out(task, n, key=content_of)
         if components.shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
             if shown and (loss or (loss is None and all(example.answer is None for example in shown))):

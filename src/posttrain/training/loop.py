@@ -121,6 +121,7 @@ class Loop:
             "length": length,
             "resumed_from": self.step if resumed else None,
             "num_examples": source.num_examples,
+            "size": getattr(source, "size", None),
             "dropped": source.dropped,
             "origin": source.origin,
             "num_repeated": source.num_repeated,
@@ -300,7 +301,8 @@ class Loop:
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
-            info = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
+            measured = evaluations[evaluation.name] | evaluation.kind_results
+            info = {f"eval/{evaluation.name}/{k}": v for k, v in measured.items()}
             self.metrics.append(step, info, {"evaluation_seconds": evaluation.results["seconds"]})
         value = None if primary is None or step == 0 else primary.mean(evaluations.values())
         if primary is not None and value is not None:
@@ -310,7 +312,7 @@ class Loop:
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
             about: dict[str, object] = {"step": step, "name": evaluation.name, "primary_metric": primary}
-            self.observer("evaluation", about | {"results": dict(evaluation.results)})
+            self.observer("evaluation", about | {"results": dict(evaluation.results), "kinds": evaluation.kinds})
 
     def _pass_on_warnings(self) -> None:
         for message in self.parts.take_warnings():

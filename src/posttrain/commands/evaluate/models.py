@@ -197,7 +197,8 @@ def run_scores(arguments: argparse.Namespace) -> int:
         write_scores(scored, write_score_page(scored.label, scored.evaluation, scored.settings))
         done.append(scored)
     rows = [(scored.label, scored.evaluation) for scored in done]
-    notes = [
+    notes = list(dict.fromkeys(note for scored in done for note in scored.notes))
+    notes += [
         f"{one.name} · {label}: not measured: {', '.join(f'{n} {reason}' for reason, n in one.dropped.items())}"
         for label, one in rows
         if one.dropped

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from posttrain.data.base import Task
+from posttrain.data.golds import golds_of
 from posttrain.data.messages import read_prompt
 from posttrain.data.reader import Reader, TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
@@ -202,7 +203,11 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
             row.need(keys[0])
         return [boxed] if boxed else []
     golds = []
-    for value in row.data[key] if isinstance(row.data[key], list | tuple) else [row.data[key]]:
+    given = row.data[key]
+    if isinstance(given, str) and given.strip():
+        given = golds_of(row, key)
+        given = given[:-1] if len(given) > 1 else given  # without the JSON text that they were read from
+    for value in given if isinstance(given, list | tuple) else [given]:
         row.refuse_if(
             isinstance(value, float) and not isfinite(value), f"{key!r} must be a finite number or text; got {value!r}"
         )

@@ -280,7 +280,7 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     Raises:
         UsageError: an empty task, one without responses, or one of which nothing can be scored.
     """
-    started, examples = time.perf_counter(), held_out(task, n)
+    started, examples = time.perf_counter(), held_out(task, n, distinct=False)
     if not any(example.responses for example in examples):
         raise UsageError(
             f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
@@ -304,12 +304,16 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
 
 @dataclass(frozen=True)
 class Scored:
-    """A reward model measured on a task, the settings that decide about the results, the folder for its files."""
+    """A reward model measured on a task, the settings that decide about the results, the folder for its files.
+
+    ``notes``: lines about the task's rows.
+    """
 
     label: str
     evaluation: RewardEvaluation
     settings: dict[str, Any]
     folder: Path
+    notes: tuple[str, ...] = ()
 
 
 def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
@@ -344,7 +348,7 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
             "dropped": task.dropped,
         }
         own = folder if request.out else folder_of_its_own(folder, {"": settings})
-        yield Scored(model.label, evaluation, settings, own)
+        yield Scored(model.label, evaluation, settings, own, task.warnings)
 
 
 def _choose_folders(out: Path | None, trials: Sequence[tuple[ModelSource, Task]]) -> list[Path]:

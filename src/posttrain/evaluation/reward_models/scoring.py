@@ -360,7 +360,11 @@ def held_out_scale(run: str) -> tuple[float, float]:
 
     components = recipe.eval.tasks or [map_tasks(recipe.task, held_out_split)]
     task = build_task(components[0], "task")
-    pairs = [(example, response) for example in held_out(task, NUM_CALIBRATED) for response in example.responses]
+    pairs = [
+        (example, response)
+        for example in held_out(task, NUM_CALIBRATED, distinct=False)
+        for response in example.responses
+    ]
     scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
     if len(scores) < 2 or statistics.pstdev(scores) == 0:
         raise RecipeError(

@@ -11,6 +11,7 @@ from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
 from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
+from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
@@ -55,10 +56,11 @@ def math(
     verdicts = [Verdict("ungraded") for _ in submissions]
     places: dict[tuple[str, str], list[int]] = {}
     for place, one in enumerate(submissions):
-        if one.answer is None or (gold := _read_gold(one.answer)) is None:
+        if one.answer is None or (gold := _read_gold(fold_signs(one.answer))) is None:
             continue
         verdicts[place] = Verdict("no_answer")
-        if (answer := find_answer(one.text, one.extracted)) is not None:
+        extracted = None if one.extracted is None else fold_signs(one.extracted)
+        if (answer := find_answer(fold_signs(one.text), extracted)) is not None:
             places.setdefault((gold, answer), []).append(place)
     results = {pair: compare_quickly(*pair, relative_tolerance) for pair in sorted(places)}
     undecided = [pair for pair, is_correct in results.items() if is_correct is None]

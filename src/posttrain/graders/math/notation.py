@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Sign -> LaTeX. Only signs that mean one thing; look-alike letters and digits of other scripts stay as they are.
+# Sign -> LaTeX. Only signs that mean one thing; look-alike letters stay as they are (digits: ``graders.signs``).
 _SIGNS = str.maketrans(
     {
         "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "×": "\\cdot ", "⋅": "\\cdot ",

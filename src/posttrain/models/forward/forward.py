@@ -34,6 +34,7 @@ MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
 KEPT_ELEMENTS = 1 << 27
 # On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
 KEPT_SHARE_OF_GPU = 1 / 16
+LOG_ZERO = -100.0  # the log-probability of an id that a restricted distribution does not have
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # in configurations
 
 T = TypeVar("T")
@@ -142,6 +143,8 @@ class Forward:
         self.path: Literal["packed", "padded"] = "packed"
         self.window = shortest_window(causal_lm(model).config)
         self.root: Within | None = None  # gathers the shards for a pass
+        self.num_ids: int | None = None  # see ``restrict``
+        self.restricts_targets = False
         self.choose_path()
         self.last_packing: Packing | None = None
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
@@ -151,6 +154,19 @@ class Forward:
     ) -> Forward:
         """The same pass over another model, or with a head."""
         return Forward(model, self.temperature, head, reads, scores_only, self.precision)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of ids that have a logit; embeddings are often padded beyond the tokenizer's."""
+        return int(causal_lm(self.model).get_output_embeddings().weight.shape[0])
+
+    def restrict(self, num_ids: int | None, *, targets: bool = False) -> None:
+        """Let distributions over candidates be over the first ``num_ids`` ids; None: over all.
+
+        ``targets``: also the log-probabilities of the trained tokens, of which others are ``LOG_ZERO``.
+        """
+        self.num_ids = None if num_ids is None or num_ids >= self.num_rows else num_ids
+        self.restricts_targets = targets and self.num_ids is not None
 
     @property
     def device(self) -> torch.device:
@@ -213,14 +229,14 @@ class Forward:
     def top_candidates(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens at each trained position and their log-probabilities, likeliest first.
 
-        ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V.
+        ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V (``restrict``).
         """
 
         def compute() -> tuple[Tensor, Tensor]:
             states = self._states(batch, self.plan(batch), predicts=True)
 
             def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                logits = states.project(part)
+                logits = states.project(part)[:, : self.num_ids]
                 ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
                 values = score_logits(logits, ids[:, 0], self.temperature, "none", ids)[2]  # as another model's are
                 assert values is not None
@@ -347,7 +363,7 @@ class Forward:
             extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = score_logits(states.project(part), ids[0], self.temperature, entropy, *ids[1:])
+            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
             return tuple(x for x in per_token if x is not None)
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
@@ -356,6 +372,22 @@ class Forward:
         per_token = list(self._in_chunks(run, states, (states.targets, *extra), slopes, kept))
         of_candidates = None if candidates is None else per_token.pop()
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates
+
+    def _score(
+        self, logits: Tensor, targets: Tensor, entropy: Entropy, candidates: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``score_logits``, over the ids of ``restrict``."""
+        n = self.num_ids
+        if n is None:
+            return score_logits(logits, targets, self.temperature, entropy, candidates)
+        inside, own = logits[:, :n], targets.clamp(max=n - 1)
+        if self.restricts_targets:
+            logprobs, entropies, of_candidates = score_logits(inside, own, self.temperature, entropy, candidates)
+            return logprobs.masked_fill(targets >= n, LOG_ZERO), entropies, of_candidates
+        logprobs, entropies, _ = score_logits(logits, targets, self.temperature, entropy)
+        if candidates is None:
+            return logprobs, entropies, None
+        return logprobs, entropies, score_logits(inside, own, self.temperature, "none", candidates)[2]
 
     def _in_chunks(
         self,

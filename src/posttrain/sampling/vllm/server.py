@@ -24,6 +24,7 @@ from transformers import AutoConfig, PretrainedConfig
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
+from posttrain.option_types import shorten
 from posttrain.sampling.http import HttpServer, ServerError
 from posttrain.store.checkpoint_files import manifest_digests
 from posttrain.store.posix import kill_group
@@ -181,8 +182,25 @@ def config_of(source: str) -> PretrainedConfig | None:
         return None
 
 
+# Settings of peft that vLLM refuses, or whose tensors it leaves out.
+_NOT_SERVED = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+
+
 def _room_for(adapter: str) -> int:
     settings = read_object(Path(adapter) / ADAPTER_CONFIG)
+    unserved = next((key for key in _NOT_SERVED if settings.get(key)), None)
+    if unserved is not None:
+        raise UsageError(
+            f"{adapter}: vLLM serves no adapter with {unserved} ({shorten(settings[unserved])}). Merge it "
+            "(posttrain runs export RUN TO --merge), or evaluate it with --engine native"
+        )
     rank = max([int(settings["r"]), *map(int, (settings.get("rank_pattern") or {}).values())])
     room = next((known for known in ADAPTER_RANKS if known >= rank), None)
     if room is None:

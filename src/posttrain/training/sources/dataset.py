@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from posttrain import registry
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import Template
 from posttrain.data.render.rows import Row, Shape, rows_of
@@ -102,6 +103,8 @@ class SupervisedSource(Source):
         assert recipe.data is not None
         self.seed, self.batch, self.shape, self.batch_fields = recipe.train.seed, recipe.data.batch_size, shape, fields
         self.train_all = recipe.data.train_on == "all"
+        self._objective_traits = registry.traits_of("objective", recipe.objective.name) or {}
+        self._scores_all_tokens = recipe.objective.options.get("positions", "all") == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.origin = task.origin
@@ -128,8 +131,15 @@ class SupervisedSource(Source):
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
             dropped = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items()) or "none"
-            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}")
+            from posttrain.training.sources.remedies import Trial
+
+            way_out = Trial(recipe, task.examples, tokenizer, template, context_tokens).of_rows(shape)
+            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}{way_out}")
         self.num_examples = len(self.units)
+        is_of_each = len(self.units) == len(task.examples) - sum(self.dropped.values()) + sum(task.dropped.values())
+        self.size: str | None = None  # several solutions of one problem, several turns of one conversation
+        if not is_of_each:
+            self.size = f"{len(self.units):,} {UNIT_NAMES[shape]} of {len(task.examples):,} examples"
         if shape == "judged":
             labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
         self.trained = self._share_of_trained(recipe.data.train_on, task)
@@ -164,6 +174,9 @@ class SupervisedSource(Source):
         trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
         trained = sum(len(row.step_labels) for row in rows) if self.shape == "steps" else trained
         total = sum(len(row.ids) for row in rows)
+        scored = self._describe_scores(trained, len(rows))
+        if scored:
+            return scored
         share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}"
         if self.shape == "demonstration":
             has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
@@ -172,6 +185,15 @@ class SupervisedSource(Source):
             what = "examples are single turns of conversations, whose earlier turns the template writes anew"
             share += f"; {apart:,} {what}"
         return share
+
+    def _describe_scores(self, num_tokens: int, num_rows: int) -> str:
+        """Describe what a reward model's loss is a mean of; empty of a policy, whose tokens are trained."""
+        scores = self._objective_traits.get("scores")
+        if scores == "process":
+            return f"{num_tokens:,} labelled steps of {num_rows:,} solutions are judged, one score each"
+        if scores == "outcome" and self._scores_all_tokens:
+            return f"{num_tokens:,} tokens of {num_rows:,} answers are scored, each by the label of its answer"
+        return f"{num_rows:,} answers are scored, each at its last token" if scores else ""
 
     def _collated(self, indices: Sequence[int]) -> Batch:
         samples = [

@@ -37,6 +37,13 @@ if TYPE_CHECKING:
 
 NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
 NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
+ALL_MASKED = (
+    "every answer of this rollout batch was cut off, and rollout.mask_truncated leaves such answers out: its updates "
+    "change nothing. Raise rollout.max_tokens"
+)
+NOTHING_PLAYED = (
+    "no group of this rollout batch has two answers whose environment did not fail: its updates change nothing"
+)
 OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics of each part of a mixture
 
 
@@ -81,7 +88,11 @@ class RolloutSource(Source):
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
         if not self.kept:
-            raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {self.dropped}")
+            dropped = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items())
+            from posttrain.training.sources.remedies import Trial
+
+            way_out = Trial(recipe, task.examples, tokenizer, grader.template, context_tokens).of_prompts()
+            raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {dropped}{way_out}")
         self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
         rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
         further = self.options.max_rounds - 1
@@ -172,14 +183,15 @@ class RolloutSource(Source):
         metrics = describe_rollouts(sampled, self.grader.format_part)
         if any(name == "correct" and weight for name, weight, _ in self.grader.rewards) and "accuracy" not in metrics:
             self._warnings.setdefault(NO_GOLD, False)
-        if batch is None:
-            self._warnings.setdefault(NOTHING_SELECTED, False)
-        else:
+        if batch is not None:
             metrics |= self._fill_batch_fields(batch, chosen, rows, rewards)
             if len(trained) < len(rows):
                 each, kept = self.rows_per_unit, set(trained)
                 places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
                 batch = batch.select(places) if places else None
+        if batch is None:
+            reason = ALL_MASKED if units else NOTHING_SELECTED if chosen else NOTHING_PLAYED
+            self._warnings.setdefault(reason, False)
         metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))

@@ -1,0 +1,499 @@
+"""Multiple choice in rows: which columns hold the options, which the gold answer, and how an index is counted.
+
+Decided over all rows of a file by what the columns hold, and not by their names: a list of texts, or one option to a
+column, next to a gold answer that in every row is a label, one of the texts, a letter or an index.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from posttrain.data.reading import Row, are_messages
+from posttrain.errors import DataError
+from posttrain.graders.choice import LETTERS
+from posttrain.types import Example, Message
+
+GoldKind = Literal["label", "text", "letter", "index"]
+FirstIndex = Literal[0, 1]
+BOOLEAN_OPTIONS = ("Yes", "No")  # of a gold answer that is true or false
+# A column of another name is no gold answer, unless ``task.answer_key`` names it: ``weight``, ``language``.
+_GOLD_NAME = re.compile(r"answer|label|gold|correct|target|solution|cop\b", re.IGNORECASE)
+# Several columns of one kind that make up a question: two sentences with a label are no two options.
+_QUESTION_PART = re.compile(
+    r"(?:sent|sentence|text|premise|hypothesis|question|prompt|query|passage|paragraph|context|input|output|turn|fact|"
+    r"hint|step|example|doc|document|article|title|word|phrase|id|tag|source|meta|score|column)s?",
+    re.IGNORECASE,
+)
+# Lists of words about a question: a number next to them is no index, but in a column of lists that is called so.
+_ABOUT_QUESTION = re.compile(
+    r".*(?:tag|topic|keyword|categor|subject|source|author|hint|step|concept|skill|entit|fact|sentence|context|passage|"
+    r"paragraph|reference|document|evidence|token|id|url|name|label|type|level|note|message|turn|history|tool)\w*",
+    re.IGNORECASE,
+)
+_LABELS_NAME = re.compile(r"label|key|letter", re.IGNORECASE)
+_WRONG_OPTIONS = re.compile(r"(?:distract|incorrect|wrong).*", re.IGNORECASE)
+# A list of another name, next to a number that may count from 0 or from 1, is more likely something else.
+_OPTIONS_NAME = re.compile(r"choice|option|answer|ending|candidate|alternative|select|target", re.IGNORECASE)
+_LABEL = re.compile(r"[(\[]?([A-Ja-j])(?:[)\].:]+|\s*\Z)")
+# How the names of columns with one option each end, and in which order.
+_SPREAD = (
+    (re.compile(r"(.*?)([A-Ja-j])"), (LETTERS, LETTERS.lower())),
+    (re.compile(r"(.*?)([0-9])"), ("0123456789", "123456789")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceColumns:
+    """The columns of a multiple choice.
+
+    ``keys``: one column of lists, or several of one option each; none where the gold answer is true or false.
+    ``gold``: the column of the gold answer. ``first_index``: what an index counts from.
+    ``is_shown``: the prompts have the options already.
+    """
+
+    keys: tuple[str, ...]
+    gold: str
+    kind: GoldKind | Literal["boolean"]
+    first_index: FirstIndex = 0
+    why: str = ""
+    is_shown: bool = False
+
+    def describe(self) -> str:
+        """Return a line for the start of a run: what is read as what, and what an index counts from."""
+        if self.kind == "boolean":
+            names = " and ".join(BOOLEAN_OPTIONS)
+            return f"multiple choice: {self.gold!r} is true or false, which are the options {names}"
+        counted = f", counted from {self.first_index}{self.why}" if self.kind == "index" else ""
+        shown = ", which the prompts show already" if self.is_shown else ""
+        return (
+            f"multiple choice: options {', '.join(self.keys)}{shown}; right one {self.gold} ({self.kind}{counted}). "
+            'task.choices_key: "" reads no options'
+        )
+
+    def options_of(self, row: Row) -> tuple[str, ...]:
+        """Return the options of a row, in order, without labels."""
+        if self.kind == "boolean":
+            return BOOLEAN_OPTIONS
+        found = _list_of(row, self.keys[0]) if len(self.keys) == 1 else _spread_options(row, self.keys)
+        if found is None:
+            raise row.fail(f"{', '.join(map(repr, self.keys))} must hold 2 to {len(LETTERS)} options as in other rows")
+        row.used.update(self.keys)
+        return found.options
+
+    def letter_of(self, row: Row) -> str:
+        """Return the letter of the right option."""
+        row.used.add(self.gold)
+        if self.kind == "boolean":
+            return LETTERS[0 if row.data[self.gold] is True else 1]
+        place = _place(row, self.keys, self.gold, self.kind, self.first_index)
+        if place is None:
+            value = row.data.get(self.gold)
+            raise row.fail(f"{self.gold!r} is none of the options; got {value!r}. Correct it, or leave the row out")
+        return LETTERS[place]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Options with their labels, if the row gives labels; ``marks`` of labels are 0 and 1, 1 for the right one."""
+
+    options: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    are_numbers: bool = False
+
+
+def candidate_columns(
+    rows: Sequence[Row],
+    answer_key: str,
+    excluded: frozenset[str] = frozenset(),
+    choices_key: str | None = None,
+    first_index: FirstIndex | None = None,
+) -> list[ChoiceColumns]:
+    """Return the columns that may be the multiple choice that all rows are; of indices not yet what they count from.
+
+    Args:
+        answer_key: the column of the gold answer; if the first row does not have it, any with such a name may be.
+        excluded: columns that are neither options nor gold.
+        choices_key: the column of the options; None: any column may be.
+        first_index: what an index counts from, if the recipe says so.
+
+    Raises:
+        DataError: ``choices_key`` is no list of options, or no gold answer fits to it.
+    """
+    is_named = rows[0].has(answer_key)
+    is_asked = choices_key is not None or first_index is not None
+    golds = [answer_key] if is_named else _scalar_columns(rows, excluded)
+    if choices_key is None:
+        groups = [*_list_columns(rows, excluded), *_spread_columns(rows, excluded | {answer_key})]
+    else:
+        groups = [(choices_key,)]
+        bad = next((row for row in rows if _list_of(row, choices_key) is None), None)
+        if bad is not None:
+            raise bad.fail(
+                f"task.choices_key: {choices_key!r} must be a list of 2 to {len(LETTERS)} texts in every row"
+            )
+    found = [
+        ChoiceColumns(keys, gold, kind)
+        for keys in groups
+        for gold in golds
+        if gold not in keys and (kind := _kind_of(rows, keys, gold, is_asked=is_asked)) is not None
+    ]
+    if choices_key is not None and not found:
+        raise rows[0].fail(
+            f"task.choices_key: no gold answer is an index, a letter or a text of {choices_key!r} in every row. Name "
+            "its column as task.answer_key"
+        )
+    if groups or found or not is_named:
+        return found
+    is_boolean = all(isinstance(_value(row, answer_key), bool) for row in rows)
+    return [ChoiceColumns((), answer_key, "boolean")] if is_boolean else []
+
+
+def choose_columns(
+    rows: Sequence[Row],
+    candidates: Sequence[ChoiceColumns],
+    prompt_of: Callable[[Row], str],
+    first_index: FirstIndex | None = None,
+) -> ChoiceColumns:
+    """Return the columns of the multiple choice.
+
+    Args:
+        prompt_of: the text of a row's question.
+        first_index: what an index counts from; None: as the rows say.
+
+    Raises:
+        DataError: an index that may count from 0 or from 1; several columns that may be the options or the gold answer.
+    """
+    chosen = _choose(rows[0], candidates)
+    if chosen.kind == "index":
+        chosen = _with_first_index(rows, chosen, first_index)
+    elif first_index is not None:
+        raise rows[0].fail(f"task.first_index: {chosen.gold!r} is no index. Leave the option out")
+    return replace(chosen, is_shown=all(_shows(prompt_of(row), chosen.options_of(row)) for row in rows))
+
+
+def has_options(row: Row, answer_key: str, excluded: frozenset[str]) -> bool:
+    """Return whether a row has columns that may be options, or a gold answer that is true or false."""
+    columns = [*_list_columns([row], excluded), *_spread_columns([row], excluded | {answer_key})]
+    columns += [(key,) for key in row.data if key not in excluded and _WRONG_OPTIONS.match(key)]
+    return (
+        bool(columns)
+        or isinstance(_value(row, answer_key), bool)
+        or any(isinstance(value, list | tuple) for value in row.data.values() if not are_messages(value))
+    )
+
+
+def describe_near_miss(rows: Sequence[Row], answer_key: str, excluded: frozenset[str]) -> tuple[str, ...]:
+    """Return a line about lists that are options to at least half of the rows and not to all, or about too many."""
+    keys = [key for key, value in rows[0].data.items() if key not in excluded and isinstance(value, list | tuple)]
+    lines = []
+    wrong = [key for key in rows[0].data if key not in excluded and _WRONG_OPTIONS.match(key)]
+    if wrong:
+        names = ", ".join(wrong)
+        lines.append(f"{names}: wrong options of a question, which no prompt shows; task.meta: [{names}] silences this")
+    for key in keys:
+        texts = [_value(row, key) for row in rows]
+        if any(_is_among_many(_value(row, answer_key), values) for row, values in zip(rows, texts, strict=True)):
+            lines.append(f"{key!r} has more than {len(LETTERS)} options of a question, which no prompt shows")
+            continue
+        kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
+        bad = {kind: [row for row in rows if _place(row, (key,), answer_key, kind, 0) is None] for kind in kinds}
+        kind = min(kinds, key=lambda one: len(bad[one]))
+        if 2 * len(bad[kind]) <= len(rows) and bad[kind]:
+            first = bad[kind][0]
+            gold = repr(_value(first, answer_key))[:60]
+            lines.append(
+                f"{key!r} looks like the options of a question, and in row {first.number} the gold answer {gold} is "
+                f"none of them, so that no prompt shows them. Correct the row, or silence this by task.meta: [{key}]"
+            )
+    return tuple(lines)
+
+
+def _is_among_many(gold: object, values: object) -> bool:
+    """Return whether a gold answer is one of more texts than there are letters."""
+    return isinstance(values, list | tuple) and len(values) > len(LETTERS) and isinstance(gold, str) and gold in values
+
+
+def with_choices(example: Example, columns: ChoiceColumns, row: Row, *, shows: bool) -> Example:
+    """Return the example with its options as lettered lines below the question, its gold a letter.
+
+    ``shows``: the question has the options already.
+    """
+    options, letter = columns.options_of(row), columns.letter_of(row)
+    messages = example.messages
+    if not (shows or columns.is_shown):
+        place = max(n for n, message in enumerate(messages) if message.role == "user")
+        content = f"{messages[place].content.rstrip()}\n{lettered_lines(options)}"
+        messages = (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
+    meta = {**example.meta, "choices": list(options)}
+    return replace(example, messages=messages, answer=letter, grader="multiple_choice", meta=meta)
+
+
+def lettered_lines(options: Sequence[str]) -> str:
+    """Return one line for each option: ``A. iron``."""
+    return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+
+
+def last_question(messages: Sequence[Message]) -> str:
+    """Return the content of the last message of the user; empty if there is none."""
+    return next((message.content for message in reversed(messages) if message.role == "user"), "")
+
+
+def _value(row: Row, key: str) -> object:
+    """The value under a key, which does not count as used."""
+    return dict.get(row.data, key) if isinstance(row.data, dict) else None
+
+
+def _texts(values: object) -> tuple[tuple[str, ...], bool] | None:
+    """The texts of a list of 2 to 10 texts or numbers, and whether they are numbers; None for anything else."""
+    if not isinstance(values, list | tuple) or not 2 <= len(values) <= len(LETTERS):
+        return None
+    are_numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in values)
+    if not are_numbers and not all(isinstance(one, str) for one in values):
+        return None
+    texts = tuple(_number_text(one) if are_numbers else str(one).strip() for one in values)
+    return (texts, are_numbers) if all(texts) else None
+
+
+def _number_text(value: object) -> str:
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return str(value)
+
+
+def _list_of(row: Row, key: str) -> _Options | None:
+    """The options under a key: a list of texts, its JSON text, or an object of texts and labels."""
+    if not row.has(key):
+        return None
+    was_used = key in row.used
+    value = row.nested(key)
+    if not was_used:
+        row.used.discard(key)
+    if isinstance(value, Mapping):
+        return _labelled(value)
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):  # OpenBookQA of 2018
+        columns = {name: [one.get(name) for one in value] for name in value[0]}
+        return _labelled(columns)
+    read = _texts(value)
+    return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
+
+
+def _labelled(value: Mapping[str, object]) -> _Options | None:
+    """ARC's ``{"text": [...], "label": [...]}``: lists of one length, of which one is short labels."""
+    lists = {name: list(one) for name, one in value.items() if isinstance(one, list | tuple)}
+    if len({len(one) for one in lists.values()}) != 1:
+        return None
+    if len(lists) == 1:
+        read = _texts(next(iter(lists.values())))
+        return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
+    if len(lists) != 2:
+        return None
+    found = [name for name, one in lists.items() if _are_labels(one)]
+    if not found:
+        return None
+    labels = next((name for name in found if _LABELS_NAME.search(name)), found[-1])  # texts may look like labels
+    read = _texts(next(one for name, one in lists.items() if name != labels))
+    return None if read is None else _Options(read[0], tuple(str(one).strip() for one in lists[labels]), read[1])
+
+
+def _are_labels(values: Sequence[object]) -> bool:
+    """Return whether these are A, B, C, ... or 1, 2, 3, ... (from 0 or 1), in order."""
+    texts = [str(one).strip() for one in values]
+    letters = [LETTERS[: len(texts)], LETTERS[: len(texts)].lower()]
+    numbers = [[str(n + first) for n in range(len(texts))] for first in (0, 1)]
+    return texts in [*map(list, letters), *numbers]
+
+
+def _without_labels(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts without ``A)``, ``B)``, ... where each begins with its own label."""
+    matches = [_LABEL.match(text) for text in texts]
+    own = [match is not None and match[1].upper() == LETTERS[n] for n, match in enumerate(matches)]
+    if not all(own):
+        return texts
+    stripped = tuple(text[match.end() :].strip() for text, match in zip(texts, matches, strict=True) if match)
+    return stripped if all(stripped) else texts
+
+
+def _spread_options(row: Row, keys: Sequence[str]) -> _Options | None:
+    """The options of columns that hold one each; the last of them may be missing."""
+    values = [_value(row, key) for key in keys]
+    while values and (values[-1] is None or values[-1] == ""):
+        values.pop()
+    read = _texts(values)
+    if read is None and all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
+        read = _texts([one if isinstance(one, str) else _number_text(one) for one in values])
+    return None if read is None else _Options(read[0], are_numbers=read[1])
+
+
+def _options(row: Row, keys: Sequence[str]) -> _Options | None:
+    return _list_of(row, keys[0]) if len(keys) == 1 else _spread_options(row, keys)
+
+
+def _scalar_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[str]:
+    """The columns that have a text or a number in every row, and a name for a gold answer."""
+    return [
+        key
+        for key, value in rows[0].data.items()
+        if key not in excluded
+        and _GOLD_NAME.search(key)
+        and isinstance(value, str | int | float)
+        and all(isinstance(_value(row, key), str | int | float) for row in rows)
+    ]
+
+
+def _list_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[tuple[str, ...]]:
+    names = [key for key, value in rows[0].data.items() if key not in excluded and isinstance(value, list | dict | str)]
+    return [(key,) for key in names if all(_list_of(row, key) is not None for row in rows)]
+
+
+def _spread_columns(rows: Sequence[Row], excluded: frozenset[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the columns of one beginning that end in A, B, ... or in 0, 1, ... or 1, 2, ..., each a short text."""
+    names = [key for key in rows[0].data if key not in excluded]
+    names += [key for row in rows[1:50] for key in row.data if key not in excluded and key not in names]
+    names = list(dict.fromkeys(names))
+    for pattern, orders in _SPREAD:
+        stems: dict[str, dict[str, str]] = {}
+        for name in names:
+            if (match := pattern.fullmatch(name)) is not None:
+                stems.setdefault(match[1], {})[match[2]] = name
+        for stem, ends in stems.items():
+            if _QUESTION_PART.fullmatch(stem.strip("_- .")) or (stem == "" and orders[0][0] == "0"):
+                continue
+            for order in orders:
+                keys = [ends[end] for n, end in enumerate(order) if all(other in ends for other in order[: n + 1])]
+                if len(keys) >= 2 and all(_spread_options(row, keys) is not None for row in rows):
+                    yield tuple(keys)
+                    break
+
+
+def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_asked: bool) -> GoldKind | None:
+    """What the gold answers are, the same in every row; None where they fit the options in no way.
+
+    ``is_asked``: the recipe says that there are options.
+    """
+    kinds: tuple[GoldKind, ...] = ("label", "text", "letter", "index")
+    is_about = len(keys) == 1 and _ABOUT_QUESTION.fullmatch(keys[0])
+    for kind in kinds:
+        if kind != "index":
+            if all(_place(row, keys, gold, kind, 0) is not None for row in rows):
+                return kind
+        elif not is_about:
+            fitting = [first for first in (0, 1) if _fits_from(rows, keys, gold, first)]
+            is_sure = is_asked or len(fitting) == 1 or len(keys) > 1 or _OPTIONS_NAME.search(keys[0])
+            return kind if fitting and is_sure else None
+    return None
+
+
+def _fits_from(rows: Sequence[Row], keys: Sequence[str], gold: str, first_index: int) -> bool:
+    """Return whether every gold answer is the index of an option, counted from ``first_index``."""
+    return all(_place(row, keys, gold, "index", first_index) is not None for row in rows)
+
+
+def _place(
+    row: Row, keys: Sequence[str], gold: str, kind: GoldKind | Literal["boolean"], first_index: int
+) -> int | None:
+    """The place of the right option, read as ``kind``; None where the gold answer is nothing of that kind."""
+    found, value = _options(row, keys), _value(row, gold)
+    if found is None or value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    text, count = _number_text(value).strip(), len(found.options)
+    if kind == "label":
+        return found.labels.index(text) if text in found.labels else None
+    if kind == "text":
+        fits = isinstance(value, str) or found.are_numbers
+        return _place_of_text(text, found.options) if fits else None
+    if kind == "letter":
+        return _place_of_letter(text, found.options) if isinstance(value, str) else None
+    if not re.fullmatch(r"[0-9]{1,2}", text):
+        return None
+    place = int(text) - first_index
+    return place if 0 <= place < count else None
+
+
+def _place_of_text(text: str, options: Sequence[str]) -> int | None:
+    """The place of the one option with this text; case, white space and a last period may differ."""
+    if options.count(text) == 1:
+        return options.index(text)
+    plain = [" ".join(option.split()).rstrip(".").casefold() for option in options]
+    wanted = " ".join(text.split()).rstrip(".").casefold()
+    return plain.index(wanted) if wanted and plain.count(wanted) == 1 else None
+
+
+def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
+    """The place of ``B``, ``(b)`` or ``B) text``, where the text is that of the option."""
+    match = _LABEL.match(text)
+    if match is None:
+        return None
+    place = LETTERS.index(match[1].upper())
+    rest = text[match.end() :].strip()
+    is_own = place < len(options) and rest in ("", options[place])
+    return place if is_own else None
+
+
+def _choose(row: Row, found: Sequence[ChoiceColumns]) -> ChoiceColumns:
+    """The columns that fit best: labels and texts before letters, these before indices; then by their names.
+
+    Raises:
+        DataError: two fit equally well.
+    """
+    strength = {"label": 0, "text": 1, "letter": 2, "index": 3, "boolean": 4}
+    best = min(strength[one.kind] for one in found)
+    left = [one for one in found if strength[one.kind] == best]
+    if len({one.gold for one in left}) > 1:
+        golds = ", ".join(repr(one.gold) for one in left)
+        raise row.fail(
+            f"{golds}: each may be the gold answer of a multiple choice. Name the right one as task.answer_key"
+        )
+    if len(left) > 1:
+        columns = "; ".join(", ".join(map(repr, one.keys)) for one in left)
+        raise row.fail(
+            f"{columns}: each may be the options of the question. Name the right one as task.choices_key, or the "
+            "others in task.meta"
+        )
+    return left[0]
+
+
+def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: FirstIndex | None) -> ChoiceColumns:
+    """The columns with what an index counts from: the one reading that fits every row.
+
+    Raises:
+        DataError: both fit, or not the one that is asked for.
+    """
+    firsts: tuple[FirstIndex, ...] = (0, 1)
+    fits = {first: _fits_from(rows, columns.keys, columns.gold, first) for first in firsts}
+    if first_index is not None:
+        if not fits[first_index]:
+            bad = next(r for r in rows if _place(r, columns.keys, columns.gold, "index", first_index) is None)
+            raise bad.fail(
+                f"task.first_index={first_index}: {columns.gold!r} is {_value(bad, columns.gold)!r}, which is the "
+                "index of no option"
+            )
+        return replace(columns, first_index=first_index, why=" by task.first_index")
+    fitting = [first for first in firsts if fits[first]]
+    if len(fitting) > 1:
+        keys = ", ".join(map(repr, columns.keys))
+        raise DataError(
+            rows[0].place,
+            f"{columns.gold!r} is an index of the options {keys}, and in no row it is 0 or the number of options: it "
+            'may count from 0 or from 1. Set task.first_index to 0 or 1 (task.choices_key: "" reads no options)',
+        )
+    first = fitting[0]
+    other = 1 - first
+    shown = next(r for r in rows if _place(r, columns.keys, columns.gold, "index", other) is None)
+    why = f": it is {_number_text(_value(shown, columns.gold))} in row {shown.number}"
+    return replace(columns, first_index=first, why=why)
+
+
+def _shows(prompt: str, options: Sequence[str]) -> bool:
+    """Return whether a prompt has the options with their letters, in order."""
+    start = 0
+    for letter, option in zip(LETTERS, options, strict=False):
+        pattern = rf"(?<![A-Za-z]){letter}\s?[).:\]-]+\s*{re.escape(option)}"
+        found = re.compile(pattern).search(prompt, start)
+        if found is None:
+            return False
+        start = found.end()
+    return True

@@ -1,0 +1,210 @@
+"""Columns of rows next to the question: which of them are text that the prompt does not show, and how to show them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from string import Formatter
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from posttrain.data.choices import lettered_lines
+from posttrain.data.reading import Row, shown
+from posttrain.errors import RecipeError
+from posttrain.registry import suggest
+from posttrain.types import Example, Message
+
+PROMPT = "prompt"  # in a format: the question, whatever its column is called
+MIN_WORDS = 5  # a value of fewer, without the mark of a sentence, may be a name or a label
+MAX_LABEL_WORDS = 8
+MIN_REPEATS = 2  # a short value that stands in so many rows on average is a label
+MIN_IDEOGRAPHS = 10
+_SENTENCE = re.compile(r"\w[^\n]*\s[^\n]*[.!?…][\"'”’)]?(?:\s|\Z)|[。！？]")
+_IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+
+
+def _of_braces(value: object) -> object:
+    """``{article}`` as text, which is a mapping in YAML."""
+    if isinstance(value, dict) and len(value) == 1 and list(value.values()) == [None]:
+        return f"{{{next(iter(value))}}}"
+    return value
+
+
+FormatText = Annotated[str, BeforeValidator(_of_braces)]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """The text of a prompt with the names of columns in braces: ``{article}\\n\\n{question}``."""
+
+    text: str
+    fields: tuple[str, ...]
+
+    def fill(self, row: Row, question: str | None, options: Mapping[str, Sequence[str]] | None = None) -> str:
+        """Return the prompt of a row.
+
+        Args:
+            question: what ``{prompt}`` is in a row without such a column; None if the row has no question.
+            options: columns with the options of a multiple choice, which become lettered lines.
+
+        Raises:
+            DataError: a column is missing, or holds neither text nor number.
+        """
+        parts = []
+        for literal, name, _, _ in Formatter().parse(self.text):
+            parts.append(literal)
+            if name is None:
+                continue
+            if name in (options or {}):
+                parts.append(lettered_lines((options or {})[name]))
+            elif name == PROMPT and question is not None:  # also where its column holds messages
+                parts.append(question)
+            else:
+                parts.append(_text_of(row, name))
+        return row.checked("".join(parts).strip(), "task.prompt_format")
+
+    def rewrite(
+        self,
+        row: Row,
+        messages: tuple[Message, ...],
+        question_keys: Iterable[str] = (),
+        options: Mapping[str, Sequence[str]] | None = None,
+    ) -> tuple[Message, ...]:
+        """Return the messages with the user's last one as the format has it; ``{prompt}`` is what it was.
+
+        Raises:
+            DataError: the user says nothing, or the format leaves the question out.
+        """
+        place = max((n for n, message in enumerate(messages) if message.role == "user"), default=None)
+        if place is None:
+            raise row.fail("task.prompt_format writes the user's last message, and the conversation has none")
+        row.refuse_if(
+            not {PROMPT, *question_keys}.intersection(self.fields),
+            "task.prompt_format leaves the question out; write {prompt} where it belongs",
+        )
+        content = self.fill(row, messages[place].content, options)
+        return (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
+
+
+def read_format(text: str | None) -> PromptFormat | None:
+    """Return ``task.prompt_format`` with the columns that it names; None without one.
+
+    ``\\n`` that a shell has left as two characters is a line end, where the text has no other.
+
+    Raises:
+        RecipeError: unpaired braces, or something else than names of columns between them.
+    """
+    if text is None:
+        return None
+    where = "task.prompt_format"
+    text = text if "\n" in text else text.replace("\\n", "\n")
+    try:
+        parsed = list(Formatter().parse(text))
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}; a brace that is text is written twice, {{{{ or }}}}") from None
+    names = [name for _, name, _, _ in parsed if name is not None]
+    unusable = next((name for _, name, spec, how in parsed if _is_unusable(name, spec, how)), None)
+    if unusable is not None or not names:
+        what = "it names no column" if not names else f"{{{unusable}}} is no name of a column"
+        raise RecipeError(f'{where}: {what}. Write names of columns in braces: "{{article}}\\n\\n{{question}}"')
+    return PromptFormat(text, tuple(dict.fromkeys(names)))
+
+
+def _is_unusable(name: str | None, spec: str | None, conversion: str | None) -> bool:
+    """Return whether a field is not the plain name of a column; attributes and indices of values are none."""
+    if name is None:
+        return False
+    return bool(spec) or conversion is not None or not name.strip()
+
+
+def _text_of(row: Row, name: str) -> str:
+    if not row.has(name):
+        near, known = suggest(name, row.data), ", ".join(row.data)
+        raise row.fail(f"task.prompt_format names {name!r}, and the row has no such key.{near} There are: {known}")
+    value = row.data[name]
+    if not isinstance(value, str):
+        value = row.nested(name)
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return "\n".join(value)
+    if isinstance(value, str | int | float):
+        return str(value).strip()
+    raise row.fail(f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown(value)}")
+
+
+@dataclass(slots=True)
+class _Column:
+    num_values: int = 0
+    num_prose: int = 0
+    is_long: bool = False
+    distinct: set[int] = field(default_factory=set)
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the values are texts, and not ids, names or labels."""
+        is_label = not self.is_long and self.num_values >= MIN_REPEATS * len(self.distinct) and self.num_values > 2
+        return 2 * self.num_prose >= self.num_values > 0 and not is_label
+
+
+@dataclass(slots=True)
+class UnshownColumns:
+    """The columns of text that the prompts do not show, over the rows of a file; ``silenced`` are ``task.meta``."""
+
+    silenced: frozenset[str] = frozenset()
+    columns: dict[str, _Column] = field(default_factory=dict)
+
+    def count(self, carried: Mapping[str, object], example: Example) -> None:
+        """Count the values that nothing has read of one row."""
+        if not example.messages:  # a text to read has no prompt
+            return
+        texts = [message.content for message in example.messages]
+        texts += [text for text in (example.answer, example.solution, example.demonstration) if text]
+        texts += [response.text for response in example.responses]
+        for name, value in carried.items():
+            parts = [part for part in _parts(value) if not any(part in text for text in texts)]
+            if name in self.silenced or not parts:
+                continue
+            text = max(parts, key=len)
+            column = self.columns.setdefault(name, _Column())
+            column.num_values += 1
+            column.num_prose += _is_prose(text)
+            column.is_long = column.is_long or len(text.split()) > MAX_LABEL_WORDS or bool(_SENTENCE.search(text))
+            column.distinct.add(hash(text))
+
+    def describe(self, question: str) -> tuple[str, ...]:
+        """Return a line for the start of a run, or none; ``question`` is the name of the question's column."""
+        names = [name for name, column in self.columns.items() if column.is_text]
+        if not names:
+            return ()
+        plain = next((name for name in names if not re.search(r"[{}:!]", name)), None)
+        silence = f"task.meta: [{', '.join(names)}] carries them along without this line"
+        show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, ' if plain is not None else ""
+        show = f"task.prompt_format leaves {{{question}}} out; " if plain == question else show
+        return (f"columns that the prompt does not show: {', '.join(names)}. {show}{silence}",)
+
+
+def _parts(value: object) -> list[str]:
+    """A text, or the texts of a list; none of anything else, and no blank ones."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [one.strip() for one in values if isinstance(one, str) and one.strip()]
+
+
+def _is_prose(text: str) -> bool:
+    """Return whether a text is more than a name: some words, a sentence, or a row of ideographs."""
+    if len(text.split()) >= MIN_WORDS or len(_IDEOGRAPH.findall(text[:200])) >= MIN_IDEOGRAPHS:
+        return True
+    return bool(_SENTENCE.search(text))
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str], place: str, option: str) -> None:
+    """Refuse a name in an option that no row has as a key.
+
+    Raises:
+        RecipeError: with the nearest key.
+    """
+    there = sorted(known)
+    for name in names:
+        if name not in there:
+            near, known_keys = suggest(name, there), ", ".join(there)
+            raise RecipeError(f"{option}: no row of {place} has the key {name!r}.{near} There are: {known_keys}")
