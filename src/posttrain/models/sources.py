@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 from posttrain.errors import UsageError, first_line
 from posttrain.models.config import check_folder, read_object
+from posttrain.models.published.catalog import PUBLISHED, is_gguf
 from posttrain.option_types import shorten
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
@@ -29,8 +30,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 def resolve_model_name(name: str) -> str:
     """Return the folder or hub name that ``name`` stands for.
 
-    ``tiny`` and ``tiny-sft`` are embedded; a run directory is its best checkpoint, else its newest. A checkpoint is
-    compared with its manifest.
+    ``tiny`` and ``tiny-sft`` are embedded; a published name is fetched on first use; a GGUF file is dequantized once. A
+    run directory is its best checkpoint, else its newest. A checkpoint is compared with its manifest.
 
     Raises:
         UsageError: a run without a checkpoint, or a path that does not exist.
@@ -49,6 +50,14 @@ def resolve_model_name(name: str) -> str:
         refuse_damaged(checkpoint)
         return str(checkpoint)
     kind = kind_of_file(path)
+    if kind == "nothing" and name in PUBLISHED:
+        from posttrain.models.published.fetch import fetched
+
+        return str(fetched(name))
+    if kind == "file" and is_gguf(path):
+        from posttrain.models.published.gguf import dequantized
+
+        return str(dequantized(path))
     if kind == "folder":
         check_folder(path)
         from posttrain.models.patterns import check_tokenizer
@@ -195,6 +204,8 @@ def base_of(adapter: str) -> str:
     embedded = EMBEDDED.get(Path(base).name)
     if embedded is not None and Path(base).parts[-3:] == embedded.parts[-3:]:
         return str(embedded)
+    if Path(base).name in PUBLISHED and kind_of_file(base) == "nothing":  # in another user's cache
+        return resolve_model_name(Path(base).name)
     above = None
     if not Path(base).is_absolute() and ".." not in Path(base).parts and kind_of_file(base) == "nothing":
         above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from posttrain import registry
 from posttrain.errors import UsageError
+from posttrain.models.published.catalog import PUBLISHED, is_gguf
 from posttrain.models.sources import looks_local, refuse_out_of_reach
 from posttrain.option_types import shorten
 from posttrain.recipes.document import recipe_names
@@ -121,6 +122,8 @@ def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> 
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
     if inside in sweep_names(root) and (trials := trial_names(root, inside)):
         raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
+    if name in PUBLISHED or is_gguf(path):
+        return
     if kind_of_file(path) == "file" and not may_be_file:
         raise UsageError(
             f"{shorten(name)} is a file; give a model's folder, a hub name, or a run (of a recipe: train it)"

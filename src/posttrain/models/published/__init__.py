@@ -1,0 +1,1 @@
+"""Models that are fetched by a short name, and GGUF files."""

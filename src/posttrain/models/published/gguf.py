@@ -1,0 +1,134 @@
+"""GGUF files, which llama.cpp and others write: dequantized once into a folder in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import struct
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import PosttrainError, UsageError, first_line
+from posttrain.models.published.cache import is_cached, making, place_of
+from posttrain.models.published.catalog import MAGIC
+from posttrain.option_types import shorten
+from posttrain.store.durable import storage_errors
+
+VERSIONS = (2, 3)
+MAX_ENTRIES = 1_000_000  # tensors, or entries of metadata: counts of a header that is not damaged
+FREE_SHARE = 8  # a file of 4 bits takes eight times as much in fp32
+_READ_BYTES = 1 << 20
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def dequantized(path: Path) -> Path:
+    """Return the folder of a GGUF file's model in the Hugging Face layout; it is made on first use.
+
+    Weights are fp32. The folder is known by the content of the file.
+
+    Raises:
+        UsageError: not a GGUF file, a damaged one, or one of an architecture that transformers does not read.
+        StorageError: the cache cannot be written.
+    """
+    check_header(path)
+    name = f"gguf-{digest_of(path)[:24]}"
+    if not is_cached(name):
+        with making(name) as aside:
+            if aside is not None:
+                print(f"{path.name}: dequantizing to fp32, once", file=sys.stderr, flush=True)
+                write_folder(path, aside, title=path.name)
+    return place_of(name)
+
+
+def check_header(path: Path) -> None:
+    """Refuse a file that is no GGUF file of a version that is read.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    with open(path, "rb") as file:
+        head = file.read(24)
+    if len(head) < 24 or head[:4] != MAGIC:
+        raise UsageError(f"model.name: {path} is no GGUF file (it does not begin with GGUF)")
+    version, num_tensors, num_entries = struct.unpack("<IQQ", head[4:])
+    if version not in VERSIONS:
+        raise UsageError(f"model.name: {path} is a GGUF file of version {version}; versions 2 and 3 are read")
+    if max(num_tensors, num_entries) > MAX_ENTRIES:
+        raise UsageError(f"model.name: {path} is damaged: its header counts {num_tensors:,} tensors")
+
+
+def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> None:
+    """Write the model of a GGUF file to a folder: fp32 weights, tokenizer, end tokens, model card.
+
+    Raises:
+        UsageError: transformers cannot read it.
+        StorageError: the disk is full or not writable.
+    """
+    needed = path.stat().st_size * FREE_SHARE
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UsageError(
+            f"{path.name}: dequantized to fp32 it takes up to {needed / 2**30:.1f} GB, and {folder.parent} has "
+            f"{free / 2**30:.1f} GB free. Free some space, or set XDG_CACHE_HOME to another disk"
+        )
+    model, tokenizer = _read(path)
+    with storage_errors("the dequantized model", folder), redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(_card(path, title, notes), encoding="utf-8")
+
+
+def _read(path: Path) -> tuple[Any, Any]:
+    """Return the model in fp32 and its tokenizer, as transformers reads them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        import gguf  # noqa: F401  # transformers needs it, and says so less clearly
+    except ImportError:
+        raise UsageError("a GGUF file needs the package gguf; install it with: pip install gguf") from None
+    try:
+        options = {"pretrained_model_name_or_path": str(path.parent.resolve()), "gguf_file": path.name}
+        with redirect_stderr(io.StringIO()):  # bars of progress
+            tokenizer = AutoTokenizer.from_pretrained(**options)
+            read = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+        config = read.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # its weights are fp32 now
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
+    except PosttrainError:
+        raise
+    except Exception as error:  # of a damaged file the reader raises anything
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(
+            f"model.name: {path}: transformers cannot read this GGUF file ({shorten(what)}); give a model in the "
+            "Hugging Face layout instead"
+        ) from error
+    return model, tokenizer
+
+
+def _card(path: Path, title: str, notes: str) -> str:
+    about = {"file": path.name, "bytes": path.stat().st_size}
+    lines = [
+        f"# {title}",
+        "",
+        f"Dequantized from `{path.name}` to fp32 by posttrain. The weights are as exact as the bits of that file.",
+        notes,
+        "",
+        f"Source: `{json.dumps(about)}`",
+    ]
+    return "\n".join(lines) + "\n"
