@@ -255,10 +255,10 @@ def _distance_of_names(wanted: str, text: str) -> float:
 def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
     """Return the number of typing slips between two words, or infinity where they are different words.
 
-    Two neighbouring letters swapped, one letter missing, doubled or replaced are slips. A short name (an acronym
-    such as ``gspo``) with a different letter is another name: there, a replaced or added letter must be next to the right
-    one on a keyboard, and no letter of a method (``..po``) is replaced. Different digits at the end are another version.
-    ``is_acronym``: the word is the whole name.
+    Slips are two neighbouring letters swapped and a letter missing, doubled or replaced. A short name (an acronym
+    such as ``gspo``) with a different letter is another name: there, a replaced or added letter must be next to the
+    right one on a keyboard, and no letter of a method (``..po``) is replaced. Different digits at the end are another
+    version. ``is_acronym``: the word is the whole name.
     """
     if word == other:
         return 0.0

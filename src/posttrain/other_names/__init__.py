@@ -1,8 +1,8 @@
 """Names of TRL, transformers, peft, verl, vLLM, Unsloth, Axolotl, prime-rl, open-instruct and OpenRLHF, with ours.
 
 One table answers for keys of recipes, options of commands, arguments of Python, names of components and
-``posttrain explain NAME``. A name leads to the key that takes the same value, to a sentence (the value is written otherwise, or
-nothing needs to be said), or is not offered, with the nearest way to the same end.
+``posttrain explain NAME``. A name leads to the key that takes the same value, to a sentence (the value is written
+otherwise, or nothing needs to be said), or is not offered, with the nearest way to the same end.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ OTHER_NAMES: dict[str, str] = {
 COMMANDS = _by_name(COMMANDS_BY_NAMES)
 # Types of numbers as torch calls them, with the names of recipes and options.
 _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "double": "fp64"}
+# Last parts of dotted names that have a meaning only with the part before them.
+_WITHOUT_MEANING = frozenset(
+    {"enable", "enabled", "path", "name", "type", "kind", "id", "key", "args", "kwargs", "config", "file", "use", "url"}
+)
 _SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 
@@ -61,8 +65,8 @@ def answer_component(kind: str, name: str) -> str:
 def answer_other_name(name: str) -> str:
     """Return `` This is called train.lr here.`` for the name of an option elsewhere, or nothing.
 
-    Of a dotted name the last parts count, in a section that is not ours the earlier ones, too
-    (``reward_model.enable``); case and ``-`` or ``_`` do not.
+    Of a dotted name the last parts count; if the last one says nothing (``reward_model.enable``), the one before it.
+    Case and ``-`` or ``_`` do not.
     """
     found = _find(name)
     if name == found:
@@ -85,8 +89,8 @@ def _find(name: str) -> str:
     """Return the answer to a name as the table has it, or nothing."""
     parts = _plain(name).split(".")
     tried = [".".join(parts[start:]) for start in range(len(parts))]
-    if parts[0] not in _SECTIONS:
-        tried += parts[-2::-1]
+    if parts[0] not in _SECTIONS and parts[-1] in _WITHOUT_MEANING:
+        tried += parts[-2:-1]
     return next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
 
 

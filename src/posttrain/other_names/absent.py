@@ -41,6 +41,15 @@ OPTIONS = {
         "generation_kwargs generation_config override_generation_config extra_body extra_args prompt_logprobs "
         "sampling_params temp_scheduler sampling.temp_scheduler max_time"
     ),
+    "an evaluation comes before the first step and after every eval.every steps": (
+        "eval_delay eval_first skip_eval_on_resume eval_sequence_len"
+    ),
+    "what a tool answers is never trained; what the model writes always is": "mask_tool_use mask_env mask_observations",
+    "the distillation objective is trained without another loss": (
+        "opd_loss_coef distillation_weight distillation_loss_coef teacher_tau opd_use_task_rewards use_task_rewards"
+    ),
+    "rewards of turns are summed; reward turn_rewards gives each turn its own": "reward_aggregator",
+    "a run trains one model": "max_concurrent_runs multi_run",
     "one temperature for the whole run: rollout.temperature": "temperature_schedule start_temperature end_temperature",
     "a run has train.steps, and eval.best names the checkpoint to keep; in Python on_evaluation= can stop a run": (
         "early_stopping_patience early_stopping early_stopping_threshold earlystoppingcallback loss_watchdog_patience "
@@ -48,7 +57,7 @@ OPTIONS = {
     ),
     "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
-        "ref_model reference_model ref_model_name_or_path ref.model_name_or_path ref_model_path bemacallback"
+        "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path bemacallback"
     ),
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
@@ -82,7 +91,8 @@ OPTIONS = {
         "tool_call_parser enable_auto_tool_choice reasoning_parser limit_mm_per_prompt download_dir config_format "
         "disable_custom_all_reduce skip_tokenizer_init engine_kwargs engine_kwargs.vllm worker_extension_cls "
         "enable_reasoning float8_kv_cache max_log_len api_key uvicorn_log_level enable_prompt_embeds response_role "
-        "max_concurrent max_inflight_rollouts quantization_config_file vllm chunked_prefill"
+        "quantization_config_file chunked_prefill layered_summon host port"
+        " allowed_origins ssl_keyfile detokenize use_token_client"
     ),
     "no noise is added to embeddings": "neftune_noise_alpha noisy_embedding_alpha neftune neftune_alpha",
     "an adapter trains linear layers alone; leave model.adapter out to train all": (
@@ -97,8 +107,9 @@ OPTIONS = {
     "model.adapter has LoRA with use_dora, use_rslora and init_lora_weights": (
         "loftq_config loftq eva_config corda_config use_qalora lora_ga_config relora lisa_n_layers lisa galore "
         "pissa olora vera ia3 loha lokr adalora oft boft prefix_tuning prompt_tuning p_tuning bottleneck_adapter "
-        "lora_fa lorafa lora_xs qalora lora_ga corda eva hra vblora fourierft xlora randlora delora shira miss bone "
-        "arrow_config use_bdlora alora qgalore_rank lisa_step_interval lora_pro kasa_config velora_config s_lora "
+        "merge_adapter_weights relora_prune_ratio loftq_bits lora_on_cpu lora_fa lorafa lora_xs qalora lora_ga corda eva hra vblora fourierft xlora randlora delora shira miss bone "
+        "task_type lora_task_type inference_mode auto_mapping peft_version ensure_weight_tying alora_invocation_tokens"
+        " qalora_group_size runtime_config megatron_core arrow_config use_bdlora alora qgalore_rank lisa_step_interval lora_pro kasa_config velora_config s_lora "
         "monteclora_config layernorm_tuning adaption_prompt c3a road"
     ),
     "all layers are trained, or those of an adapter (model.adapter.targets)": (
@@ -111,7 +122,7 @@ OPTIONS = {
         "audio_key visionlanguage vision_language_model"
     ),
     "one learning rate, train.lr; a value head's is head.lr_ratio times it": (
-        "lr_groups embedding_lr embedding_lr_scale lr_scheduler_kwargs num_cycles decay_steps lr_div_factor "
+        "lr_groups embedding_lr embedding_lr_scale lr_scheduler_kwargs num_cycles decay_steps jagged_restart_steps lr_div_factor "
         "layerwise_lr_decay cosine_constant_lr_ratio loraplus_lr lr_quadratic_warmup num_decay_steps wsd"
     ),
     "weight decay is that of every trained weight: optimizer.weight_decay": "set_weight_decay_on_bias_and_norm no_decay_params",
@@ -158,7 +169,7 @@ OPTIONS = {
     ),
     "metrics are in metrics.jsonl, which any monitor may read; track: wandb or tensorboard shows them": (
         "heartbeat metrics_server use_otel_metrics prometheus prime_monitor use_mlflow use_comet use_trackio "
-        "mlflow_tracking_uri mlflow_experiment_name trackio_space_id comet_project_name use_swanlab swanlab_project "
+        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online trackio_run_name gradio_title mlflow_tracking_uri mlflow_experiment_name trackio_space_id comet_project_name use_swanlab swanlab_project "
         "comet_api_key comet_workspace wandb_watch wandb_log_model trackio_project_name mlflow_run_name "
         "trackio_bucket_id send_slack_alerts"
     ),
@@ -173,7 +184,7 @@ OPTIONS = {
         "dataset_exact_deduplication deduplication streaming streaming_dataset push_dataset_to_hub dataset_config_name "
         "dataset_shard_num shards dataset_transform_fn custom_cls data.custom_cls.path min_sample_len preprocess_fn "
         "dataset_mix_dir data_preprocessing formatting_func field_model message_property_mappings message_field_role "
-        "message_field_content type ds_type dataset_shard_idx preprocess_shards min_length_filter"
+        "message_field_content ds_type dataset_shard_idx preprocess_shards min_length_filter"
     ),
     "tokens are the model's own; none are added": (
         "resize_token_embeddings_to_32x resize_token_embeddings added_tokens_overrides resize_model_vocab "
@@ -183,7 +194,7 @@ OPTIONS = {
         "model_init_kwargs override_config additional_model_arguments auto_model use_exact_model_name model_kwargs "
         "hf_config_path external_lib max_memory gpu_memory_limit model.impl use_kernels device_map_planner_kwargs "
         "low_cpu_mem experts_implementation model_type use_shm moe_use_grouped_mm tiled_mlp unsloth_tiled_mlp "
-        "trust_remote_code_list"
+        "deepcompile ds.deepcompile use_onebitllms quantize_moe_experts scaling_softmax text_only"
     ),
     "model.attention: sdpa takes torch's fastest kernel": (
         "xformers_attention flex_attention sage_attention xformers flex_attn sliding_window flash_attention_4 fa4"
@@ -191,7 +202,7 @@ OPTIONS = {
     "metrics are computed by rewards and graders; eval.tasks names what is measured": (
         "compute_metrics preprocess_logits_for_metrics include_for_metrics batch_eval_metrics prediction_loss_only "
         "do_predict do_bench_eval bench_dataset do_causal_lm_eval eval_causal_lm_metrics generate_during_eval "
-        "eval_delay eval_do_concat_batches lm_eval_tasks"
+        "eval_do_concat_batches eval_use_gather_object lm_eval_tasks length_column_name bench_split"
     ),
     "a judge has one rubric, an option of the reward judge": "apply_evolving_rubric_reward max_active_rubrics",
     "plain sampling in this process, or vLLM": (
@@ -214,7 +225,7 @@ METHODS = {
         "ppg capo sppo_hard tic_grpo mgrpo pgpo ebft gpo simple_gspo"
     ),
     f"the nearest are the objectives dpo, ipo, rpo, robust_dpo, exo, kto, orpo and simpo, {_OWN_OBJECTIVE}": (
-        "xpo bco bco_pair dpop tdpo wpo betadpo beta_dpo rdpo r_dpo cal_dpo step_dpo aot aot_pair aot_unpaired discopop "
+        "xpo bco bco_pair bcotrainer bcoconfig ntpo dpop tdpo wpo betadpo beta_dpo rdpo r_dpo cal_dpo step_dpo aot aot_pair aot_unpaired discopop "
         "sigmoid_norm squarechi kto_pair alphapo alpha_po sppo spin nash_md nashmd rrhf pro slic_hf cringe chipo chi_po "
         "fdpo f_dpo mallows_dpo smaug tpo sft_dpo d2po ld_dpo odpo dpo_shift focal_po lusdpo kto_zero bpo minor_dpo "
         "senpo spo drdpo dr_dpo wdpo ppo_dpo eto mdpo vdpo copo sdpo_stepwise ropo gpo_preference hdpo iw_dpo dpo_norm_wpo"
@@ -272,7 +283,7 @@ METHODS = {
         "transcoder crosscoder path_patching jumprelu gated_sae matryoshka"
     ),
     "merge an adapter with `posttrain runs export NAME --to FOLDER --merge`; models are not merged": (
-        "model_merging mergekit slerp ties_merging dare model_soup task_arithmetic merge_models mergemodelcallback"
+        "model_merging mergekit slerp merge_method ties_merging dare model_soup task_arithmetic merge_models mergemodelcallback"
     ),
     "training reads rows of one turn or several, each whole": "fim fill_in_the_middle mlm masked_lm span_corruption pose "
     "use_pose long_context_extension yarn",

@@ -78,6 +78,12 @@ SAID = {
     ),
     "rollout.engine: vllm": "use_vllm fast_inference",
     "rollout.engine: native or vllm": "rollout.name",
+    "rollout.staleness: 0 samples and trains in turn, 1 or more at the same time": "rollout.mode trainer_mode",
+    "scale.timeout_seconds, in seconds": "backend_timeout",
+    "the hub's own login: `hf auth login`, or the environment variable HF_TOKEN": (
+        "token hf_token use_auth_token hf_use_auth_token auth_token"
+    ),
+    "the key of the server in the environment variable JUDGE_API_KEY": "api_key_var judge_api_key",
     "rollout.engine: vllm, which starts a server on the trainer's GPU; with rollout.engine.gpus it has others": (
         "vllm_mode single_gpu_mode colocate colocate_all train.colocate_all hybrid_engine inference_gpu_ids "
         "vllm_colocate"
@@ -113,6 +119,9 @@ SAID = {
     "prompt.template: chat, with system: TEXT; or a row's key system": (
         "system_prompt default_system_message system_message system_prompt_override_file field_system"
     ),
+    "keys of the rows: `system`, `tools`, `reasoning_content` of a message, all read by task: jsonl": (
+        "field_tools field_thinking template_thinking_key field_human roles message_field_training_detail field_input"
+    ),
     "nothing: a row with nothing but `text` is read whole, with prompt.template: document": (
         "dataset_text_field text_field text_column field"
     ),
@@ -126,7 +135,7 @@ SAID = {
         "loss_mask data.loss_mask message_field_training completion_mask mask_history train_on_last_step_only"
     ),
     "task, by name; a file or a data set of the hub is task.path (hf:NAME); in Python data=": (
-        "dataset dataset_name train_dataset datasets train_files dataset_id train_data prompt_dataset data.name "
+        "dataset dataset_name train_dataset datasets train_files custom_cls.name dataset_id train_data prompt_dataset data.name "
         "prompt_data pretraining_dataset"
     ),
     "task jsonl (or preferences), which reads a file as task.path": (
@@ -204,18 +213,24 @@ SAID = {
         "loss_agg_mode loss_aggregation loss_reduction normalize_loss reduce_loss loss_denominator loss_scale_factor "
         "average_tokens_across_devices"
     ),
-    "correction: {name: token_tis, cap: 2.0}, or sequence_tis, geometric_mask, icepop": (
+    "correction: {name: token_tis, cap: 2.0}, or sequence_tis, geometric_mask, icepop; with rollout.old_logprobs: trainer": (
         "vllm_importance_sampling_correction tis_imp_ratio_cap truncated_importance_sampling rollout_is "
         "vllm_importance_sampling_cap rollout_is_threshold rollout_rs rollout_correction tis rollout_rs_threshold "
         "vllm_importance_sampling_mode use_tis truncated_importance_sampling_ratio_cap vllm_importance_sampling_clip_max "
         "is_correction_level is_correction_mode is_correction_threshold is_correction_gating importance_sampling "
         "off_policy_correction"
     ),
-    "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers": (
+    (
+        "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers; with "
+        "rollout.old_logprobs: trainer"
+    ): (
         "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min off_policy_mask_threshold ipo_mask_low "
         "ipo_mask_high"
     ),
     "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs",
+    "the model that the run starts from: regularize.kl_coef and objectives such as dpo compare with it, and it stays fixed": (
+        "ref_model reference_model reference_policy ref_policy frozen_reference"
+    ),
     "regularize.kl_coef above 0": "use_kl_loss load_ref_policy algo.kl.use_loss",
     "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": "kl_penalty",
     "regularize.kl_estimator: k1 (kl), k2 (mse) or k3 (low_var_kl)": (

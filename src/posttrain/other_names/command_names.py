@@ -85,7 +85,7 @@ COMPONENTS = {
         "hinge": "slic",
         "on_policy_distillation": "gkd opd iw_opd",
         "grpo, with aggregate: token_mean": "bnpo",
-        "grpo, with aggregate: constant and advantage: centered, as in the recipe rl/dr-grpo": "dr_grpo",
+        "grpo, with aggregate: {name: constant, length: 96} and advantage: centered": "dr_grpo",
         "grpo, as in the recipe rl/dapo": "dapo",
         "reinforce, as in the recipe rl/rloo": "rloo",
         "grpo, as in the recipe rl/reinforce-plus-plus": "reinforce_plus_plus reinforce++",

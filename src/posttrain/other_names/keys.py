@@ -1,4 +1,4 @@
-"""Keys of a recipe, by the names of options in other libraries. The key takes the value that the option takes there."""
+"""Keys of a recipe by the names of options in other libraries. A key takes the value that the option takes there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KEYS = {
         "log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu"
     ),
     "train.save_every": (
-        "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval checkpoint_state_freq "
-        "save_every_steps checkpoint_every"
+        "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval "
+        "checkpoint_state_freq save_every_steps checkpoint_every"
     ),
     "train.keep_checkpoints": (
         "save_total_limit max_ckpt_to_keep keep max_ckpt_num max_actor_ckpt_to_keep max_critic_ckpt_to_keep "
@@ -34,8 +34,8 @@ KEYS = {
         "gradient_clip gradient_clip_norm"
     ),
     "train.gradient_checkpointing": (
-        "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing gradient_checkpointing_enable "
-        "activation_recomputation"
+        "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing "
+        "gradient_checkpointing_enable activation_recomputation"
     ),
     "train.seed": "seed data_seed random_state random_seed data_loader_seed",
     "train.deterministic": "full_determinism deterministic full_determinism_enable determinism",
@@ -49,9 +49,7 @@ KEYS = {
         "eval_steps test_freq eval_interval eval_every val_interval eval.interval val.interval eval.steps "
         "local_eval_every eval_freq val_freq"
     ),
-    "eval.num_examples": (
-        "max_eval_samples num_eval_samples limit eval_samples val_max_samples val.num_examples"
-    ),
+    "eval.num_examples": "max_eval_samples num_eval_samples limit eval_samples val_max_samples val.num_examples",
     "eval.num_kl_prompts": "drift_prompts",
     "eval.samples": (
         "val_kwargs.n num_generations_eval eval.rollouts_per_example eval_pass_at_k eval.n_samples_per_prompt "
@@ -63,9 +61,10 @@ KEYS = {
     "eval.max_tokens": "eval_response_length eval.sampling.max_tokens eval_max_new_tokens",
     "eval.tasks": "test_datasets val_files eval_tasks dataset_mixer_eval_list eval.env",
     "rollout.group_size": (
-        "num_generations n group_size num_samples_per_prompt n_samples_per_prompt rollout_n num_return_sequences "
-        "n_samples group samples_per_prompt num_completions_to_sample num_samples_per_prompt_rollout "
-        "rollouts_per_example rollouts_per_prompt num_responses num_rollouts_per_prompt num_rollouts"
+        "num_generations n group_size num_samples_per_prompt n_samples_per_prompt rollout_n "
+        "num_return_sequences n_samples group samples_per_prompt num_completions_to_sample "
+        "num_samples_per_prompt_rollout rollouts_per_example rollouts_per_prompt num_responses "
+        "num_rollouts_per_prompt num_rollouts"
     ),
     "rollout.num_prompts": (
         "rollout_batch_size prompts num_prompts prompts_per_step num_groups gen_batch_size "
@@ -73,8 +72,8 @@ KEYS = {
     ),
     "rollout.max_tokens": (
         "max_completion_length max_new_tokens max_response_length response_length max_gen_len generate_max_len "
-        "rollout.max_new_tokens sampling.max_tokens generation_max_new_tokens max_output_tokens max_tokens_to_generate "
-        "max_gen_toks generate_max_length"
+        "rollout.max_new_tokens sampling.max_tokens generation_max_new_tokens max_output_tokens "
+        "max_tokens_to_generate max_gen_toks generate_max_length"
     ),
     "rollout.max_total_tokens": "max_model_len max_total_length max_sequence_length pack_length",
     "rollout.temperature": "sampling_temperature sampling.temperature generation_temperature",
@@ -85,10 +84,11 @@ KEYS = {
     "rollout.engine.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization gpu_memory",
     "rollout.engine.enforce_eager": "enforce_eager vllm_enforce_eager",
     "rollout.engine.timeout_seconds": "vllm_server_timeout client.timeout request_timeout",
+    "rollout.engine.concurrency": "max_concurrent max_inflight_rollouts max_concurrency max_inflight_tasks",
     "rollout.engine.served_name": "served_model_name",
     "rollout.drop_uniform_groups": (
-        "filter_groups dynamic_sampling filter_zero_std dynamic_filtering filter_zero_std_samples active_sampling "
-        "online_difficulty_filtering dynamic_filtering_enable skip_zero_advantage_batches"
+        "filter_groups dynamic_sampling filter_zero_std dynamic_filtering filter_zero_std_samples "
+        "active_sampling online_difficulty_filtering dynamic_filtering_enable skip_zero_advantage_batches"
     ),
     "rollout.max_rounds": "max_num_gen_batches",
     "rollout.uniform_by": "filter_groups.metric",
@@ -99,8 +99,8 @@ KEYS = {
     ),
     "rollout.engine.max_model_len": "vllm_max_model_length inference.model.max_model_len",
     "rollout.max_turns": (
-        "max_turns max_tool_calling_iterations max_assistant_turns max_steps_per_episode max_user_turns max_tool_calls "
-        "max_tool_turns max_env_steps"
+        "max_turns max_tool_calling_iterations max_assistant_turns max_steps_per_episode max_user_turns "
+        "max_tool_calls max_tool_turns max_env_steps"
     ),
     "rollout.tool_seconds": "tool_timeout",
     "rollout.retries": "max_retries",
@@ -108,23 +108,24 @@ KEYS = {
         "max_prompt_length prompt_max_len max_prompt_len max_prompt_token_length prompt_length max_input_length"
     ),
     "data.max_length": (
-        "sequence_len cutoff_len max_seq_len seq_len max_len seq_length maximum_length "
-        "max_packed_sequence_len max_token_length max_length_tokens sequence_length model.seq_len data.seq_len"
+        "sequence_len cutoff_len max_seq_len seq_len max_len seq_length maximum_length max_packed_sequence_len "
+        "max_token_length max_length_tokens sequence_length model.seq_len data.seq_len"
     ),
     "task.split": (
-        "dataset_split dataset_train_split train_split datasets.split dataset_mixer_list_splits prompt_split"
+        "prompt_dataset_split dataset_split dataset_train_split train_split datasets.split "
+        "dataset_mixer_list_splits prompt_split"
     ),
     "task.validation_share": "val_set_size test_size eval_split_ratio validation_split",
     "task.prompt_key": "prompt_key input_key question_key field_instruction prompt_column",
     "task.messages_key": "field_messages messages_key sft_messages_key messages_field",
     "task.response_key": "response_key output_key field_output response_column",
     "task.answer_key": "answer_key label_key ground_truths_key ground_truth_key",
-    "task.size": "max_samples num_samples max_train_samples subset_size dataset_size train_max_samples data.max_samples",
+    "task.size": (
+        "max_samples num_samples max_train_samples subset_size dataset_size train_max_samples data.max_samples"
+    ),
     "environment": "env environment_factory environment_name env_name envs vf_env env.id",
     "objective": "rl policy_loss algorithm rl_algorithm loss_fn policy_loss.loss_mode policy_loss_type",
-    "objective.clip_low": (
-        "cliprange clip_ratio_low clip_eps eps_clip ppo_clip clip_coef clip_lower clip_range_low"
-    ),
+    "objective.clip_low": "cliprange clip_ratio_low clip_eps eps_clip ppo_clip clip_coef clip_lower clip_range_low",
     "objective.clip_high": "epsilon_high clip_ratio_high eps_clip_high clip_high clip_higher clip_range_high",
     "objective.label_smoothing": "label_smoothing dpo_label_smoothing",
     "objective.odds_weight": "orpo_alpha",

@@ -172,7 +172,7 @@ TERMS = {
     ),
     "rollout.temperature: 1.0 by default; objectives that follow the sampler use it, too": "sampling_temp temp",
     "prompt.template": "prompt_format chat_format chatml jinja jinja2 response_format_template prompting few_shot",
-    "correction: token_tis or sequence_tis": "importance_weights importance_ratio is_ratio",
+    "correction: token_tis or sequence_tis, with rollout.old_logprobs: trainer": "importance_weights importance_ratio is_ratio",
     "objective.clip_low and objective.clip_high; the metric clip_fraction": (
         "clipping ppo_clipping clip_higher_trick trust_region clipped_surrogate surrogate_objective policy_loss_clip"
     ),
