@@ -1,4 +1,4 @@
-"""The value that a user of another library gives to an option, by our key; in brackets the recipe that has such a key."""
+"""Values that users of other libraries give, by our key, and the recipe that has such a key."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
     "adapter": ("tiny/sft", {"model.adapter.kind": "lora"}),
     "sampled": ("tiny/grpo", {"eval.temperature": "1.0"}),
     "epochs": ("tiny/sft", {}),
+    "corrected": ("tiny/grpo", {"rollout.old_logprobs": "trainer"}),
 }
 # By our key: the base, and the value.
 VALUES: dict[str, tuple[str, str]] = {

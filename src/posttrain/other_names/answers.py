@@ -9,14 +9,18 @@ SAID = {
     "data.batch_size": "data.batch",
     "data.max_length": "data.max_tokens",
     (
-        "train.micro_batch_rows, the rows of one forward pass, which change no result; the whole batch of an update "
-        "is data.batch_size (or rollout.num_prompts x rollout.group_size)"
+        "train.micro_batch_rows, the rows of one forward pass, which change no result; the whole batch of an "
+        "update is data.batch_size (or rollout.num_prompts x rollout.group_size)"
     ): "per_device_train_batch_size",
     (
         "data.batch_size (or rollout.num_prompts x rollout.group_size), the whole batch of an update; "
         "train.micro_batch_rows divides it, and no result depends on the division"
-    ): "gradient_accumulation_steps gradient_accumulation accumulation accumulation_steps grad_accum_steps grad_accum",
-    "data.batch_size; where the model samples, rollout.num_prompts x rollout.group_size": "batch_size global_batch_size",
+    ): (
+        "gradient_accumulation_steps gradient_accumulation accumulation accumulation_steps grad_accum_steps grad_accum"
+    ),
+    "data.batch_size; where the model samples, rollout.num_prompts x rollout.group_size": (
+        "batch_size global_batch_size"
+    ),
     "rollout.num_prompts (prompts of a batch); data.batch_size in supervised training": (
         "train_batch_size train.batch_size"
     ),
@@ -28,7 +32,8 @@ SAID = {
     "train.steps, each of rollout.num_prompts x rollout.group_size answers": "total_episodes num_episodes",
     "train.micro_batch_rows, the rows of every forward pass": (
         "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size local_rollout_forward_batch_size "
-        "precompute_ref_batch_size forward_micro_batch_size forward_micro_batch_size_per_gpu rollout.micro_batch_size"
+        "precompute_ref_batch_size forward_micro_batch_size forward_micro_batch_size_per_gpu "
+        "rollout.micro_batch_size"
     ),
     "train.micro_batch_tokens, the most tokens of a forward pass: lower it if memory is short": (
         "auto_find_batch_size token_batch_size"
@@ -48,8 +53,8 @@ SAID = {
         "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start_and_end"
     ),
     "eval.best, a metric such as accuracy: with eval.every above 0, checkpoints/best is kept, and commands use it": (
-        "load_best_model_at_end metric_for_best_model early_stopping_metric best_metric_key ckpt.best_metric_key "
-        "save_best_model best_model"
+        "load_best_model_at_end metric_for_best_model early_stopping_metric best_metric_key "
+        "ckpt.best_metric_key save_best_model best_model"
     ),
     "train.precision: bf16, for the products of training; model.dtype is the type of the weights": (
         "bf16 bfloat16 bf16_full_eval"
@@ -62,8 +67,9 @@ SAID = {
     ),
     "train.precision: tf32": "tf32 allow_tf32",
     "train.gradient_checkpointing: true": (
-        "use_gradient_checkpointing model.ac model.ac.freq ac selective_checkpointing gradient_checkpointing_kwargs "
-        "gradient_checkpointing_reentrant activation_checkpointing_kwargs entropy_checkpointing recompute_layer_types"
+        "use_gradient_checkpointing model.ac model.ac.freq ac selective_checkpointing "
+        "gradient_checkpointing_kwargs gradient_checkpointing_reentrant activation_checkpointing_kwargs "
+        "entropy_checkpointing recompute_layer_types"
     ),
     "optimizer.betas, both in a list: [0.9, 0.95]": "adam_beta1 adam_beta2 beta1 beta2 optim.betas1 optim.betas2",
     "optimizer: adamw or muon, with their keys (betas, eps, weight_decay, momentum)": (
@@ -101,8 +107,9 @@ SAID = {
         "nnodes num_nodes actor.num_nodes use_ray node_rank multi_node multinode ray_num_workers"
     ),
     "scale.sharding: fsdp2": (
-        "fsdp deepspeed zero_stage strategy fsdp_config distributed_strategy fsdp_version fsdp_transformer_layer_cls "
-        "deepspeed_stage zero fsdp_size dp_shard_size fsdp_shard_degree ds.zero_stage fsdp2 fsdp_plugin fully_shard"
+        "fsdp deepspeed zero_stage strategy fsdp_config distributed_strategy fsdp_version "
+        "fsdp_transformer_layer_cls deepspeed_stage zero fsdp_size dp_shard_size fsdp_shard_degree "
+        "ds.zero_stage fsdp2 fsdp_plugin fully_shard"
     ),
     "scale.sharding: fsdp2, or model.adapter, which take less memory": (
         "param_offload optimizer_offload fsdp_cpu_offload optim_cpu_offload cpu_offload ac_offloading offload "
@@ -135,16 +142,16 @@ SAID = {
         "loss_mask data.loss_mask message_field_training completion_mask mask_history train_on_last_step_only"
     ),
     "task, by name; a file or a data set of the hub is task.path (hf:NAME); in Python data=": (
-        "dataset dataset_name train_dataset datasets train_files custom_cls.name dataset_id train_data prompt_dataset data.name "
-        "prompt_data pretraining_dataset"
+        "dataset dataset_name train_dataset datasets train_files custom_cls.name dataset_id train_data "
+        "prompt_dataset data.name prompt_data pretraining_dataset"
     ),
     "task jsonl (or preferences), which reads a file as task.path": (
-        "task.path data.path data_path train_file data_files dataset_path"
+        "task.path data.path file data_path train_file data_files dataset_path"
     ),
     "eval.tasks, task names or files; in Python eval_data=": "eval_dataset test_dataset eval.dataset",
     "task: mixture, with parts, each a task and its weight": (
-        "dataset_mixer dataset_mixer_list dataset_mixture interleave_probs dataset_probs prompt_probs env_ratios "
-        "dataset_weights data_mix mix_strategy"
+        "dataset_mixer dataset_mixer_list dataset_mixture interleave_probs dataset_probs prompt_probs "
+        "env_ratios dataset_weights data_mix mix_strategy"
     ),
     "keys `chosen` and `rejected` of the rows, with task: preferences": (
         "chosen_key rejected_key field_chosen field_rejected preference_dataset chosen_column"
@@ -210,15 +217,18 @@ SAID = {
     "advantage.gamma, with advantage: gae, return_to_go or turn_normalized": "gamma discount discount_factor",
     "advantage.gae_lambda, with advantage: gae": "lam gae_lambda lambda lambd",
     "aggregate: token_mean, sequence_mean, or {name: constant, length: 1024}": (
-        "loss_agg_mode loss_aggregation loss_reduction normalize_loss reduce_loss loss_denominator loss_scale_factor "
-        "average_tokens_across_devices"
+        "loss_agg_mode loss_aggregation loss_reduction normalize_loss reduce_loss loss_denominator "
+        "loss_scale_factor average_tokens_across_devices"
     ),
-    "correction: {name: token_tis, cap: 2.0}, or sequence_tis, geometric_mask, icepop; with rollout.old_logprobs: trainer": (
+    (
+        "correction: {name: token_tis, cap: 2.0}, or sequence_tis, geometric_mask, icepop; with "
+        "rollout.old_logprobs: trainer"
+    ): (
         "vllm_importance_sampling_correction tis_imp_ratio_cap truncated_importance_sampling rollout_is "
-        "vllm_importance_sampling_cap rollout_is_threshold rollout_rs rollout_correction tis rollout_rs_threshold "
-        "vllm_importance_sampling_mode use_tis truncated_importance_sampling_ratio_cap vllm_importance_sampling_clip_max "
-        "is_correction_level is_correction_mode is_correction_threshold is_correction_gating importance_sampling "
-        "off_policy_correction"
+        "vllm_importance_sampling_cap rollout_is_threshold rollout_rs rollout_correction tis "
+        "rollout_rs_threshold vllm_importance_sampling_mode use_tis truncated_importance_sampling_ratio_cap "
+        "vllm_importance_sampling_clip_max is_correction_level is_correction_mode is_correction_threshold "
+        "is_correction_gating importance_sampling off_policy_correction"
     ),
     (
         "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers; with "
@@ -228,9 +238,10 @@ SAID = {
         "ipo_mask_high"
     ),
     "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs",
-    "the model that the run starts from: regularize.kl_coef and objectives such as dpo compare with it, and it stays fixed": (
-        "ref_model reference_model reference_policy ref_policy frozen_reference"
-    ),
+    (
+        "the model that the run starts from: regularize.kl_coef and objectives such as dpo compare with it, and "
+        "it stays fixed"
+    ): "ref_model reference_model reference_policy ref_policy frozen_reference",
     "regularize.kl_coef above 0": "use_kl_loss load_ref_policy algo.kl.use_loss",
     "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": "kl_penalty",
     "regularize.kl_estimator: k1 (kl), k2 (mse) or k3 (low_var_kl)": (
@@ -261,7 +272,9 @@ SAID = {
     "model.device: auto, cpu, cuda or mps; scale.sharding divides a model over GPUs": "device device_map",
     "model.device: cpu": "use_cpu no_cuda",
     "model.device: mps": "use_mps_device",
-    "model.adapter: {kind: lora, rank: 16}": "use_peft peft_config lora use_lora enable_lora model.lora peft peft_type",
+    "model.adapter: {kind: lora, rank: 16}": (
+        "use_peft peft_config lora use_lora enable_lora model.lora peft peft_type"
+    ),
     "model.adapter.targets: all-linear": "lora_target_linear",
     "model.adapter.targets, which lists what is trained": "exclude_modules",
     "model.adapter.init_lora_weights: default (true elsewhere), gaussian or orthogonal": (
@@ -270,7 +283,7 @@ SAID = {
     "model.adapter: null, which trains all weights": "full_finetuning full_finetune",
     "model.name, a run whose adapter is trained on": "lora_adapter_path adapter_path",
     "model.init: {architecture: llama, config: {...}}, for a new model": (
-        "base_model_config config_name reinit_weights random_init model_init from_scratch"
+        "config_name reinit_weights random_init model_init from_scratch"
     ),
     "model.name, a folder of the revision that you want (`hf download NAME --revision REVISION --local-dir FOLDER`)": (
         "model_revision revision code_revision tokenizer_revision teacher_model_revision"
@@ -301,12 +314,16 @@ SAID = {
     "`posttrain evaluate`, which trains nothing": "val_only eval_only",
     "`posttrain quantize MODEL --bits 4`": "quantization_method gptq awq hqq ptq",
     "`posttrain runs export NAME --to FOLDER`, and the hub's own upload": (
-        "hub_model_id push_to_hub hub_strategy save_method hub_token hub_private_repo hub_always_push hub_revision "
-        "hf_entity hf_repo_id hf_repo_revision hf_repo_url save_to_hub push_to_hub_merged log_completions_hub_repo"
+        "hub_model_id push_to_hub hub_strategy save_method hub_token hub_private_repo hub_always_push "
+        "hub_revision hf_entity hf_repo_id hf_repo_revision hf_repo_url save_to_hub push_to_hub_merged "
+        "log_completions_hub_repo"
     ),
-    "`posttrain runs export NAME --to FOLDER --merge`": "merge_lora merge_and_unload save_pretrained_merged merge_adapter",
+    "`posttrain runs export NAME --to FOLDER --merge`": (
+        "merge_lora merge_and_unload save_pretrained_merged merge_adapter"
+    ),
     "`posttrain data show TASK --model NAME`, which counts tokens": "preprocess preprocess_only cache_dataset_only",
 }
+
 # What needs no key: the reason, and the names.
 NOT_NEEDED = {
     "weights are stored as safetensors": "save_safetensors safe_serialization save_format",
@@ -324,10 +341,11 @@ NOT_NEEDED = {
         "precompute_ref_log_probs dataset_skip_cache"
     ),
     "rows are read once, before the first step": (
-        "dataloader_num_workers dataset_num_proc dataset_prepared_path preprocessing_num_workers dataset_processes "
-        "dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers overwrite_cache "
-        "dataset_cache_mode dataset_local_cache_dir dataset_config_hash skip_prepare_dataset dataset_keep_in_memory "
-        "filter_overlong_prompts_workers dataloader_in_order dataloader_multiprocessing_context dataset_kwargs"
+        "dataloader_num_workers dataset_num_proc dataset_prepared_path preprocessing_num_workers "
+        "dataset_processes dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers "
+        "overwrite_cache dataset_cache_mode dataset_local_cache_dir dataset_config_hash skip_prepare_dataset "
+        "dataset_keep_in_memory filter_overlong_prompts_workers dataloader_in_order "
+        "dataloader_multiprocessing_context dataset_kwargs"
     ),
     "rows are read once; scale.processes is the number of processes": "num_workers reward_num_workers",
     "rows are shuffled anew in every epoch, by train.seed": (
@@ -335,9 +353,9 @@ NOT_NEEDED = {
     ),
     "batches are packed, without padding": "group_by_length pad_to_sequence_len pad_to_multiple_of pad_to_length",
     "rows are always packed, and never see one another": (
-        "packing eval_sample_packing sample_packing padding_free remove_padding use_remove_padding packing_strategy "
-        "eval_packing packing_samples sequence_packing dpo_padding_free pack_sequences bfd sample_packing_group_size "
-        "multipack batch_flattening pack_function"
+        "packing eval_sample_packing sample_packing padding_free remove_padding use_remove_padding "
+        "packing_strategy eval_packing packing_samples sequence_packing dpo_padding_free pack_sequences bfd "
+        "sample_packing_group_size multipack batch_flattening pack_function"
     ),
     "micro-batches have train.micro_batch_tokens at most": (
         "use_dynamic_bsz log_prob_use_dynamic_bsz dynamic_batch_enable balance_batch"
@@ -355,13 +373,13 @@ NOT_NEEDED = {
         "val_before_train eval_on_start eval_on_step_0 eval_base_model"
     ),
     "every completion is recorded in the run": (
-        "log_completions log_val_generations num_completions_to_print rollout_data_dir log_completions_steps save_traces "
-        "rollouts_save_path log_extras validation_data_dir log_samples log_unique_prompts"
+        "log_completions log_val_generations num_completions_to_print rollout_data_dir log_completions_steps "
+        "save_traces rollouts_save_path log_extras validation_data_dir log_samples log_unique_prompts"
     ),
     "every step is written to metrics.jsonl": (
-        "logging_steps log_interval logging_first_step include_tokens_per_second logging_strategy log_every_n_steps "
-        "include_num_input_tokens_seen logging_nan_inf_filter include_tkps record_entropy calculate_entropy "
-        "logging_freq log_freq"
+        "logging_steps log_interval logging_first_step include_tokens_per_second logging_strategy "
+        "log_every_n_steps include_num_input_tokens_seen logging_nan_inf_filter include_tkps record_entropy "
+        "calculate_entropy logging_freq log_freq"
     ),
     "notices are short; POSTTRAIN_TRACEBACK shows where an error arose": (
         "log_level log_level_replica log.level log_on_each_node log.file debug"
@@ -369,20 +387,22 @@ NOT_NEEDED = {
     "log-probabilities and the head are always computed in fp32": "cast_lm_head_to_fp32 lm_head_fp32 upcast_logits",
     "a model's own dropout is off; model.adapter.dropout is the adapter's": "disable_dropout attention_dropout",
     "a vLLM server on the trainer's own GPU sleeps while it computes": (
-        "vllm_enable_sleep_mode free_cache_engine enable_sleep_mode vllm.enable_sleep ds.enable_sleep multi_stage_wake_up"
+        "vllm_enable_sleep_mode free_cache_engine enable_sleep_mode vllm.enable_sleep ds.enable_sleep "
+        "multi_stage_wake_up"
     ),
     "weights go to a vLLM server whenever they have changed, over NCCL or files": (
-        "weight_broadcast weight_broadcast.type vllm_sync_backend sync_backend weight_sync_steps vllm_sync_interval "
-        "parameter_sync_step vllm_group_port vllm_sync_frequency rollout_transport gather_whole_model "
-        "ds3_gather_for_generation inflight_updates update_weights_bucket_megabytes vllm_lora_sync weight_sync"
+        "weight_broadcast weight_broadcast.type vllm_sync_backend sync_backend weight_sync_steps "
+        "vllm_sync_interval parameter_sync_step vllm_group_port vllm_sync_frequency rollout_transport "
+        "gather_whole_model ds3_gather_for_generation inflight_updates update_weights_bucket_megabytes "
+        "vllm_lora_sync weight_sync"
     ),
     "torchrun's environment says it": "local_rank master_addr master_port",
     "all keys of a row are kept in its meta": "remove_unused_columns label_names dataset_target_columns",
     "batches are packed, and positions follow the lengths": "padding_side padding_value padding",
     "masks come from lengths, not from a padding token": "pad_token pad_token_id",
     "layers run as they are": (
-        "torch_compile torch_compile_backend torch_compile_mode use_torch_compile compile model.compile fullgraph "
-        "torchdynamo use_ipex jit_mode_eval"
+        "torch_compile torch_compile_backend torch_compile_mode use_torch_compile compile model.compile "
+        "fullgraph torchdynamo use_ipex jit_mode_eval"
     ),
     "log-probabilities are computed in pieces, so that logits never exist whole": (
         "use_liger_kernel use_liger use_liger_loss use_liger_grpo_loss liger_kernel_config use_fused_kernels "
@@ -413,6 +433,7 @@ NOT_NEEDED = {
         "ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp "
         "accelerator_config reshard_after_forward use_orig_params"
     ),
-    "every process has one GPU, and the whole model without scale.sharding": "dp_replicate data_parallel_size "
-    "dp_replicate_size inference.parallel.dp data_parallel",
+    "every process has one GPU, and the whole model without scale.sharding": (
+        "dp_replicate data_parallel_size dp_replicate_size inference.parallel.dp data_parallel"
+    ),
 }

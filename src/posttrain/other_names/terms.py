@@ -25,8 +25,8 @@ TERMS = {
     "the recipe rl/rloo: `posttrain train rl/rloo`": "rlootrainer rlooconfig rloo_trainer",
     "the recipe rl/reinforce-plus-plus": "reinforce++ reinforce_plus_plus reinforcepp rpp reinforce++_baseline",
     "the recipes distillation/*, such as distillation/reverse-kl": (
-        "gkdtrainer gkdconfig distillationtrainer distillationconfig gkd knowledge_distillation kd minillmtrainer "
-        "generalized_knowledge_distillation"
+        "gkdtrainer gkdconfig distillationtrainer distillationconfig gkd knowledge_distillation kd "
+        "minillmtrainer generalized_knowledge_distillation"
     ),
     "the recipe distillation/on-policy-distillation": "opd on_policy_distill",
     "the recipe rl/sdpo": "sdpotrainer sdpoconfig self_distillation",
@@ -38,16 +38,16 @@ TERMS = {
     "the recipe rl/dapo": "dapo_trainer decoupled_clip",
     "the recipe rl/rejection-sampling": "rejection_sampling_ft rso rejection_finetuning best_of_n_training",
     "a recipe: `posttrain recipes` lists them, and `posttrain train RECIPE` trains": (
-        "trainer trainingarguments training_arguments seq2seqtrainingarguments training_args trl trl_config scriptarguments "
-        "modelconfig axolotl llamafactory llama_factory openrlhf verl unsloth prime_rl open_instruct torchtune ms_swift "
-        "yaml config_file hyperparameters slime torchtitan nemo_rl"
+        "trainer trainingarguments training_arguments seq2seqtrainingarguments training_args trl trl_config "
+        "scriptarguments modelconfig axolotl llamafactory llama_factory openrlhf verl unsloth prime_rl "
+        "open_instruct torchtune ms_swift yaml config_file hyperparameters slime torchtitan nemo_rl"
     ),
     "pt.Trainer, the parts of a training step for a loop of your own": (
         "training_step custom_trainer own_loop training_loop custom_loop actorrolloutrefworker dataproto tinker"
     ),
     "model.adapter, a LoRA adapter through peft: rank, alpha, dropout, targets": (
-        "loraconfig peftmodel get_peft_model peftconfig automodelforcausallmwithvaluehead peft_model low_rank_adaptation "
-        "lora_config automodelforpeft adapters parameter_efficient_fine_tuning"
+        "loraconfig peftmodel get_peft_model peftconfig automodelforcausallmwithvaluehead peft_model "
+        "low_rank_adaptation lora_config automodelforpeft adapters parameter_efficient_fine_tuning"
     ),
     "model.load_bits: 4, with model.adapter: the weights in 4 bits (NF4), the adapter in fp32": (
         "qloraconfig 4bit 4_bit k_bit_training prepare_model_for_kbit_training"
@@ -76,10 +76,12 @@ TERMS = {
     ),
     "scale.processes, and scale.sharding: fsdp2": (
         "accelerator accelerate distributed_training multi_gpu multigpu distributeddataparallel zero3 "
-        "distributed dp data_parallelism parallelism torchrun_nproc model_parallel sharding_strategy tensor_model_parallel"
+        "distributed dp data_parallelism parallelism torchrun_nproc model_parallel sharding_strategy "
+        "tensor_model_parallel"
     ),
     "rewards that a program can check: correct with its graders, as in the recipe rl/grpo": (
-        "rlvr verifiable_reward verifiable_rewards verifier verifiers verifiable ground_truth outcome_based_reward rule_based_reward"
+        "rlvr verifiable_reward verifiable_rewards verifier verifiers verifiable ground_truth "
+        "outcome_based_reward rule_based_reward"
     ),
     "`posttrain sweep hh-gpt2`: imitation, reward models, PPO, GRPO and DPO; on two cores the recipes tiny/*": (
         "rlhf reinforcement_learning_from_human_feedback instructgpt"
@@ -87,9 +89,12 @@ TERMS = {
     "the reward judge (an LLM judge), or a reward model trained on its preferences": (
         "rlaif ai_feedback constitutional_ai llm_as_judge llm_judge reward_judge"
     ),
-    "`posttrain sweep overoptimization` measures it; regularize.kl_coef or kl_in_reward holds the policy near its start": (
-        "reward_hacking reward_overoptimization overoptimization goodhart reward_gaming specification_gaming mode_collapse "
-        "reward_collapse"
+    (
+        "`posttrain sweep overoptimization` measures it; regularize.kl_coef or kl_in_reward holds the policy near "
+        "its start"
+    ): (
+        "reward_hacking reward_overoptimization overoptimization goodhart reward_gaming specification_gaming "
+        "mode_collapse reward_collapse"
     ),
     "regularize.kl_coef (in the loss) or kl_in_reward (in the reward); the metrics kl_ref and kl_initial": (
         "kl_divergence kl_regularization kl_term reverse_kl_penalty kl_control kl_loss"
@@ -103,24 +108,30 @@ TERMS = {
     ),
     "advantage: gae, the recipe rl/ppo": "generalized_advantage_estimation value_estimation",
     "advantage, which says what a reward is worth next to its group": (
-        "baseline advantage_function group_normalization group_baseline advantages_estimation"
+        "advantage_function group_normalization group_baseline advantages_estimation"
     ),
     "the model that is trained, model": "policy policy_model actor actor_model student student_model policy_network",
-    "head, the head of a value or reward model, and advantage: gae": "value_function value_head critic_model value_network",
-    "the metric entropy; regularize.entropy_coef adds a bonus": "policy_entropy entropy_collapse entropy_regularization",
+    "head, the head of a value or reward model, and advantage: gae": (
+        "value_function value_head critic_model value_network"
+    ),
+    "the metric entropy; regularize.entropy_coef adds a bonus": (
+        "policy_entropy entropy_collapse entropy_regularization"
+    ),
     "eval.samples (or `posttrain evaluate MODEL --samples N --k K`), with eval.temperature above 0": (
-        "pass@k pass_at_k pass_k maj@k majority_voting majority_vote self_consistency avg@k mean@k cons@k best@k "
-        "maj_at_k avg_at_k num_evaluations"
+        "pass@k pass_at_k pass_k maj@k majority_voting majority_vote self_consistency avg@k mean@k cons@k "
+        "best@k maj_at_k avg_at_k num_evaluations"
     ),
     "`posttrain evaluate MODEL --samples N --best-of REWARD_MODEL`, and rollout.select: best_of in training": (
         "best_of_n bon best_of_n_sampling reranking bestofnsampler"
     ),
     "`posttrain evaluate MODEL --task NAME`; `posttrain data` lists the tasks": (
-        "evaluation benchmark benchmarks lm_eval_harness lm_evaluation_harness lighteval evals leaderboard contamination"
+        "evaluation benchmark benchmarks lm_eval_harness lm_evaluation_harness lighteval evals leaderboard "
+        "contamination"
     ),
-    "train.micro_batch_rows and train.micro_batch_tokens divide a batch; train.gradient_checkpointing takes less memory": (
-        "oom out_of_memory cuda_out_of_memory memory vram memory_usage gradient_accumulation_fusion"
-    ),
+    (
+        "train.micro_batch_rows and train.micro_batch_tokens divide a batch; train.gradient_checkpointing takes "
+        "less memory"
+    ): "oom out_of_memory cuda_out_of_memory vram memory_usage gradient_accumulation_fusion",
     "train.micro_batch_rows divides a batch; no result depends on it": "microbatch micro_batch microbatching",
     "a run ends with NonFiniteLoss, and its batch is saved": "nan inf loss_nan nan_loss nonfinite loss_spike",
     "train.seed; the same recipe gives the same run, and a resumed one is exact": (
@@ -135,17 +146,19 @@ TERMS = {
     "rewards: [{name: overlong, limit: 512, cache: 128}]": "length_penalty length_bias length_control token_penalty",
     "rewards: [xml_format], [boxed_format] or [xml_soft]": "format_reward format_rewards formatting_reward",
     "environment (its methods are tools) or tools; contrib/ has adapters": (
-        "agent agents agentic multi_turn_rl multiturn_rl function_calling tool_calls_training mcp verifiers_env gym "
-        "gymnasium_env agentic_rl multi_turn_training openenv_env"
+        "agent agents agentic multi_turn_rl multiturn_rl function_calling tool_calls_training mcp verifiers_env "
+        "gym gymnasium_env agentic_rl multi_turn_training openenv_env"
     ),
     "the grader code_tests and the environment python run code in a sandbox (sandbox: bubblewrap)": (
         "sandbox code_execution code_sandbox e2b docker_sandbox code_interpreter sandboxing"
     ),
     "`posttrain sae train RECIPE`, `posttrain sae features` and `posttrain sae diff`": (
-        "sae sparse_autoencoder sparse_autoencoders dictionary_learning interpretability mechanistic_interpretability "
-        "features saes"
+        "sae sparse_autoencoder sparse_autoencoders dictionary_learning interpretability "
+        "mechanistic_interpretability saes"
     ),
-    "`posttrain generate MODEL --steer FEATURE=FACTOR`": "steering steering_vector activation_steering representation_engineering",
+    "`posttrain generate MODEL --steer FEATURE=FACTOR`": (
+        "steering steering_vector activation_steering representation_engineering"
+    ),
     "`posttrain activations MODEL --layer N`": "activations hidden_states residual_stream hooks activation_recording",
     "`posttrain quantize MODEL --bits 4` after training, model.load_bits with model.adapter in training": (
         "quantize_model int8 int4 post_training_quantization awq_model gptqconfig llm_int8"
@@ -160,9 +173,12 @@ TERMS = {
         "checkpointing checkpoints save_checkpoint resuming resume_training"
     ),
     "track: wandb": "weights_and_biases weights_biases wandb_logging",
-    "recipes rl/expert-iteration and rl/rejection-sampling": "expert_iteration_rl self_taught_reasoner rest rest_em filtered_bc sil",
+    "recipes rl/expert-iteration and rl/rejection-sampling": (
+        "expert_iteration_rl self_taught_reasoner rest_em filtered_bc sil"
+    ),
     "tasks with chosen and rejected answers (preferences, hh_rlhf, ultrafeedback) and the recipes preference/*": (
-        "preference_optimization preference_learning preference_tuning preference_data pairwise alignment human_feedback"
+        "preference_optimization preference_learning preference_tuning preference_data pairwise alignment "
+        "human_feedback"
     ),
     "data, the section of supervised rows": "supervised imitation_learning behavior_cloning behaviour_cloning bc",
     "the metric loss (in nats per token); its exponential is the perplexity": "perplexity ppl bits_per_byte",
@@ -170,9 +186,11 @@ TERMS = {
     "architectures of transformers that it loads as causal language models": (
         "moe mixture_of_experts llama mistral qwen qwen2 qwen3 gemma phi deepseek olmo gpt_oss gpt2 causallm"
     ),
-    "rollout.temperature: 1.0 by default; objectives that follow the sampler use it, too": "sampling_temp temp",
+    "rollout.temperature: 1.0 by default; objectives that follow the sampler use it, too": "sampling_temp",
     "prompt.template": "prompt_format chat_format chatml jinja jinja2 response_format_template prompting few_shot",
-    "correction: token_tis or sequence_tis, with rollout.old_logprobs: trainer": "importance_weights importance_ratio is_ratio",
+    "correction: token_tis or sequence_tis, with rollout.old_logprobs: trainer": (
+        "importance_weights importance_ratio is_ratio"
+    ),
     "objective.clip_low and objective.clip_high; the metric clip_fraction": (
         "clipping ppo_clipping clip_higher_trick trust_region clipped_surrogate surrogate_objective policy_loss_clip"
     ),
