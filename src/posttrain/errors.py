@@ -41,6 +41,7 @@ LEAST_LETTERS_OF_PART, LEAST_LETTERS_OF_WORD = 4, 3  # of a beginning, and of a 
 MOST_SLIPS = 2
 WORDS_WITHOUT_MEANING = frozenset({"num", "number", "n", "of", "the", "new", "total", "use", "enable"})
 _DIGITS = "0123456789"
+_METHOD = "po"  # policy or preference optimization, the end of most names of methods
 _KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "1234567890")
 # Names that are no more, with what to use instead. Commands and their options are named with ``posttrain``.
 GONE = {
@@ -243,7 +244,7 @@ def _distance_of_names(wanted: str, text: str) -> float:
     if is_beginning or is_some_words:
         costs.append(1.5 + len(text) / 1000)
     added = wanted.removeprefix(text)
-    is_longer = added != wanted and added.isalpha() and not added.endswith("po") and len(added) <= len(text)
+    is_longer = added != wanted and added.isalpha() and not added.endswith(_METHOD) and len(added) <= len(text)
     if is_longer and len(text) > LEAST_LETTERS_OF_PART:
         costs.append(2.0)  # judgement
     if set(others) < set(words) and set(words) - set(others) <= WORDS_WITHOUT_MEANING:
@@ -264,7 +265,8 @@ def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
         return 0.0
     if word.rstrip(_DIGITS) == other.rstrip(_DIGITS):
         return float("inf")
-    if min(len(word), len(other)) > LETTERS_OF_SHORT:
+    is_method = word.endswith(_METHOD) or other.endswith(_METHOD)
+    if max(len(word), len(other)) > LETTERS_OF_SHORT and not is_method:
         distance = _edit_distance(word, other)
         allowed = 2 if min(len(word), len(other)) >= LETTERS_OF_LONG else 1
         return float(distance) if distance <= allowed else float("inf")
@@ -281,7 +283,7 @@ def _is_one_slip(word: str, other: str) -> bool:
     if len(rest) == len(meant):
         if rest[:2] == meant[:2][::-1] and rest[2:] == meant[2:]:
             return len(word) > 2
-        is_method = word.endswith("po") or other.endswith("po")
+        is_method = word.endswith(_METHOD) or other.endswith(_METHOD)
         return start > 0 and rest[1:] == meant[1:] and not is_method and _are_neighbours(rest[0], meant[0])
     if start == 0 or abs(len(word) - len(other)) != 1:
         return False

@@ -232,8 +232,8 @@ METHODS = {
         "the nearest are the objectives grpo, gspo, cispo, gmpo, sapo and ppo, or a function of your own as "
         "objective: module:function"
     ): (
-        "gdpo dppo tvpo gfpo a2po vespo dro sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo "
-        "gpg gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft "
+        "gdpo dppo tvpo gfpo a2po vespo dro sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
+        "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft "
         "raft++ bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg "
         "l1_rl apa pf_ppo mpo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo "
         "soft_grpo ttrl spiral grpo_care lspo embedding_grpo stpo dgpo tree_grpo rft rlpr intuitor empo "
@@ -272,8 +272,7 @@ METHODS = {
     ),
     "track: wandb or tensorboard; metrics.jsonl has every number for others": (
         "mlflow trackio clearml swanlab comet comet_ml neptune aim dvclive codecarbon azure_ml flyte dagshub "
-        "vemlp_wandb rerun mlflow_tracking polyaxon sacred aimstack trackio_static_space_id weave "
-        "swanlab_mode"
+        "vemlp_wandb rerun mlflow_tracking polyaxon sacred aimstack trackio_static_space_id weave swanlab_mode"
     ),
     "rollout.engine: native (in this process) or vllm": (
         "sglang tgi llamacpp llama.cpp lmdeploy ollama hf tensorrt_llm trtllm tensorrt mlx exllama exllamav2 "
@@ -286,9 +285,9 @@ METHODS = {
         "winogrande aime26 aime2026 aime humaneval_plus humaneval+ mbpp_plus mbpp+ gsm8k_platinum gpqa_diamond "
         "bbh big_bench_hard boolq piqa triviaqa naturalquestions nq hle swe_bench swebench alpacaeval "
         "alpaca_eval mt_bench mtbench arena_hard ifbench simpleqa super_gpqa supergpqa zebralogic gsm1k "
-        "gsm_symbolic mgsm aqua mawps openbookqa commonsenseqa squad wikitext lambada c_eval ceval cmmlu "
-        "bfcl tau_bench browsecomp deepscaler dapo_math dapo_17k orz openr1 numinamath tulu tulu3 alpaca dolly "
-        "oasst openassistant lima openhermes ultrachat magpie dapo_math_17k big_math skywork_reward helpsteer "
+        "gsm_symbolic mgsm aqua mawps openbookqa commonsenseqa squad wikitext lambada c_eval ceval cmmlu bfcl "
+        "tau_bench browsecomp deepscaler dapo_math dapo_17k orz openr1 numinamath tulu tulu3 alpaca dolly oasst "
+        "openassistant lima openhermes ultrachat magpie dapo_math_17k big_math skywork_reward helpsteer "
         "helpsteer2 helpsteer3 rewardbench reward_bench shp nectar open_orca slimorca beavertails toxicity "
         "harmbench advbench xstest wildguard countdown amc23 hmmt hmmt25 brumo25 polymath"
     ),

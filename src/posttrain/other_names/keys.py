@@ -144,8 +144,9 @@ KEYS = {
     "kl_in_reward.horizon": "horizon kl_horizon",
     "kl_in_reward.target": "kl_target algo.kl.target",
     "model.name": (
-        "model_name_or_path model_name base_model_config pretrained_model_name_or_path model_id base_model pretrain model_path "
-        "pretrained lora_model_dir model.path base_model_name_or_path actor_model_name_or_path"
+        "base_model_config model_name_or_path model_name pretrained_model_name_or_path model_id base_model "
+        "pretrain model_path pretrained lora_model_dir model.path base_model_name_or_path "
+        "actor_model_name_or_path"
     ),
     "model.dtype": "model_dtype dtype bnb_4bit_compute_dtype fsdp_config.dtype param_dtype",
     "model.load_bits": "bits",
