@@ -266,7 +266,7 @@ def test_keywords_mean_keys_of_the_recipe(keys: dict[str, Any], expected: list[t
         ({"train__lrr": 3}, r"\Atrain\.lrr: section 'train' has no key 'lrr'"),
         ({"lr": "fast"}, r"\Atrain\.lr: "),
         ({"recipe_file": object()}, "recipe_file"),
-        ({"output_dir": "out"}, r"output_dir: .* Here it is runs_dir\."),
+        ({"output_dir": "out"}, "output_dir: .* in Python runs_dir="),
         ({"task": "sums"}, r"\Atask: given twice \(data is the task\)"),
         ({"train": {"lr": 1e-4}, "lr": 1e-5}, r"\Atrain\.lr: given twice"),
     ],

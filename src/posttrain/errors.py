@@ -41,7 +41,8 @@ LEAST_LETTERS_OF_PART, LEAST_LETTERS_OF_WORD = 4, 3  # of a beginning, and of a 
 MOST_SLIPS = 2
 WORDS_WITHOUT_MEANING = frozenset({"num", "number", "n", "of", "the", "new", "total", "use", "enable"})
 _DIGITS = "0123456789"
-_METHOD = "po"  # policy or preference optimization, the end of most names of methods
+# Ends of most names of methods, of which one letter makes another: policy and preference optimization, LoRA, SFT.
+_METHOD = ("po", "ora", "sft", "opd")
 _KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "1234567890")
 # Names that are no more, with what to use instead. Commands and their options are named with ``posttrain``.
 GONE = {
@@ -257,8 +258,8 @@ def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
     """Return the number of typing slips between two words, or infinity where they are different words.
 
     Slips are two neighbouring letters swapped and a letter missing, doubled or replaced. A short name (an acronym
-    such as ``gspo``) with a different letter is another name: there, a replaced or added letter must be next to the
-    right one on a keyboard, and no letter of a method (``..po``) is replaced. Different digits at the end are another
+    such as ``gspo``) with a different letter is another name: there, an added letter must be next to the right one on a
+    keyboard, a replaced one is not the first, and none of a method (``..po``). Different digits at the end are another
     version. ``is_acronym``: the word is the whole name.
     """
     if word == other:
@@ -284,14 +285,15 @@ def _is_one_slip(word: str, other: str) -> bool:
         if rest[:2] == meant[:2][::-1] and rest[2:] == meant[2:]:
             return len(word) > 2
         is_method = word.endswith(_METHOD) or other.endswith(_METHOD)
-        return start > 0 and rest[1:] == meant[1:] and not is_method and _are_neighbours(rest[0], meant[0])
+        is_near = (rest[0] + meant[0]).isalpha() or _are_neighbours(rest[0], meant[0])
+        return start > 0 and len(word) > 3 and rest[1:] == meant[1:] and not is_method and is_near
     if start == 0 or abs(len(word) - len(other)) != 1:
         return False
     if len(rest) > len(meant):  # a key was hit twice, or with its neighbour
         around = word[start - 1] + meant[:1]
         return rest[1:] == meant and any(rest[0] == one or _are_neighbours(rest[0], one) for one in around)
-    is_doubled = meant[0] == other[start - 1]
-    return len(word) > 2 and rest == meant[1:] and (is_doubled or not rest)
+    may_miss = meant[0] == other[start - 1] or not rest or not other.endswith(_METHOD)  # gpo is not grpo
+    return len(word) > 2 and rest == meant[1:] and may_miss
 
 
 def _are_neighbours(one: str, other: str) -> bool:

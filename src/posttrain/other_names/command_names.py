@@ -53,6 +53,7 @@ COMMAND_OPTIONS = {
     "--dry-run": "check print_config cfg",
     "--quiet": "silent disable_tqdm",
     "--host": "ip address share",
+    "--state": "status",
 }
 # What a command takes as a word without an option, by the options that people try.
 WORDS = {
