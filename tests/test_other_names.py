@@ -281,8 +281,8 @@ ABSENT = {
 # Names that no table has, similar to a name of ours.
 UNHEARD = {
     "objective": "gxpo hgrpo zdpo grpo2 gqpo rapo ktpx",
-    "optimizer": "adamz muonx",
-    "tracker": "wandx",
+    "optimizer": "muonx adakron",
+    "tracker": "dashx",
     "task": "gsm9",
 }
 

@@ -7,6 +7,7 @@ otherwise, or nothing needs to be said), or is not offered, with the nearest way
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -40,6 +41,27 @@ _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 _WITHOUT_MEANING = frozenset(
     {"enable", "enabled", "path", "name", "type", "kind", "id", "key", "args", "kwargs", "config", "file", "use", "url"}
 )
+# Changes of a name that leave its meaning: two spellings of a word, and words that say whose option it is.
+_CHANGES = [
+    (re.compile(pattern), put)
+    for pattern, put in (
+        (r"coeff(?=_|$)", "coef"),
+        (r"(?<![a-z])grad(?=_)", "gradient"),
+        (r"(?<![a-z])gradient(?=_)", "grad"),
+        (r"(?<![a-z])attn(?=_|$)", "attention"),
+        (r"(?<![a-z])impl(?=$)", "implementation"),
+        (r"(?<![a-z])len(?=_|$)", "length"),
+        (r"(?<![a-z])length(?=_|$)", "len"),
+        (r"(?<![a-z])n_", "num_"),
+        (r"(?<![a-z])eps(?=_|$)", "epsilon"),
+        (r"_(?=\d+$)", ""),
+        (r"^(?:use|enable|is|apply|do)_", ""),
+        (r"_(?:enable|enabled|config|cfg|name|per_gpu|per_device)$", ""),
+        (r"^(?:actor|policy|vllm|trainer|train|training|algo|ds|grpo|ppo|dpo|sft|rl|trl|ref)_", ""),
+        (r"s$", ""),
+        (r"(?<=[a-z])$", "s"),
+    )
+]
 _SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 
@@ -91,7 +113,20 @@ def _find(name: str) -> str:
     tried = [".".join(parts[start:]) for start in range(len(parts))]
     if parts[0] not in _SECTIONS and parts[-1] in _WITHOUT_MEANING:
         tried += parts[-2:-1]
-    return next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
+    found = next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
+    if found or parts[-1] in _WITHOUT_MEANING:
+        return found
+    return next((OTHER_NAMES[one] for one in _spellings(parts[-1]) if one in OTHER_NAMES), "")
+
+
+def _spellings(name: str) -> list[str]:
+    """Return other ways to write a name, by at most two changes: ``clip_coef`` for ``clip_coeff``, ``lora``, ..."""
+    found, newest = [name], [name]
+    for _ in range(2):
+        newest = [changed for one in newest for pattern, put in _CHANGES if (changed := pattern.sub(put, one)) != one]
+        newest = [one for one in dict.fromkeys(newest) if one and one not in found]
+        found += newest
+    return found[1:]
 
 
 def _plain(name: str) -> str:

@@ -28,7 +28,7 @@ OPTIONS = {
     ),
     "answers are sampled; rollout.temperature, top_k and top_p say how, and eval.samples how many": (
         "num_beams beam_search num_beam_groups diversity_penalty length_penalty_beam early_stopping_beams "
-        "best_of penalty_alpha contrastive_search use_beam_search"
+        "best_of penalty_alpha contrastive_search use_beam_search stop_token_ids_beam"
     ),
     "an answer is free text; a reward can ask for a format": (
         "structured_outputs guided_decoding vllm_structured_outputs_regex vllm_guided_decoding_regex "
@@ -49,10 +49,13 @@ OPTIONS = {
     ),
     "rewards of turns are summed; reward turn_rewards gives each turn its own": "reward_aggregator",
     "a run trains one model": "max_concurrent_runs multi_run",
-    "one temperature for the whole run: rollout.temperature": "temperature_schedule start_temperature end_temperature",
+    "one temperature for the whole run: rollout.temperature": (
+        "temperature_schedule start_temperature end_temperature temperature_decay temperature_scheduler"
+    ),
     "a run has train.steps, and eval.best names the checkpoint to keep; in Python on_evaluation= can stop a run": (
         "early_stopping_patience early_stopping early_stopping_threshold earlystoppingcallback "
-        "loss_watchdog_patience loss_watchdog_threshold"
+        "loss_watchdog_patience loss_watchdog_threshold early_stop patience min_delta max_kl "
+        "early_stopping_min_delta early_stopping_callback kl_threshold"
     ),
     "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
@@ -101,7 +104,8 @@ OPTIONS = {
     "an adapter has one rank and one alpha for all layers that model.adapter.targets names": (
         "layers_to_transform layers_pattern rank_pattern alpha_pattern lora_rank_pattern lora_alpha_pattern "
         "peft_layers_to_transform finetune_last_n_layers layer_replication fan_in_fan_out lora_fan_in_fan_out "
-        "loraplus_lr_ratio loraplus_lr_embedding loraplus lora+ peft_layers_pattern peft_layer_replication"
+        "loraplus_lr_ratio loraplus_lr_embedding loraplus lora+ peft_layers_pattern peft_layer_replication "
+        "lora_plus"
     ),
     "model.adapter has LoRA with use_dora, use_rslora and init_lora_weights": (
         "loftq_config loftq eva_config corda_config use_qalora lora_ga_config relora lisa_n_layers lisa galore "
@@ -121,7 +125,8 @@ OPTIONS = {
     "models read text only": (
         "freeze_mm_modules image_key images video_key limit_images max_images_per_prompt log_multimodal "
         "processor_type processor_kwargs multimodal vlm vision image_patch_size mm_processor_kwargs "
-        "whisper_language whisper_task audio_key visionlanguage vision_language_model"
+        "whisper_language whisper_task audio_key visionlanguage vision_language_model finetune_vision_layers "
+        "vision_tower image_token"
     ),
     "one learning rate, train.lr; a value head's is head.lr_ratio times it": (
         "lr_groups embedding_lr embedding_lr_scale lr_scheduler_kwargs num_cycles decay_steps "
@@ -148,7 +153,8 @@ OPTIONS = {
     ),
     "rewards are used as they are; advantage: normalized or batch_normalized scales them": (
         "reward_clip_range reward.clip_range cliprange_reward normalize_reward reward.normalize_enable "
-        "use_score_scaling use_score_norm score_clip reward_scaling reward_clip whiten_rewards reward_shaping"
+        "use_score_scaling use_score_norm score_clip reward_scaling reward_clip whiten_rewards reward_shaping "
+        "reward_scale reward_normalization"
     ),
     "every answer of a batch is trained once; train.ppo_epochs passes over it again": (
         "replay_buffer_size replay_buffer replay_recompute_logps reroll_start_fraction buffer experience_replay "
@@ -164,10 +170,10 @@ OPTIONS = {
         "cancel_inflight_rollouts_on_eval streaming_partial_batch prefetch_depth queue_maxsize fully_async"
     ),
     "rollout.staleness: 1 or more samples while the trainer works": (
-        "async_enable async_rl async_prefetch async_training"
+        "async_enable async_rl async_prefetch async_training async_train async asynchronous_training"
     ),
     "the trainer waits for value and policy together; head.lr_ratio sets the speed of the value model": (
-        "critic_warmup critic_warmup_steps"
+        "critic_warmup critic_warmup_steps freezing_actor_steps"
     ),
     "a value model is kept in the run's checkpoint": "save_value_network value_head_prefix",
     "checkpoints are written at train.save_every, and kept by train.keep_checkpoints": (
@@ -189,12 +195,12 @@ OPTIONS = {
         "try_auto_save_to_beaker gs_bucket_path oe_eval_tasks oe_eval_max_length hf_metadata_dataset beaker "
         "skypilot"
     ),
-    "rows are prepared before: a of them is task.path": (
+    "rows are prepared before: a file of them is task.path": (
         "dataset_exact_deduplication deduplication streaming streaming_dataset push_dataset_to_hub "
         "dataset_config_name dataset_shard_num shards dataset_transform_fn custom_cls data.custom_cls.path "
         "min_sample_len preprocess_fn dataset_mix_dir data_preprocessing formatting_func field_model "
         "message_property_mappings message_field_role message_field_content ds_type dataset_shard_idx "
-        "preprocess_shards min_length_filter"
+        "preprocess_shards min_length_filter dataset_config dataset_subset subset"
     ),
     "tokens are the model's own; none are added": (
         "resize_token_embeddings_to_32x resize_token_embeddings added_tokens_overrides resize_model_vocab "
@@ -215,7 +221,7 @@ OPTIONS = {
         "compute_metrics preprocess_logits_for_metrics include_for_metrics batch_eval_metrics "
         "prediction_loss_only do_predict do_bench_eval bench_dataset do_causal_lm_eval eval_causal_lm_metrics "
         "generate_during_eval eval_do_concat_batches eval_use_gather_object lm_eval_tasks length_column_name "
-        "bench_split"
+        "bench_split num_sample_generations"
     ),
     "a judge has one rubric, an option of the reward judge": "apply_evolving_rubric_reward max_active_rubrics",
     "plain sampling in this process, or vLLM": (
@@ -224,6 +230,9 @@ OPTIONS = {
     ),
     "every group counts its own answers; staleness is bounded by rollout.staleness": "use_bias_correction_kl",
     "recipes are YAML files; Python has pt.train": "plugins hydra_config config_overrides",
+    "steps keep one checkpoint each; weights are not averaged": (
+        "checkpoint_averaging weight_averaging polyak polyak_averaging ema_weights"
+    ),
 }
 
 # Methods and tools.
@@ -314,4 +323,5 @@ METHODS = {
         "seq2seq seq2seqtrainer is_encoder_decoder bert t5 num_labels sequence_classification "
         "token_classification embedding_model cross_encoder diffusion dllm"
     ),
+    "no kernel is written by hand; torch computes": "triton_kernels flash_infer",
 }

@@ -11,7 +11,7 @@ SAID = {
     (
         "train.micro_batch_rows, the rows of one forward pass, which change no result; the whole batch of an "
         "update is data.batch_size (or rollout.num_prompts x rollout.group_size)"
-    ): "per_device_train_batch_size",
+    ): "per_device_train_batch_size per_device_batch_size batch_size_per_gpu batch_size_per_device",
     (
         "data.batch_size (or rollout.num_prompts x rollout.group_size), the whole batch of an update; "
         "train.micro_batch_rows divides it, and no result depends on the division"
@@ -33,7 +33,7 @@ SAID = {
     "train.micro_batch_rows, the rows of every forward pass": (
         "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size local_rollout_forward_batch_size "
         "precompute_ref_batch_size forward_micro_batch_size forward_micro_batch_size_per_gpu "
-        "rollout.micro_batch_size"
+        "rollout.micro_batch_size micro_rollout_batch_size"
     ),
     "train.micro_batch_tokens, the most tokens of a forward pass: lower it if memory is short": (
         "auto_find_batch_size token_batch_size"
@@ -80,7 +80,8 @@ SAID = {
     "rollout.temperature above 0 in training; eval.temperature: 0 is greedy, the default": "do_sample greedy",
     "rollout.max_tokens for answers; data.max_length for rows": "max_tokens",
     "data.max_length for rows; rollout.max_total_tokens for a prompt and its answer": (
-        "max_length max_seq_length max_sequence_tokens"
+        "max_length max_seq_length max_sequence_tokens max_context_length context_length model_max_length "
+        "context_window max_ctx_len"
     ),
     "rollout.engine: vllm": "use_vllm fast_inference",
     "rollout.engine: native or vllm": "rollout.name",
@@ -92,7 +93,7 @@ SAID = {
     "the key of the server in the environment variable JUDGE_API_KEY": "api_key_var judge_api_key",
     "rollout.engine: vllm, which starts a server on the trainer's GPU; with rollout.engine.gpus it has others": (
         "vllm_mode single_gpu_mode colocate colocate_all train.colocate_all hybrid_engine inference_gpu_ids "
-        "vllm_colocate"
+        "vllm_colocate colocate_all_models colocate_actor_ref colocate_critic_reward vllm_colocate_mode"
     ),
     "rollout.engine.url, such as http://HOST:8000": "vllm_server_host vllm_server_port",
     "rollout.engine.gpus, a list: one server divides the model over them": (
@@ -109,7 +110,7 @@ SAID = {
     "scale.sharding: fsdp2": (
         "fsdp deepspeed zero_stage strategy fsdp_config distributed_strategy fsdp_version "
         "fsdp_transformer_layer_cls deepspeed_stage zero fsdp_size dp_shard_size fsdp_shard_degree "
-        "ds.zero_stage fsdp2 fsdp_plugin fully_shard"
+        "ds.zero_stage fsdp2 fsdp_plugin fully_shard stage deepspeed_config zero_optimization"
     ),
     "scale.sharding: fsdp2, or model.adapter, which take less memory": (
         "param_offload optimizer_offload fsdp_cpu_offload optim_cpu_offload cpu_offload ac_offloading offload "
@@ -148,7 +149,9 @@ SAID = {
     "task jsonl (or preferences), which reads a file as task.path": (
         "task.path data.path file data_path train_file data_files dataset_path"
     ),
-    "eval.tasks, task names or files; in Python eval_data=": "eval_dataset test_dataset eval.dataset",
+    "eval.tasks, task names or files; in Python eval_data=": (
+        "eval_dataset test_dataset eval.dataset val_dataset validation_dataset eval_file val_file"
+    ),
     "task: mixture, with parts, each a task and its weight": (
         "dataset_mixer dataset_mixer_list dataset_mixture interleave_probs dataset_probs prompt_probs "
         "env_ratios dataset_weights data_mix mix_strategy"
@@ -164,11 +167,12 @@ SAID = {
     ),
     "rewards, a list of names, or of functions as module:function": (
         "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager rubric "
-        "custom_reward_function.path apply_verifiable_reward reward_fn_key remap_verifier"
+        "custom_reward_function.path apply_verifiable_reward reward_fn_key remap_verifier reward_fns "
+        "reward_kwargs reward_functions reward_processing_classes"
     ),
     "rewards: {name: reward_model, run: FOLDER}, a run that trained a reward model": (
         "reward_model reward_model_path reward_model.model.path reward.model_name_or_path remote_rm_url "
-        "reward_pretrain reward_model_name_or_path reward.remote_url rm_path"
+        "reward_pretrain reward_model_name_or_path reward.remote_url rm_path reward_model_name"
     ),
     "rewards.0.weight, or rewards.NAME.weight: each reward has its own": (
         "reward_weights reward_weight verification_reward r1_style_format_reward"
@@ -199,8 +203,10 @@ SAID = {
     "objective: {name: simpo, gamma: 1.0}, which is absolute, not a ratio to beta": "simpo_gamma dpo_gamma_beta_ratio",
     "objective: {name: rpo, nll_weight: 1.0}, DPO with objective.nll_weight": "rpo_alpha sft_weight nll_loss_coef",
     "objective: ipo": "ipo_enable",
-    "objective: {name: bradley_terry, margin: true}": "margin_loss_enable",
-    "objective: grpo for a ratio of each token, gspo for one of the sequence": "importance_sampling_level",
+    "objective: {name: bradley_terry, margin: true}": "margin_loss_enable margin_loss",
+    "objective: grpo for a ratio of each token, gspo for one of the sequence": (
+        "importance_sampling_level loss.ratio_type ratio_type"
+    ),
     "an objective without a reference (simpo, cpo or orpo) in place of dpo": "reference_free",
     "objective: process, which trains a process reward model": "process_reward_model",
     "objective: on_policy_distillation for samples of the student, distillation for rows": (
@@ -218,7 +224,8 @@ SAID = {
     "advantage.gae_lambda, with advantage: gae": "lam gae_lambda lambda lambd",
     "aggregate: token_mean, sequence_mean, or {name: constant, length: 1024}": (
         "loss_agg_mode loss_aggregation loss_reduction normalize_loss reduce_loss loss_denominator "
-        "loss_scale_factor average_tokens_across_devices"
+        "loss_scale_factor average_tokens_across_devices masked_mean_axis token_level_loss sequence_level_loss "
+        "token_level token_level_aggregation sequence_level"
     ),
     (
         "correction: {name: token_tis, cap: 2.0}, or sequence_tis, geometric_mask, icepop; with "
@@ -228,14 +235,15 @@ SAID = {
         "vllm_importance_sampling_cap rollout_is_threshold rollout_rs rollout_correction tis "
         "rollout_rs_threshold vllm_importance_sampling_mode use_tis truncated_importance_sampling_ratio_cap "
         "vllm_importance_sampling_clip_max is_correction_level is_correction_mode is_correction_threshold "
-        "is_correction_gating importance_sampling off_policy_correction"
+        "is_correction_gating importance_sampling off_policy_correction enable_vllm_is_correction "
+        "vllm_is_truncated_threshold vllm_is_correction"
     ),
     (
         "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers; with "
         "rollout.old_logprobs: trainer"
     ): (
         "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min off_policy_mask_threshold ipo_mask_low "
-        "ipo_mask_high"
+        "ipo_mask_high mask_ratio_high mask_ratio_low"
     ),
     "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs",
     (
@@ -245,7 +253,7 @@ SAID = {
     "regularize.kl_coef above 0": "use_kl_loss load_ref_policy algo.kl.use_loss",
     "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": "kl_penalty",
     "regularize.kl_estimator: k1 (kl), k2 (mse) or k3 (low_var_kl)": (
-        "kl_estimator kl_loss_type kl_type algo.kl.estimator"
+        "kl_estimator kl_loss_type kl_type algo.kl.estimator use_kl_estimator_k3 k3"
     ),
     "kl_in_reward.weight above 0": "use_kl_in_reward kl_ctrl",
     "kl_in_reward.weight, a penalty in the reward; regularize.kl_coef is one in the loss": "kl_ctrl.kl_coef",
@@ -266,7 +274,9 @@ SAID = {
     ),
     "model.dtype: bf16": "load_in_16bit",
     "model.dtype: bf16 or fp32, the type of the weights": "torch_dtype",
-    "model.attention: flash_attention_2": "use_flash_attention_2 flash_attention flash_attn use_flash_attn",
+    "model.attention: flash_attention_2": (
+        "use_flash_attention_2 flash_attention flash_attn use_flash_attn flashattention flash_attention_2 fa2"
+    ),
     "model.attention: sdpa": "sdp_attention",
     "model.attention: eager": "eager_attention",
     "model.device: auto, cpu, cuda or mps; scale.sharding divides a model over GPUs": "device device_map",
@@ -275,15 +285,18 @@ SAID = {
     "model.adapter: {kind: lora, rank: 16}": (
         "use_peft peft_config lora use_lora enable_lora model.lora peft peft_type"
     ),
-    "model.adapter.targets: all-linear": "lora_target_linear",
-    "model.adapter.targets, which lists what is trained": "exclude_modules",
+    "model.adapter.targets: all-linear": "lora_target_linear lora_on_linear",
+    "model.adapter.targets, which lists what is trained": (
+        "exclude_modules finetune_attention_modules finetune_mlp_modules finetune_language_layers"
+    ),
     "model.adapter.init_lora_weights: default (true elsewhere), gaussian or orthogonal": (
-        "init_lora_weights peft_init_lora_weights lora_a_init_method"
+        "init_lora_weights peft_init_lora_weights lora_a_init_method lora_init"
     ),
     "model.adapter: null, which trains all weights": "full_finetuning full_finetune",
     "model.name, a run whose adapter is trained on": "lora_adapter_path adapter_path",
     "model.init: {architecture: llama, config: {...}}, for a new model": (
-        "config_name reinit_weights random_init model_init from_scratch"
+        "config_name reinit_weights random_init model_init from_scratch num_layers hidden_size vocab_size "
+        "num_hidden_layers num_attention_heads intermediate_size max_position_embeddings"
     ),
     "model.name, a folder of the revision that you want (`hf download NAME --revision REVISION --local-dir FOLDER`)": (
         "model_revision revision code_revision tokenizer_revision teacher_model_revision"
@@ -294,13 +307,14 @@ SAID = {
     ),
     "track: {name: wandb, project: NAME}, with entity, group and mode": (
         "use_wandb wandb wandb_mode wandb_project project_name wandb_entity wandb_project_name wandb.project "
-        "wandb.offline wandb.org wandb.group wandb_group wandb_run_group project"
+        "wandb.offline wandb.org wandb.group wandb_group wandb_run_group project wandb_tags wandb_dir "
+        "wandb_job_type"
     ),
     "track: tensorboard": "use_tensorboard tensorboard_dir",
     "--run; in Python run=": "run_name experiment_name wandb_name exp_name wandb_run_name wandb.name job_name",
     "--runs-dir; in Python runs_dir=": (
         "output_dir default_local_dir save_path save_dir checkpoint_dir outputs logging_dir output out "
-        "checkpoint_state_dir ckpt.path"
+        "checkpoint_state_dir ckpt.path ckpt_path experiment_dir log_dir"
     ),
     "--resume, with the run's name as --run; in Python resume=True": (
         "resume_from_checkpoint resume_mode resume auto_resume load_checkpoint_path resume_from resume_step "
@@ -316,12 +330,19 @@ SAID = {
     "`posttrain runs export NAME --to FOLDER`, and the hub's own upload": (
         "hub_model_id push_to_hub hub_strategy save_method hub_token hub_private_repo hub_always_push "
         "hub_revision hf_entity hf_repo_id hf_repo_revision hf_repo_url save_to_hub push_to_hub_merged "
-        "log_completions_hub_repo"
+        "log_completions_hub_repo hub_repo_id export_path"
     ),
     "`posttrain runs export NAME --to FOLDER --merge`": (
-        "merge_lora merge_and_unload save_pretrained_merged merge_adapter"
+        "merge_lora merge_and_unload save_pretrained_merged merge_adapter save_merged_model"
     ),
     "`posttrain data show TASK --model NAME`, which counts tokens": "preprocess preprocess_only cache_dataset_only",
+    "the recipe, the first word after `posttrain train`": "config_path config_file recipe_path config",
+    "eval.tasks: [{name: gsm8k, split: test}]": (
+        "eval_split dataset_test_split eval.split test_split dataset_mixer_eval_list_splits"
+    ),
+    "environment, a component that plays the turns; contrib/ has adapters": (
+        "rollout_func rollout_function agent_loop custom_rollout"
+    ),
 }
 
 # What needs no key: the reason, and the names.
@@ -332,10 +353,11 @@ NOT_NEEDED = {
         "tokenizer_use_fast use_slow_tokenizer disable_fast_tokenizer use_fast tokenizer"
     ),
     "the end of an answer is the tokenizer's, or that of its chat template": (
-        "eos_token stop_token eos_token_id eot_tokens"
+        "eos_token stop_token eos_token_id eot_tokens stop_token_id"
     ),
     "special tokens are the tokenizer's own": (
-        "special_tokens bos_token bos_token_id add_bos unk_token skip_special_tokens add_special_tokens"
+        "special_tokens bos_token bos_token_id add_bos unk_token skip_special_tokens add_special_tokens "
+        "add_eos_token add_bos_token eos bos"
     ),
     "reference log-probabilities are computed once where the data are fixed": (
         "precompute_ref_log_probs dataset_skip_cache"
@@ -358,7 +380,8 @@ NOT_NEEDED = {
         "sample_packing_group_size multipack batch_flattening pack_function"
     ),
     "micro-batches have train.micro_batch_tokens at most": (
-        "use_dynamic_bsz log_prob_use_dynamic_bsz dynamic_batch_enable balance_batch"
+        "use_dynamic_bsz log_prob_use_dynamic_bsz dynamic_batch_enable balance_batch use_dynamic_batch "
+        "dynamic_batch_size"
     ),
     "every step has a whole batch; the rest of an epoch goes on with the next": "dataloader_drop_last drop_last",
     "prompts above prompt.max_prompt_tokens are left out and counted": "filter_overlong_prompts",
@@ -379,7 +402,7 @@ NOT_NEEDED = {
     "every step is written to metrics.jsonl": (
         "logging_steps log_interval logging_first_step include_tokens_per_second logging_strategy "
         "log_every_n_steps include_num_input_tokens_seen logging_nan_inf_filter include_tkps record_entropy "
-        "calculate_entropy logging_freq log_freq"
+        "calculate_entropy logging_freq log_freq log_every log_steps log_every_steps logging_interval"
     ),
     "notices are short; POSTTRAIN_TRACEBACK shows where an error arose": (
         "log_level log_level_replica log.level log_on_each_node log.file debug"
@@ -388,7 +411,7 @@ NOT_NEEDED = {
     "a model's own dropout is off; model.adapter.dropout is the adapter's": "disable_dropout attention_dropout",
     "a vLLM server on the trainer's own GPU sleeps while it computes": (
         "vllm_enable_sleep_mode free_cache_engine enable_sleep_mode vllm.enable_sleep ds.enable_sleep "
-        "multi_stage_wake_up"
+        "multi_stage_wake_up vllm_enable_sleep enable_sleep deepspeed_enable_sleep sleep_mode sleep"
     ),
     "weights go to a vLLM server whenever they have changed, over NCCL or files": (
         "weight_broadcast weight_broadcast.type vllm_sync_backend sync_backend weight_sync_steps "
@@ -407,7 +430,8 @@ NOT_NEEDED = {
     "log-probabilities are computed in pieces, so that logits never exist whole": (
         "use_liger_kernel use_liger use_liger_loss use_liger_grpo_loss liger_kernel_config use_fused_kernels "
         "chunked_cross_entropy fused_lm_head_chunk_size entropy_from_logits_with_chunking dpo_use_liger_kernel "
-        "entropy_from_logits_chunk_size flash_attn_cross_entropy return_logits liger liger_kernel"
+        "entropy_from_logits_chunk_size flash_attn_cross_entropy return_logits liger liger_kernel "
+        "unsloth_num_chunks compute_fp32_loss"
     ),
     "log-probabilities are computed where a token is trained": "logits_to_keep",
     "log-probabilities of the sampler are stored with each answer": "logprobs max_logprobs logprobs_mode",
@@ -431,7 +455,7 @@ NOT_NEEDED = {
     "adamw runs in its fastest form": "fused_optimizer optimizer_impl fused",
     "processes talk over NCCL on GPUs and gloo on CPUs": (
         "ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp "
-        "accelerator_config reshard_after_forward use_orig_params"
+        "accelerator_config reshard_after_forward use_orig_params overlap_comm disable_trace_cache"
     ),
     "every process has one GPU, and the whole model without scale.sharding": (
         "dp_replicate data_parallel_size dp_replicate_size inference.parallel.dp data_parallel"

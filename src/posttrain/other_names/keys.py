@@ -21,33 +21,34 @@ KEYS = {
     ),
     "train.save_every": (
         "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval "
-        "checkpoint_state_freq save_every_steps checkpoint_every"
+        "checkpoint_state_freq save_every_steps checkpoint_every weights.interval save_every_n_steps "
+        "checkpoint_freq"
     ),
     "train.keep_checkpoints": (
         "save_total_limit max_ckpt_to_keep keep max_ckpt_num max_actor_ckpt_to_keep max_critic_ckpt_to_keep "
         "keep_last_n_checkpoints keep_last ckpt.max_num max_checkpoints"
     ),
-    "train.warmup_steps": "lr_warmup_steps num_warmup_steps warmup warmup_steps",
+    "train.warmup_steps": "lr_warmup_steps num_warmup_steps warmup warmup_steps lr_warmup num_warmup",
     "train.min_lr_ratio": "min_lr_rate min_lr_ratio cosine_min_lr_ratio",
     "train.max_grad_norm": (
         "max_grad_norm clip_grad gradient_clipping gradient_clip_val grad_clip max_norm clip_grad_norm "
-        "gradient_clip gradient_clip_norm"
+        "gradient_clip gradient_clip_norm grad_norm_clip max_gradient_norm"
     ),
     "train.gradient_checkpointing": (
         "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing "
         "gradient_checkpointing_enable activation_recomputation"
     ),
-    "train.seed": "seed data_seed random_state random_seed data_loader_seed",
+    "train.seed": "seed data_seed random_state random_seed data_loader_seed shuffle_seed",
     "train.deterministic": "full_determinism deterministic full_determinism_enable determinism",
     "optimizer": "optim optimizer_type optimizer_name optim.type optim.optimizer",
-    "optimizer.weight_decay": "weight_decay wd",
+    "optimizer.weight_decay": "weight_decay wd l2 weight_decay_rate",
     "optimizer.betas": "betas adam_betas adam.betas",
     "optimizer.eps": "adam_epsilon adam_eps adam.eps",
     "optimizer.momentum": "muon.momentum optim.mu muon_momentum",
     "optimizer.ns_steps": "muon.ns_steps",
     "eval.every": (
         "eval_steps test_freq eval_interval eval_every val_interval eval.interval val.interval eval.steps "
-        "local_eval_every eval_freq val_freq"
+        "local_eval_every eval_freq val_freq eval_interval_steps eval_every_n_steps"
     ),
     "eval.num_examples": "max_eval_samples num_eval_samples limit eval_samples val_max_samples val.num_examples",
     "eval.num_kl_prompts": "drift_prompts",
@@ -73,7 +74,7 @@ KEYS = {
     "rollout.max_tokens": (
         "max_completion_length max_new_tokens max_response_length response_length max_gen_len generate_max_len "
         "rollout.max_new_tokens sampling.max_tokens generation_max_new_tokens max_output_tokens "
-        "max_tokens_to_generate max_gen_toks generate_max_length"
+        "max_tokens_to_generate max_gen_toks generate_max_length max_response_tokens"
     ),
     "rollout.max_total_tokens": "max_model_len max_total_length max_sequence_length pack_length",
     "rollout.temperature": "sampling_temperature sampling.temperature generation_temperature",
@@ -125,7 +126,9 @@ KEYS = {
     ),
     "environment": "env environment_factory environment_name env_name envs vf_env env.id",
     "objective": "rl policy_loss algorithm rl_algorithm loss_fn policy_loss.loss_mode policy_loss_type",
-    "objective.clip_low": "cliprange clip_ratio_low clip_eps eps_clip ppo_clip clip_coef clip_lower clip_range_low",
+    "objective.clip_low": (
+        "cliprange clip_ratio_low clip_eps eps_clip ppo_clip clip_coef clip_lower clip_range_low clip_epsilon"
+    ),
     "objective.clip_high": "epsilon_high clip_ratio_high eps_clip_high clip_high clip_higher clip_range_high",
     "objective.label_smoothing": "label_smoothing dpo_label_smoothing",
     "objective.odds_weight": "orpo_alpha",
@@ -139,7 +142,7 @@ KEYS = {
     "objective.value_clip": "cliprange_value value_clip vf_clip",
     "advantage": "advantage_estimator adv_estimator algo.advantage.estimator",
     "regularize.kl_coef": "kl_coef kl_loss_coef kl_beta kl kl_weight kl_tau",
-    "regularize.entropy_coef": "entropy_coef entropy_coeff ent_coef entropy_bonus entropy_loss_coef",
+    "regularize.entropy_coef": "entropy_coef entropy_coeff ent_coef entropy_bonus entropy_loss_coef entropy_beta",
     "kl_in_reward.weight": "init_kl_coef kl_in_reward_coef algo.kl.init_coef",
     "kl_in_reward.horizon": "horizon kl_horizon",
     "kl_in_reward.target": "kl_target algo.kl.target",

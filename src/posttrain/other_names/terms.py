@@ -40,7 +40,8 @@ TERMS = {
     "a recipe: `posttrain recipes` lists them, and `posttrain train RECIPE` trains": (
         "trainer trainingarguments training_arguments seq2seqtrainingarguments training_args trl trl_config "
         "scriptarguments modelconfig axolotl llamafactory llama_factory openrlhf verl unsloth prime_rl "
-        "open_instruct torchtune ms_swift yaml config_file hyperparameters slime torchtitan nemo_rl"
+        "open_instruct torchtune ms_swift yaml hyperparameters slime torchtitan nemo_rl verl_config "
+        "trl_sft trl_grpo"
     ),
     "pt.Trainer, the parts of a training step for a loop of your own": (
         "training_step custom_trainer own_loop training_loop custom_loop actorrolloutrefworker dataproto tinker"
@@ -56,7 +57,8 @@ TERMS = {
     "model.adapter.use_rslora: true": "rslora",
     "model.name, a name of the hub, a folder or a run": (
         "automodelforcausallm automodel fastlanguagemodel fastmodel from_pretrained autoconfig base_model_name "
-        "huggingface hub huggingface_hub hf_hub checkpoint_path load_model fastvisionmodel_text"
+        "huggingface hub huggingface_hub hf_hub checkpoint_path load_model fastvisionmodel_text instruct_model "
+        "base_models pretrained_model warm_start cold_start initial_checkpoint"
     ),
     "the tokenizer of model.name; `posttrain data show TASK --model NAME` counts its tokens": (
         "autotokenizer tokenization bpe fasttokenizer tokenizers"
@@ -119,7 +121,8 @@ TERMS = {
     ),
     "eval.samples (or `posttrain evaluate MODEL --samples N --k K`), with eval.temperature above 0": (
         "pass@k pass_at_k pass_k maj@k majority_voting majority_vote self_consistency avg@k mean@k cons@k "
-        "best@k maj_at_k avg_at_k num_evaluations"
+        "best@k maj_at_k avg_at_k num_evaluations test_time_compute inference_time_scaling inference_scaling "
+        "test_time_scaling"
     ),
     "`posttrain evaluate MODEL --samples N --best-of REWARD_MODEL`, and rollout.select: best_of in training": (
         "best_of_n bon best_of_n_sampling reranking bestofnsampler"
@@ -157,7 +160,7 @@ TERMS = {
         "mechanistic_interpretability saes"
     ),
     "`posttrain generate MODEL --steer FEATURE=FACTOR`": (
-        "steering steering_vector activation_steering representation_engineering"
+        "steering steering_vector activation_steering representation_engineering feature_steering"
     ),
     "`posttrain activations MODEL --layer N`": "activations hidden_states residual_stream hooks activation_recording",
     "`posttrain quantize MODEL --bits 4` after training, model.load_bits with model.adapter in training": (
@@ -195,4 +198,48 @@ TERMS = {
         "clipping ppo_clipping clip_higher_trick trust_region clipped_surrogate surrogate_objective policy_loss_clip"
     ),
     "scale.launcher: torchrun": "torchrun_launcher elastic",
+    "the recipes rl/*: `posttrain recipes` lists them": (
+        "policy_gradient policy_gradients reinforcement_learning group_relative ppo_style rl_algorithms r1_zero "
+        "reasoning_training"
+    ),
+    "`posttrain evaluate MODEL --against OTHER`, which gives a win rate": (
+        "elo pairwise_comparison head_to_head side_by_side arena"
+    ),
+    "prompt.template: r1_zero, xml_reasoning or boxed ask for a working": (
+        "chain_of_thought cot zero_shot_cot reasoning_format think_tags thinking reasoning zero_shot"
+    ),
+    "`posttrain generate MODEL PROMPT`, `posttrain chat MODEL` and `posttrain serve MODEL`": "inference",
+    "the metrics generate_tokens_per_second and step times in metrics.jsonl": "throughput tokens_per_second mfu speed",
+    "train.steps, or train.num_epochs": "epoch step iteration iterations num_updates training_length",
+    "train.num_minibatches, and train.ppo_epochs": "minibatch mini_batch ppo_minibatch gradient_updates_per_batch",
+    "rollout.engine: native, which batches continuously and computes a prompt once, or vllm": (
+        "kv_cache continuous_batching paged_attention pagedattention cuda_graphs cuda_graph"
+    ),
+    "advantage: return_to_go or gae, with advantage.gamma": (
+        "return returns discounted_return credit_assignment sparse_reward reward_to_go discounting bootstrapping"
+    ),
+    "rollout.temperature, and regularize.entropy_coef": "exploration temperature_scaling diversity",
+    "the metric grad_norm; train.max_grad_norm clips it": "gradient_norm gradient_noise",
+    "eval.every, eval.tasks and task.validation_share; `posttrain runs show NAME` shows the curve": (
+        "validation_loss held_out test_set validation_set train_test_split overfitting learning_curve "
+        "validation generalization"
+    ),
+    "keys `chosen` and `rejected` of the rows of task: preferences": (
+        "preference_pairs chosen rejected preference_dataset_format comparison_data"
+    ),
+    "the objective kto, in the recipe preference/kto": "kto_loss",
+    "the objective dpo, in the recipe preference/dpo": "dpo_loss",
+    "the objective grpo, in the recipe rl/grpo": "grpo_loss",
+    "`posttrain sweep RECIPE --over KEY=A,B`": (
+        "optuna ray_tune wandb_sweep hyperparameter hyperparameter_search hyperparameter_tuning grid_search "
+        "hparams ablation_study sweeps"
+    ),
+    "`posttrain train RECIPE`, which starts its own processes (scale.processes)": (
+        "accelerate_launch torchrun_command deepspeed_launcher mpirun srun"
+    ),
+    "`posttrain sae features`, which shows what each feature reads": (
+        "superposition monosemanticity monosemantic polysemanticity feature_visualization"
+    ),
+    "the task refusals and the grader refusal": "safety harmlessness refusal_training over_refusal",
+    "the methods of an environment": "reset done env_step observation",
 }
