@@ -149,10 +149,10 @@ def test_evaluate_on_rows_gives_value_interval_and_items(run: Run):
 
 def test_generate_answers_each_prompt_in_order(run: Run):
     messages = [{"role": "user", "content": "What is 1 plus 1?"}]
-    answers = pt.generate(run, ["What is 3 plus 4?", messages], n=2, max_tokens=6)
+    answers = pt.generate(run, ["What is 3 plus 4?", messages], samples=2, max_tokens=6)
     assert [answer.prompt for answer in answers] == ["What is 3 plus 4?"] * 2 + ["What is 1 plus 1?"] * 2
     assert all(0 < answer.num_tokens <= 6 and answer.text.startswith("<think>") for answer in answers)
-    alone = pt.generate(run, "What is 3 plus 4?", n=2, max_tokens=6)
+    alone = pt.generate(run, "What is 3 plus 4?", samples=2, max_tokens=6)
     assert [answer.text for answer in alone] == [answer.text for answer in answers[:2]]
     with pytest.raises(UsageError, match=r"prompts\.0: the prompt is empty"):
         pt.generate(run, [" "])
@@ -266,7 +266,7 @@ def test_keywords_mean_keys_of_the_recipe(keys: dict[str, Any], expected: list[t
         ({"train__lrr": 3}, r"\Atrain\.lrr: section 'train' has no key 'lrr'"),
         ({"lr": "fast"}, r"\Atrain\.lr: "),
         ({"recipe_file": object()}, "recipe_file"),
-        ({"output_dir": "out"}, r"output_dir: .* Here it is runs_dir\."),
+        ({"output_dir": "out"}, "output_dir: .* in Python runs_dir="),
         ({"task": "sums"}, r"\Atask: given twice \(data is the task\)"),
         ({"train": {"lr": 1e-4}, "lr": 1e-5}, r"\Atrain\.lr: given twice"),
     ],
@@ -343,13 +343,19 @@ def test_recipe_as_a_mapping_extends_a_shipped_one_and_holds_functions():
         (lambda runs: pt.train(RECIPE, runs_dir=runs, on_step=3, **SMALL), "on_step: int cannot be called"),
         (lambda runs: pt.train(RECIPE, runs_dir=runs, resume="last", **SMALL), "resume: 'last' is neither True nor"),
         (lambda runs: pt.train(RECIPE, runs_dir=runs, data=lambda: iter(ROWS), steps=1), "task: .* returned list_it"),
-        (lambda runs: pt.generate("tiny", "a", n=0), "n: 0 is no whole number from 1 on"),
+        (lambda runs: pt.generate("tiny", "a", samples=0), "samples: 0 is no whole number from 1 on"),
+        (lambda runs: pt.generate("tiny", "a", n=2), r"n: .* samples \(answers to each\)"),
+        (lambda runs: pt.evaluate("tiny", ROWS, n=2), r"n: .* limit \(rows\) or samples \(answers to each\)"),
+        (lambda runs: pt.generate("tiny", "a", repetition_penalty=1.1), "repetition_penalty: .* not offered"),
+        (lambda runs: pt.generate("tiny", "a", temprature=1.0), "temprature: .* Did you mean 'temperature'"),
         (lambda runs: pt.generate("tiny", "a", max_tokens=0), "max_tokens: 0 is no whole number"),
         (lambda runs: pt.generate("tiny", "a", max_new_tokens=4), "max_new_tokens: .* This is called max_tokens here"),
         (lambda runs: pt.generate("tiny", None), "prompts: NoneType is none"),
         (lambda runs: pt.evaluate("tiny", ROWS, samples=0), "samples: 0 is no whole number"),
-        (lambda runs: pt.evaluate("tiny", ROWS, num_examples=3), "num_examples: .* This is called n here"),
+        (lambda runs: pt.evaluate("tiny", ROWS, num_examples=3), "num_examples: .* This is called limit"),
         (lambda runs: pt.sweep({"recipe": "tiny/grpo", "over": {"lr": [1]}}, lr=1, runs_dir=runs), r"train\.lr: given"),
+        (lambda runs: pt.sweep("tiny/grpo", over={"train.lr": 1}, runs_dir=runs), "over: one key with its values"),
+        (lambda runs: pt.sweep({"recipe": "tiny/grpo", "seeds": 1}, seeds=2, runs_dir=runs), "seeds: given twice"),
         (
             lambda runs: pt.sweep({"recipe": "tiny/grpo", "seeds": [0, 1]}, runs_dir=runs),
             r"seeds: \[0, 1\] is no whole",
@@ -415,7 +421,7 @@ def test_trainer_takes_objectives_by_name_or_function(tmp_path: Path):
 
     settings = {name: SMALL[name] for name in ("data", "template", "rollout__max_tokens")}
     trainer = pt.Trainer("tiny-sft", runs_dir=tmp_path, rewards=[brief], **settings)
-    groups = trainer.sample(["What is 3 plus 4?", trainer.prompts(1)[0]], n=2)
+    groups = trainer.sample(["What is 3 plus 4?", trainer.prompts(1)[0]], samples=2)
     assert [len(group) for group in groups] == [2, 2]
     with pytest.raises(UsageError, match="a completion has no advantage"):
         trainer.forward_backward(groups)

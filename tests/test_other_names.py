@@ -1,4 +1,4 @@
-"""Names of options elsewhere lead to the key that is meant here."""
+"""Names of other libraries lead to the key that is meant here, and to a value that it takes, or are not offered."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import re
 import pytest
 from pydantic import BaseModel
 
+from names_and_values import BASES, OTHER_VALUES, VALUES
 from posttrain import registry
+from posttrain.api.inputs import overrides_of
 from posttrain.cli import main
 from posttrain.errors import RecipeError, UnknownComponent
-from posttrain.other_names import _COMPONENTS, OTHER_NAMES, answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_other_name
+from posttrain.other_names.absent import METHODS, OPTIONS
+from posttrain.other_names.answers import NOT_NEEDED, SAID
+from posttrain.other_names.command_names import COMPONENTS
+from posttrain.other_names.keys import KEYS
+from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 
 KEY = re.compile(r"\b(?:[a-z]\w+\.)+[a-z]\w+\b")
@@ -39,7 +46,7 @@ def is_key(key: str) -> bool:
 
 def test_other_names_lead_to_keys_that_exist() -> None:
     named = {key for answer in OTHER_NAMES.values() for key in (KEY.findall(answer) if " " in answer else [answer])}
-    keys = {key for key in named if not key.endswith((".jsonl", ".json"))}
+    keys = {key for key in named if not key.endswith((".jsonl", ".json")) and not key.startswith("pt.")}
     assert len(keys) > 60
     assert [key for key in sorted(keys) if not is_key(key)] == []
 
@@ -87,7 +94,7 @@ top_entropy_quantile not offered | mask_truncated_completions rollout.mask_trunc
 label_smoothing objective.label_smoothing | precompute_ref_log_probs computed once | sync_ref_model reference
 vllm_gpu_memory_utilization rollout.engine.gpu_memory_utilization | steps_per_generation train.num_minibatches
 generation_batch_size rollout.num_prompts | remove_unused_columns meta | rpo_alpha objective.nll_weight
-dataset_text_field task.prompt_key | importance_sampling_level gspo | use_rslora model.adapter.use_rslora
+dataset_text_field prompt.template: document | importance_sampling_level gspo | use_rslora model.adapter.use_rslora
 random_state train.seed | full_finetuning model.adapter | fast_inference rollout.engine
 actor_rollout_ref.actor.optim.min_lr_ratio train.min_lr_ratio | critic.optim.warmup_style train.schedule
 actor_rollout_ref.actor.optim.lr_warmup_steps train.warmup_steps | max_critic_ckpt_to_keep train.keep_checkpoints
@@ -102,7 +109,7 @@ critic.model.path head.trunk | reward_model.overlong_buffer.len overlong | train
 trainer.resume_from_path --resume | trainer.log_val_generations recorded in the run | trainer.rollout_data_dir recorded
 actor_rollout_ref.ref.log_prob_micro_batch_size train.micro_batch_rows | actor_rollout_ref.rollout.max_num_seqs vLLM
 actor_rollout_ref.actor.ulysses_sequence_parallel_size not offered | actor_rollout_ref.actor.tau_pos tau_positive
-simpo_gamma objective.gamma | orpo_alpha objective.odds_weight | center_rewards_coefficient objective.centering
+simpo_gamma {name: simpo | orpo_alpha objective.odds_weight | center_rewards_coefficient objective.centering
 sapo_temperature_neg objective.tau_negative | num_generations_eval eval.samples | lmbda on_policy_distillation
 num_completions_to_print recorded in the run | ref_model_sync_steps reference | vllm_importance_sampling_mode correction
 base_model_config model.name | lora_model_dir model.name | max_lora_rank model.adapter.rank | rl_beta objective.beta
@@ -114,6 +121,45 @@ quantization_method posttrain quantize | early_stopping_patience eval.best | sav
 noisy_embedding_alpha not offered | logging_dir --runs-dir | datasets.split task.split | data.path task.path
 """
 
+# The same from the documentation of open-instruct, prime-rl, OpenRLHF, vLLM, peft and of classes.
+FURTHER = """
+load_best_model_at_end checkpoints/best | dataset_mixer_list mixture | num_unique_prompts_rollout rollout.num_prompts
+num_samples_per_prompt_rollout rollout.group_size | max_prompt_token_length prompt.max_prompt_tokens
+response_length rollout.max_tokens | pack_length rollout.max_total_tokens | total_episodes train.steps
+async_steps rollout.staleness | clip_higher objective.clip_high | clip_lower objective.clip_low
+truncated_importance_sampling_ratio_cap token_tis | filter_zero_std_samples rollout.drop_uniform_groups
+active_sampling rollout.drop_uniform_groups | apply_verifiable_reward rewards | llm_judge_model judge
+non_stop_penalty truncated | ground_truths_key task.answer_key | sft_messages_key task.messages_key
+vllm_num_engines rollout.engine.gpus | num_learners_per_node scale.processes | deepspeed_stage scale.sharding
+local_eval_every eval.every | checkpoint_state_freq train.save_every | keep_last_n_checkpoints train.keep_checkpoints
+with_tracking track | max_train_steps train.steps | use_lora model.adapter | use_qlora model.load_bits
+reduce_loss aggregate | clip_grad_norm train.max_grad_norm | dpo_beta objective.beta | use_8bit_optimizer not offered
+dpo_loss_type objective | max_async_level rollout.staleness | max_off_policy_steps rollout.staleness
+rollouts_per_example rollout.group_size | ckpt.interval train.save_every | ckpt.keep_last train.keep_checkpoints
+ckpt.resume_step --resume | model.attn model.attention | model.ac train.gradient_checkpointing | optim.lr train.lr
+optim.type optimizer | optim.max_norm train.max_grad_norm | scheduler.type train.schedule | model.cp not offered
+eval.interval eval.every | eval.rollouts_per_example eval.samples | env.id environment | model.compile layers run
+buffer.online_difficulty_filtering rollout.drop_uniform_groups | max_concurrent rollout.engine.concurrency
+sampling.repetition_penalty not offered | seq_len data.max_length | loss.kl_tau regularize.kl_coef
+train.micro_batch_size train.micro_batch_rows | rollout.n_samples_per_prompt rollout.group_size
+algo.kl.init_coef kl_in_reward.weight | algo.advantage.estimator advantage | actor.eps_clip objective.clip_low
+critic.value_clip objective.value_clip | ds.zero_stage scale.sharding | ds.ring_attn_size not offered
+data.input_key task.prompt_key | data.label_key task.answer_key | train.enable_ema not offered
+reward.remote_url reward_model | algo.dynamic_filtering_enable rollout.drop_uniform_groups
+min_tokens not offered | stop_token_ids not offered | presence_penalty not offered | best_of not offered
+enable_prefix_caching share | max_num_seqs serve-command | served_model_name rollout.engine.served_name
+pipeline_parallel_size not offered | logprobs stored | enable_lora model.adapter | modules_to_save not offered
+rank_pattern not offered | loftq_config not offered | layers_to_transform not offered | task_type not offered
+sync_ref_model not offered | gradient_checkpointing_kwargs train.gradient_checkpointing
+compute_metrics not offered | callbacks on_step= | early_stopping_patience on_evaluation= | hub_token runs export
+warmup_ratio train.warmup_steps | label_smoothing_factor not offered | group_by_length packed | use_cpu model.device
+GRPOTrainer rl/grpo | SFTTrainer tiny/sft | DPOTrainer preference/dpo | LoraConfig model.adapter | QLoRA model.load_bits
+RLVR correct | RLHF hh-gpt2 | early_stopping on_evaluation= | EMA not offered | reward_hacking overoptimization
+KL_penalty regularize.kl_coef | prefix_caching share | pass@k eval.samples | trackio not offered | gdpo not offered
+SamplingParams rollout.temperature | BitsAndBytesConfig model.load_bits | FastLanguageModel model.name
+TrainingArguments posttrain recipes | DataCollatorForCompletionOnlyLM data.train_on | reward_funcs rewards
+"""
+
 
 def answers(table: str) -> dict[str, str]:
     """Return the word of the right answer by name."""
@@ -121,7 +167,7 @@ def answers(table: str) -> dict[str, str]:
     return {name: word for name, _, word in rows}
 
 
-@pytest.mark.parametrize(("table", "least"), [(KNOWN, 74), (DOCUMENTED, 106)])
+@pytest.mark.parametrize(("table", "least"), [(KNOWN, 74), (DOCUMENTED, 106), (FURTHER, 115)])
 def test_names_of_other_libraries_lead_to_the_right_key(table: str, least: int) -> None:
     wanted = answers(table)
     assert len(wanted) >= least
@@ -136,7 +182,7 @@ def test_names_of_other_libraries_lead_to_the_right_key(table: str, least: int) 
         ("actor_rollout_ref.rollout.n", "This is called rollout.group_size here."),
         ("beta", "Here it is objective.beta for preferences (dpo)"),
         ("packing", "There is no such key here, and none is needed: rows are always packed"),
-        ("output_dir", "This is called --runs-dir here."),
+        ("output_dir", "Here it is --runs-dir; in Python runs_dir=."),
     ],
 )
 def test_unknown_key_with_a_name_of_others_is_answered(
@@ -150,7 +196,7 @@ def test_unknown_key_with_a_name_of_others_is_answered(
 
 
 def test_name_that_is_ours_is_not_answered() -> None:
-    assert answer_other_name("train.num_epochs") == answer_other_name("objective") == answer_other_name("nothing") == ""
+    assert answer_other_name("train.num_epochs") == answer_other_name("objective") == answer_other_name("qwertz") == ""
     assert answer_other_name("model.adapter.nothing") == "", "a key of ours, whose section is no name of others"
 
 
@@ -170,6 +216,106 @@ def test_component_that_is_called_otherwise_elsewhere_is_answered_by_name(kind: 
 
 
 def test_components_of_the_table_exist() -> None:
-    assert {
-        (kind, ours) for kind, rows in _COMPONENTS.items() for ours in rows if ours not in registry.names(kind)
-    } == set()
+    first = {
+        (kind, re.split(r"[,:]", ours.removeprefix("{name: "))[0]) for kind, rows in COMPONENTS.items() for ours in rows
+    }
+    assert {(kind, ours) for kind, ours in first if ours not in registry.names(kind)} == set()
+
+
+def test_a_name_has_one_answer() -> None:
+    tables = (KEYS, SAID, NOT_NEEDED, OPTIONS, METHODS, TERMS)
+    listed = [name for table in tables for names in table.values() for name in names.split()]
+    assert len(listed) > 2000
+    assert sorted({name for name in listed if listed.count(name) > 1}) == []
+
+
+def accepts(base: str, key: str, value: str) -> str:
+    """Return nothing if a recipe takes the value, else what it says."""
+    recipe, before = BASES[base]
+    try:
+        load_recipe(recipe, [*before.items(), (key, value)]).resolve()
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_every_key_of_the_table_takes_the_value_that_is_given_elsewhere() -> None:
+    assert VALUES.keys() == KEYS.keys()
+    named = {(key, OTHER_VALUES[name]) for key, names in KEYS.items() for name in names.split() if name in OTHER_VALUES}
+    tried = {*((key, value) for key, (_, value) in VALUES.items()), *named}
+    assert {(key, value): said for key, value in tried if (said := accepts(VALUES[key][0], key, value))} == {}
+    assert "constant_with_warmup" in accepts("rollout", "train.schedule", "constant_with_warmup")
+
+
+# A key with its value in a sentence: ``model.load_bits: 4``, ``track: {name: wandb, project: NAME}``.
+SET = re.compile(
+    r"\b((?:[a-z]\w*\.)*[a-z]\w*): (\{.*?\}(?=[,;) ]|$)|\[.*?\]|(?:true|null|\d+|[a-z0-9][\w.-]*\w)\b)(?!:)"
+)
+# Values that need a second key, which the refusal names.
+INCOMPLETE = {("task", "jsonl"): "task.path", ("task", "preferences"): "task.path", ("task", "mixture"): "task.parts"}
+
+
+def test_every_value_in_a_sentence_of_the_table_is_taken_by_a_recipe() -> None:
+    answers = {*OTHER_NAMES.values(), *(ours for rows in COMPONENTS.values() for ours in rows)}
+    pairs = {pair for answer in answers for pair in SET.findall(answer) if pair[0].split(".")[0] in Recipe.model_fields}
+    pairs = {(key, value) for key, value in pairs if "module:function" not in value and value not in ("module", "the")}
+    assert len(pairs) > 60
+    refused = {}
+    for pair in pairs:
+        said = [accepts(base, *pair) for base in BASES]
+        if all(said) and INCOMPLETE.get(pair, "?") not in " ".join(said):
+            refused[pair] = said[0]
+    assert refused == {}
+
+
+# Methods, optimizers, trackers and engines of 2026 that we do not have, by the kind of component.
+ABSENT = {
+    "objective": "gdpo dppo gfpo a2po vespo dro opsd sdft xpo bco tdpo dpop r-dpo beta-dpo wpo spin sppo npo simnpo",
+    "advantage": "gdpo vapo opo gpg remax",
+    "optimizer": "lion adafactor sophia shampoo soap sgd adamw_8bit paged_adamw_8bit schedule_free apollo came",
+    "tracker": "mlflow trackio clearml swanlab comet_ml neptune aim dvclive",
+    "engine": "sglang tgi lmdeploy ollama llamacpp hf trtllm",
+    "reward": "cosine_scaled_reward get_repetition_penalty_reward tag_count_reward rouge",
+    "task": "gpqa mmlu_pro livecodebench aime26 gsm8k_platinum humaneval_plus arc hellaswag",
+}
+# Names that no table has, similar to a name of ours.
+UNHEARD = {
+    "objective": "gxpo hgrpo zdpo grpo2 gqpo rapo ktpx",
+    "optimizer": "muonx adakron",
+    "tracker": "dashx",
+    "task": "gsm9",
+}
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_component_that_we_do_not_have_is_not_offered(kind: str) -> None:
+    for name in ABSENT[kind].split():
+        with pytest.raises(UnknownComponent, match="not offered") as caught:
+            registry.find(kind, name)
+        assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", UNHEARD)
+def test_unknown_component_gets_no_look_alike(kind: str) -> None:
+    for name in UNHEARD[kind].split():
+        with pytest.raises(UnknownComponent) as caught:
+            registry.find(kind, name)
+        assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["sync_ref_model", "num_generations", "sglang", "GRPOTrainer", "learnig_rate"])
+def test_a_name_has_the_same_answer_in_recipe_command_python_and_explain(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = answer_other_name(name) or answer_other_name("learning_rate")
+    with pytest.raises(RecipeError) as in_recipe:
+        load_recipe("tiny/grpo", [(name, "1")])
+    with pytest.raises(RecipeError) as in_python:
+        overrides_of({name: 1})
+    assert main(["train", "tiny/grpo", f"--{name}", "1"]) == 2
+    command = " ".join(capsys.readouterr().err.split())
+    main(["explain", name])
+    captured = capsys.readouterr()
+    explained = " ".join((captured.out + captured.err).split())
+    said = [str(in_recipe.value), str(in_python.value), command, explained]
+    assert [one for one in said if answer.strip() not in one] == []

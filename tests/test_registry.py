@@ -57,13 +57,13 @@ def test_refusals_name_place_cause_and_remedy(given: dict, message: str):
 
 
 def test_unknown_names_are_refused_with_a_suggestion():
-    declare_code(["no_such_module:f", "posttrain.registry:find_alll"])
+    declare_code(["no_such_module:f", "posttrain.registry:findd"])
     with pytest.raises(UnknownComponent, match=r"no advantage named 'normalised'\. Did you mean 'normalized'\?"):
         registry.find("advantage", "normalised")
     with pytest.raises(UnknownComponent, match="module 'no_such_module' cannot be imported"):
         registry.find("reward", "no_such_module:f")
-    with pytest.raises(UnknownComponent, match=r"has no function 'find_alll'\. Did you mean 'find'\?"):
-        registry.find("reward", "posttrain.registry:find_alll")
+    with pytest.raises(UnknownComponent, match=r"has no function 'findd'\. Did you mean 'find'\?"):
+        registry.find("reward", "posttrain.registry:findd")
 
 
 def test_find_removed_name_states_what_to_use():

@@ -47,7 +47,8 @@ from posttrain.commands.options import (
     spelled,
 )
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
-from posttrain.other_names import WORDS, answer_option, answer_other_name
+from posttrain.other_names import answer_absent, answer_option, answer_other_name
+from posttrain.other_names.command_names import WORDS
 from posttrain.untrusted import declare_from_command_line, guard_output
 
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
@@ -353,8 +354,12 @@ def _suggest(name: str, parser: argparse.ArgumentParser, sections: Sequence[str]
     if "." in name and parser.prog.endswith(" resume"):
         return " A run goes on by its own recipe, but for its length: --steps N."
     own = parser._option_string_actions
-    meant = answer_option(name, [*own, *(f"--{section}" for section in sections)]) or nearest(name, own)
-    elsewhere = answer_other_name(name) if sections == ANY and "." not in name else ""
+    meant = answer_option(name, [*own, *(f"--{section}" for section in sections)])
+    if not meant:
+        elsewhere = answer_other_name(name) if sections == ANY and "." not in name else answer_absent(name)
+        meant = "" if elsewhere else nearest(name, own) or ""
+    else:
+        elsewhere = ""
     return _word_of(name, parser) or (f" Did you mean {meant}?" if meant else elsewhere)
 
 

@@ -31,13 +31,19 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from difflib import SequenceMatcher
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 MOST_LETTERS = 100  # of a name that is compared with others
-MOST_LETTERS_OF_SHORT, LEAST_LETTERS_OF_PART, LEAST_LIKENESS = 4, 3, 0.65
+LETTERS_OF_SHORT, LETTERS_OF_LONG = 5, 9  # of a word: an acronym, and one in which two slips happen
+LEAST_LETTERS_OF_PART, LEAST_LETTERS_OF_WORD = 4, 3  # of a beginning, and of a whole word, that stands for a name
+MOST_SLIPS = 2
+WORDS_WITHOUT_MEANING = frozenset({"num", "number", "n", "of", "the", "new", "total", "use", "enable"})
+_DIGITS = "0123456789"
+# Ends of most names of methods, of which one letter makes another: policy and preference optimization, LoRA, SFT.
+_METHOD = ("po", "ora", "sft", "opd")
+_KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "1234567890")
 # Names that are no more, with what to use instead. Commands and their options are named with ``posttrain``.
 GONE = {
     "knights_and_knaves": "the task reasoning_gym with dataset: knights_knaves, and its grader scored",
@@ -204,28 +210,113 @@ def first_line(error: BaseException) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant, or None.
 
-    Names are compared by the share of common letters (``difflib``), without case and kind of separators. Swapped
-    letters, the begin of a name and some of its words count more; short names must begin alike.
+    A name is meant if the other one is it with typing slips (``name_slips``), its beginning, its words in another order
+    or some of its words. Case and the kind of separators do not count. A different name with similar letters is not
+    meant: ``gdpo`` is not ``gmpo``.
     """
-    found, closest = None, LEAST_LIKENESS
+    found, closest = None, float("inf")
     wanted = _spelled(name)
     for other in sorted(known):
         text = _spelled(other)
         if not wanted or not text or max(len(name), len(other)) > MOST_LETTERS:
             continue
-        words, others = set(wanted.split("_")), set(text.split("_"))
-        likeness = SequenceMatcher(None, wanted, text, autojunk=False).ratio()
-        if sorted(wanted) == sorted(text):
-            likeness = max(likeness, 0.9) + 0.05
-        elif len(wanted) <= MOST_LETTERS_OF_SHORT and wanted[0] != text[0]:
-            likeness = 0.0
-        is_part = text.startswith(wanted) or words <= others
-        is_whole = (wanted.startswith(text) and 2 * len(text) >= len(wanted)) or others <= words
-        if min(len(wanted), len(text)) >= LEAST_LETTERS_OF_PART and (is_part or is_whole):
-            likeness = max(likeness, 0.88 if is_part else 0.86)
-        if likeness > closest:
-            found, closest = other, likeness
+        cost = _distance_of_names(wanted, text)
+        if cost < closest:
+            found, closest = other, cost
     return found
+
+
+def _distance_of_names(wanted: str, text: str) -> float:
+    """Return how far a typed name is from a known one, or infinity for names that differ."""
+    words, others = wanted.split("_"), text.split("_")
+    if words == others:
+        return 0.0
+    if sorted(words) == sorted(others) or "".join(words) == "".join(others):
+        return 0.5
+    costs = [float("inf")]
+    if len(words) == len(others):
+        is_acronym = len(words) == 1
+        pairs = zip(words, others, strict=True)
+        costs.append(sum(name_slips(word, other, is_acronym=is_acronym) for word, other in pairs))
+    else:
+        costs.append(name_slips("".join(words), "".join(others)) + 0.5)
+    is_beginning = len(wanted) >= LEAST_LETTERS_OF_PART and text.startswith(wanted)
+    is_some_words = len(wanted) >= LEAST_LETTERS_OF_WORD and set(words) < set(others)
+    if is_beginning or is_some_words:
+        costs.append(1.5 + len(text) / 1000)
+    added = wanted.removeprefix(text)
+    is_longer = added != wanted and added.isalpha() and not added.endswith(_METHOD) and len(added) <= len(text)
+    if is_longer and len(text) > LEAST_LETTERS_OF_PART:
+        costs.append(2.0)  # judgement
+    if set(others) < set(words) and set(words) - set(others) <= WORDS_WITHOUT_MEANING:
+        costs.append(1.2)  # num_steps
+    best = min(costs)
+    return best if best <= MOST_SLIPS else float("inf")
+
+
+def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
+    """Return the number of typing slips between two words, or infinity where they are different words.
+
+    Slips are two neighbouring letters swapped and a letter missing, doubled or replaced. A short name (an acronym
+    such as ``gspo``) with a different letter is another name: there, an added letter must be next to the right one on a
+    keyboard, a replaced one is not the first, and none of a method (``..po``). Different digits at the end are another
+    version. ``is_acronym``: the word is the whole name.
+    """
+    if word == other:
+        return 0.0
+    if word.rstrip(_DIGITS) == other.rstrip(_DIGITS):
+        return float("inf")
+    is_method = word.endswith(_METHOD) or other.endswith(_METHOD)
+    if max(len(word), len(other)) > LETTERS_OF_SHORT and not is_method:
+        distance = _edit_distance(word, other)
+        allowed = 2 if min(len(word), len(other)) >= LETTERS_OF_LONG else 1
+        return float(distance) if distance <= allowed else float("inf")
+    is_added = not is_acronym and word[0] == other[0] and len(word) != len(other) and _edit_distance(word, other) == 1
+    return 1.0 if is_added or _is_one_slip(word, other) else float("inf")
+
+
+def _is_one_slip(word: str, other: str) -> bool:
+    """Return True if a short name is another one after one slip of the fingers."""
+    start = 0
+    while start < min(len(word), len(other)) and word[start] == other[start]:
+        start += 1
+    rest, meant = word[start:], other[start:]
+    if len(rest) == len(meant):
+        if rest[:2] == meant[:2][::-1] and rest[2:] == meant[2:]:
+            return len(word) > 2
+        is_method = word.endswith(_METHOD) or other.endswith(_METHOD)
+        is_near = (rest[0] + meant[0]).isalpha() or _are_neighbours(rest[0], meant[0])
+        return start > 0 and len(word) > 3 and rest[1:] == meant[1:] and not is_method and is_near
+    if start == 0 or abs(len(word) - len(other)) != 1:
+        return False
+    if len(rest) > len(meant):  # a key was hit twice, or with its neighbour
+        around = word[start - 1] + meant[:1]
+        return rest[1:] == meant and any(rest[0] == one or _are_neighbours(rest[0], one) for one in around)
+    may_miss = meant[0] == other[start - 1] or not rest or not other.endswith(_METHOD)  # gpo is not grpo
+    return len(word) > 2 and rest == meant[1:] and may_miss
+
+
+def _are_neighbours(one: str, other: str) -> bool:
+    """Return True for keys that are side by side on a keyboard."""
+    return any(one + other in row or other + one in row for row in _KEYBOARD)
+
+
+def _edit_distance(word: str, other: str) -> int:
+    """Return the number of letters added, left out, replaced or swapped with the next one (optimal alignment)."""
+    if abs(len(word) - len(other)) > MOST_SLIPS:
+        return MOST_LETTERS
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word, start=1):
+        last = row
+        row = [i]
+        for j, wanted in enumerate(other, start=1):
+            best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + int(letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and word[i - 2] == wanted:
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+        before = last
+    return row[-1]
 
 
 def _spelled(name: str) -> str:

@@ -24,7 +24,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
-from posttrain.other_names import answer_component
+from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
@@ -100,6 +100,9 @@ _MODULES = {
     kind: {component: module for module, components in modules.items() for component in components.split()}
     for kind, modules in COMPONENT_MODULES.items()
 }
+
+
+LEAST_LETTERS_OF_SLIP = 6  # of a name that is compared with the names of other libraries
 
 
 @dataclass(frozen=True)
@@ -398,6 +401,18 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near!r}?" if near else ""
 
 
+def suggest_key(name: str, known: Iterable[str]) -> str:
+    """Return what an unknown key, option or argument is called here, or the one that was meant, or nothing.
+
+    The table of other libraries' names answers before a similar name of ours, and knows slips in their names, too.
+    """
+    answer = answer_other_name(name) or suggest(name, known)
+    if answer or len(name) < LEAST_LETTERS_OF_SLIP:
+        return answer
+    slip = nearest(name, OTHER_NAMES)
+    return f" Did you mean {slip!r}?{answer_other_name(slip)}" if slip else ""
+
+
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
     """Return a pydantic error as lines for a user: place, what is wrong, what would work."""
     lines = []
@@ -416,9 +431,7 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
         return f"{explain_type(item['msg'], item['input'])}{hint}"
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
-    from posttrain.other_names import answer_other_name  # a long table, for errors alone
-
     last = str(item["loc"][-1])
     if answer := answer_other_name(key):
         return f"{label} has no key {last!r}.{answer}"
-    return f"{label} has no key {last!r}.{hint or suggest(last, known)} Known keys: {', '.join(known)}"
+    return f"{label} has no key {last!r}.{hint or suggest_key(last, known)} Known keys: {', '.join(known)}"

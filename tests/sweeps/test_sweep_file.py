@@ -418,7 +418,7 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
         (STEPS, "start: tiny/sft\n", "", "labelled: the start answers; give 'start'"),
         (RLHF, "judge: judge,", "judge: proxy,", "head_to_head.judge: policies need one reward model, and the judge"),
         (RLHF, "judge: judge,", "judge: poxy,", "head_to_head.judge: 'poxy' is none of the reward models: proxy"),
-        (CHAIN, "[sft, rm]", "[sft, rm, r]", "there is no other row 'r'. Did you mean 'rm'?"),
+        (CHAIN, "[sft, rm]", "[sft, rm, rmm]", "there is no other row 'rmm'. Did you mean 'rm'?"),
         ("study: best_of_n\n", "s", "s", "mine.yaml:1: study: this key was removed. Use rows"),
         ("base: tiny/grpo\nmethods: {a: {}}\n", "m", "m", "mine.yaml:2: methods: this key was removed. Use rows."),
     ],

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from posttrain import registry
 from posttrain.data.reading import HUB, SUFFIXES
 from posttrain.errors import PosttrainError, RecipeError, UsageError
-from posttrain.other_names import OTHER_NAMES, answer_option, answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_absent, answer_option
 from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS
@@ -34,18 +34,8 @@ Rewards: TypeAlias = Reward | Sequence[Reward | tuple[Reward, float]]  # a mappi
 Override: TypeAlias = tuple[str, str]
 # Folders next to the runs, for what Python gave them; hidden folders are no runs.
 ROWS, MODELS = ".rows", ".models"
-# Arguments of pt.train by their names elsewhere; keys of a recipe are in ``other_names``.
-_ARGUMENTS = {
-    **dict.fromkeys(("dataset", "dataset_name", "train_dataset", "train_data"), "data"),
-    **dict.fromkeys(("eval_dataset", "eval_tasks", "test_dataset"), "eval_data"),
-    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "rewards"),
-    **dict.fromkeys(("run_name", "experiment_name"), "run"),
-    **dict.fromkeys(("output_dir", "save_dir"), "runs_dir"),
-    **dict.fromkeys(("resume_from_checkpoint", "resume_from"), "resume, which is True or False"),
-    **dict.fromkeys(("disable_tqdm", "quiet", "verbose"), "progress, which is True or False"),
-    **dict.fromkeys(("tokenizer", "processing_class"), "model, as (model, tokenizer)"),
-    "callbacks": "on_step, on_evaluation or on_checkpoint, each one function",
-}
+# What the two numbers of an evaluation count, which many libraries call n.
+_COUNTED = {"limit": "limit (rows)", "samples": "samples (answers to each)"}
 
 
 def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
@@ -249,8 +239,7 @@ def _whole_key(name: str) -> str:
         keys = " or ".join(key.replace(".", "__") for key in inside)
         raise RecipeError(f"{name}: several sections of a recipe have this key. Write {keys}")
     every = [key for known in sections.values() for key in known] + list(sections)
-    argument = f" Here it is {_ARGUMENTS[name]}." if name in _ARGUMENTS else ""
-    hint = argument or answer_other_name(name) or registry.suggest(name, every)
+    hint = registry.suggest_key(name, every)
     raise RecipeError(f"{name}: no section of a recipe has this key.{hint} `posttrain explain` describes them")
 
 
@@ -268,12 +257,20 @@ def check_arguments(
         UsageError: with the name of the argument, and the one that is meant.
     """
     for name in others or ():
-        meant = (arguments or {}).get(answer_option(name, arguments or {}))
-        hint = f" This is called {meant} here." if meant else " The docstring describes those that there are"
-        raise UsageError(f"{name}: there is no such argument.{hint}")
+        raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments or {})}")
     for name, value in {**needed, **{name: value for name, value in optional.items() if value is not None}}.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
             raise UsageError(f"{name}: {value!r} is no whole number from 1 on. Give one")
+
+
+def _argument_hint(name: str, arguments: Mapping[str, str]) -> str:
+    """Return what an unknown argument is called here; ``arguments``: those that there are, by the command's options."""
+    options = answer_option(name, arguments).split(" or ")
+    meant = [arguments[option] for option in options if option in arguments]
+    if meant:
+        return f" This is called {' or '.join(_COUNTED.get(one, one) for one in meant)} here."
+    hint = answer_absent(name) or registry.suggest(name, arguments.values())
+    return hint or " The docstring describes those that there are"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
-from posttrain.commands.console import open_console
+from posttrain.commands.console import open_console, say_template
 from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.data.messages import read_messages
@@ -42,13 +42,13 @@ Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role 
 _ALIKE = {f"--{name.replace('_', '-')}": name for name in ("max_tokens", "temperature", "top_p", "top_k", "template")}
 _OF_EVALUATE = {
     "--task": "data",
-    "--limit": "n",
+    "--limit": "limit",
     "--samples": "samples",
     "--engine": "engine",
     "--out": "out",
     **_ALIKE,
 }
-_OF_GENERATE = {"--samples": "n", **_ALIKE}
+_OF_GENERATE = {"--samples": "samples", **_ALIKE}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def evaluate(
     model: Model,
     data: Data | None = None,
     *,
-    n: int = 500,
+    limit: int = 500,
     samples: int = 1,
     k: int | Sequence[int] | None = None,
     temperature: float | None = None,
@@ -125,7 +125,7 @@ def evaluate(
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         data: rows, a Dataset, a DataFrame, a file, a task's name, or a task with options. By default that of the run.
-        n: items at most; ``samples``: answers to each item; ``k``: of pass@k.
+        limit: rows at most; ``samples``: answers to each row; ``k``: of pass@k.
         temperature: 0 is greedy; by default 0 for one answer to each item, else 1.
         max_tokens: of an answer; by default, as ``template``, that of the run, else 256.
         best_of: a reward model's run that chooses among the samples.
@@ -141,12 +141,14 @@ def evaluate(
         (0.82, (0.73, 0.89), 100)
     """
     stop_import()
-    check_arguments({"n": n, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE)
+    check_arguments(
+        {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
+    )
     runs = os.fspath(runs_dir)
     word = None if data is None else data_word(data, runs)
     if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
         word = {"split": "all"} | word  # rows are those to measure; a file has a test part
-    rest: dict[str, object] = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
         drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
@@ -190,7 +192,7 @@ def generate(
     model: Model,
     prompts: Prompt | Iterable[Prompt],
     *,
-    n: int = 1,
+    samples: int = 1,
     max_tokens: int | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -198,16 +200,19 @@ def generate(
     seed: int = 0,
     template: str | Mapping[str, object] | None = None,
     runs_dir: Place = "runs",
+    progress: bool = True,
     **others: object,
 ) -> list[Answer]:
-    """Sample ``n`` answers to each prompt, as ``posttrain generate`` does; those of the first prompt come first.
+    """Sample answers to each prompt, as ``posttrain generate`` does; those of the first prompt come first.
 
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         prompts: questions, or conversations as lists of messages.
+        samples: answers to each prompt.
         temperature: 0 is greedy.
         max_tokens: by default that of the run.
         template: by default that of the run.
+        progress: say on stderr under which template the model is asked, if neither you nor a run says so.
 
     Raises:
         UsageError: no prompt, or a model that cannot be asked.
@@ -217,13 +222,22 @@ def generate(
         7
     """
     stop_import()
-    check_arguments({"n": n}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
+    check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
     source = find_source(model_name(model, runs_dir), os.fspath(runs_dir))
     examples = examples_of(prompts)
     word = None if template is None else complete_template(read_component(template, "template"), source)
+    if progress:
+        say_template(source, word)
     opened = open_model(source, word)
     return answers_to(
-        opened, examples, n=n, seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+        opened,
+        examples,
+        samples=samples,
+        seed=seed,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
     )
 
 
@@ -231,18 +245,18 @@ def answers_to(
     model: OpenedModel,
     examples: Sequence[Example],
     *,
-    n: int,
+    samples: int,
     seed: int,
     max_tokens: int | None,
     temperature: float,
     top_p: float = 1.0,
     top_k: int | None = None,
 ) -> list[Answer]:
-    """Sample ``n`` answers to each example, and grade those with a gold answer."""
+    """Sample answers to each example, and grade those with a gold answer."""
     template = model.grader.template
     prompts = [encode_prompt(model.tokenizer, template, one.messages, one.variables) for one in examples]
     places = [() if number == 0 else (number,) for number in range(len(examples))]
-    keys = [[derive_key(seed, "generate", *place, i) for i in range(n)] for place in places]
+    keys = [[derive_key(seed, "generate", *place, i) for i in range(samples)] for place in places]
     sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p)
     answers = []
     for example, prompt, completions in zip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class Sweep:
 def sweep(
     spec: Place | Mapping[str, object],
     *,
+    over: Mapping[str, Sequence[object]] | None = None,
+    rows: Sequence[str] | None = None,
+    seeds: int | None = None,
     data: Data | None = None,
     eval_data: Data | None = None,
     rewards: Rewards | None = None,
@@ -65,8 +68,11 @@ def sweep(
     """Train rows x seeds and compare them, as ``posttrain sweep`` does; finished trials of an earlier call are kept.
 
     Args:
-        spec: a sweep that ships, its file, or a mapping: ``recipe`` (a sweep or a recipe), ``over`` (one key with its
-            values), ``rows`` (names of the rows wanted) and ``seeds``.
+        spec: a sweep or a recipe that ships, its file, or a mapping: ``recipe`` (one of these), ``over``, ``rows`` and
+            ``seeds``, which may stand here or be arguments.
+        over: one key with its values, of a recipe of one run: a row for each value.
+        rows: names of the rows wanted; by default all.
+        seeds: runs of each row; by default the file's.
         data: as of ``pt.train``, for every row, and so are ``eval_data``, ``rewards``, ``model`` and ``keys``.
         jobs: trials at a time; by default one for each core, or one on a GPU.
         run: the name of its folder; by default ``sweep-`` and the recipe's name.
@@ -75,24 +81,30 @@ def sweep(
         UsageError: a trial cannot be trained; nothing was begun.
 
     Examples:
-        >>> done = pt.sweep({"recipe": "tiny/grpo", "over": {"train.lr": [1e-5, 1e-4]}, "seeds": 2})
+        >>> done = pt.sweep("tiny/grpo", over={"train.lr": [1e-5, 1e-4]}, seeds=2)
         >>> print(done.report)
         runs/sweep-tiny-grpo-over-train.lr/report.html
     """
     stop_import()
     content: dict[str, Any] = {"recipe": os.fspath(spec)} if isinstance(spec, str | os.PathLike) else dict(spec)
+    for key, value in {"over": over, "rows": rows, "seeds": seeds}.items():
+        if value is not None and content.get(key) is not None:
+            raise RecipeError(f"{key}: given twice, in the first argument and by name. Give it once")
+        if value is not None:
+            content[key] = value
     for key in content:
         if key not in KEYS:
             raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
     if not isinstance(content.get("recipe"), str):
         raise RecipeError("recipe: a sweep needs this key, a recipe's name or file, such as tiny/grpo")
-    over, rows, seeds = _read_over(content.get("over")), content.get("rows"), content.get("seeds")
-    check_arguments({}, {"seeds": seeds, "jobs": jobs})
-    folder = folder_of(run, str(content["recipe"]), None if over is None else over[0], runs_dir)
+    only, repeats = content.get("rows"), content.get("seeds")
+    row_key = _read_over(content.get("over"))
+    check_arguments({}, {"seeds": repeats, "jobs": jobs})
+    folder = folder_of(run, str(content["recipe"]), None if row_key is None else row_key[0], runs_dir)
     with without_command_line():
         overrides = [*given(runs_dir, data, eval_data, rewards, model), *overrides_of(keys)]
-        refuse_repeats([*overrides, (over[0], "")] if over else overrides)
-        plan = load_sweep(content["recipe"], overrides, folder=folder, rows=rows, num_seeds=seeds, over=over)
+        refuse_repeats([*overrides, (row_key[0], "")] if row_key else overrides)
+        plan = load_sweep(content["recipe"], overrides, folder=folder, rows=only, num_seeds=repeats, over=row_key)
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
     return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)

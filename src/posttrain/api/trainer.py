@@ -44,6 +44,8 @@ from posttrain.types import Batch, Example, Loss, Outputs, Rollout
 BASE: Mapping[str, Any] = {"task": {"name": "sums", "size": 1}, "objective": "grpo", "rollout": {}}
 Objective = str | Mapping[str, Any] | Callable[[Outputs, Batch], Loss]
 Groups = Sequence[Sequence[Rollout]]
+# Arguments of ``sample`` by the options of the commands.
+_OF_SAMPLE = {"--samples": "samples", "--max-tokens": "max_tokens"}
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,18 @@ class Trainer:
         return [self.source.task.examples[self.source.kept[place]] for place in self.source.order.turn(step - 1).places]
 
     def sample(
-        self, prompts: Prompt | Iterable[Prompt | Example], *, n: int | None = None, max_tokens: int | None = None
+        self,
+        prompts: Prompt | Iterable[Prompt | Example],
+        *,
+        samples: int | None = None,
+        max_tokens: int | None = None,
+        **others: object,
     ) -> list[list[Rollout]]:
-        """Sample ``n`` completions of each prompt with the current weights, and grade them.
+        """Sample completions of each prompt with the current weights, and grade them.
 
         Args:
             prompts: questions, lists of messages, or the examples of ``prompts``, which have gold answers.
-            n: by default ``rollout.group_size``.
+            samples: completions of each prompt; by default ``rollout.group_size``.
             max_tokens: by default ``rollout.max_tokens``.
 
         Returns:
@@ -134,10 +141,10 @@ class Trainer:
             ``advantage``.
 
         Examples:
-            >>> groups = trainer.sample(["What is 3 plus 4?"], n=2)
+            >>> groups = trainer.sample(["What is 3 plus 4?"], samples=2)
             >>> [rollout.text for rollout in groups[0]]
         """
-        check_arguments({}, {"n": n, "max_tokens": max_tokens})
+        check_arguments({}, {"samples": samples, "max_tokens": max_tokens}, others, _OF_SAMPLE)
         source, step, examples = self.source, self.step + 1, examples_of(prompts)
         template, sampling = source.grader.template, source.sampling
         request = RolloutRequest(
@@ -145,7 +152,7 @@ class Trainer:
             [encode_prompt(self.tokenizer, template, one.messages, one.variables) for one in examples],
             sampling if max_tokens is None else replace(sampling, max_tokens=max_tokens),
             key=(self.recipe.train.seed, f"rollout {self._calls}", step),
-            group=n or source.options.group_size,
+            group=samples or source.options.group_size,
             step=step,
         )
         self._calls += 1

@@ -26,7 +26,7 @@ from posttrain.other_names import OTHER_NAMES, answer_other_name
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
-from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest
+from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest_key
 from posttrain.store.metric_names import METRICS, find_metric
 from posttrain.sweeps.file import training_recipe_names
 
@@ -297,7 +297,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if not (is_known or keys or having or metric or answer):
         if name in GONE:
             raise UnknownComponent(f"{name!r} was removed. Use {GONE[name]}.")
-        hint = suggest(name, all_names())
+        hint = suggest_key(name, all_names())
         raise UnknownComponent(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
     if answer:
         say(console, f"{name}:{answer}\n")

@@ -48,7 +48,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         answers = answers_to(
             sampler,
             examples,
-            n=arguments.samples,
+            samples=arguments.samples,
             seed=arguments.seed,
             max_tokens=arguments.max_tokens,
             temperature=arguments.temperature,

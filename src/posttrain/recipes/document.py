@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
+from posttrain.other_names import answer_other_name
 from posttrain.recipes.sections import Component, Section
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
@@ -215,8 +216,6 @@ class Document(Generic[T]):
             if key == "data" and isinstance(item["input"], str):
                 hint = ". A file of rows is task.path (task jsonl or preferences)"
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
-        from posttrain.other_names import answer_other_name
-
         known = known_keys(self.model, path[:-1])
         inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
         meant = nearest(path[0], known) if inner != key else None
@@ -336,7 +335,8 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
     if name_or_path not in known:
         near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
         sweep = f" Did you mean `posttrain sweep {name_or_path}`?" if f"sweep/{name_or_path}" in known else ""
-        hint = sweep or registry.suggest(name_or_path, near) or recipe_hint(name_or_path)
+        elsewhere = answer_other_name(name_or_path.rpartition("/")[2])
+        hint = sweep or registry.suggest(name_or_path, near) or recipe_hint(name_or_path) or elsewhere
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
     return f"{name_or_path}.yaml", (_SHIPPED / f"{name_or_path}.yaml").read_text(encoding="utf-8")
 
