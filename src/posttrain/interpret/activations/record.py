@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.data.base import build_task
 from posttrain.data.reading import SUFFIXES, read_file
 from posttrain.data.render import encode_plain, encode_prompt
@@ -89,7 +90,8 @@ def record(
     writer, plan = StoreWriter(folder, index, texts), plan_shards([len(ids) for ids in texts.ids], rows)
     for number in range(len(writer.index.shards), len(plan)):
         observe(number, len(plan))
-        tensors = _compute(readers, texts.ids, plan[number], list(index.widths), batch, TOKENS_PER_BATCH[device])
+        with phase(f"recording shard {number + 1} of {len(plan)}"):
+            tensors = _compute(readers, texts.ids, plan[number], list(index.widths), batch, TOKENS_PER_BATCH[device])
         norms = {name: torch.linalg.vector_norm(tensors[name], dim=1, dtype=torch.float32) for name in index.columns}
         first = (tensors["position"] == 0) & (tensors["tokens"] != (-1 if start_id is None else start_id))
         if number == 0 and outliers:
