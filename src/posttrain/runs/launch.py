@@ -267,7 +267,7 @@ def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
     pattern = re.escape(name) if name is not None else rf"{re.escape(base)}(-\d+)?"
     candidates = [one for one in known if re.fullmatch(pattern, one)]
     if candidates:
-        return _newest_of(root, candidates)
+        return max((root / one for one in candidates), key=_age)
     problem = f"nothing to continue in {root}: no {base!r} there. {list_names(known)}. Name the run with --run NAME; to"
     if name is not None:
         problem = f"there is no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. To"
