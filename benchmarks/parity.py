@@ -103,7 +103,7 @@ def our_loss(case: Case, draw: Draw) -> Tensor:
     """Objective × aggregation, as the training loop multiplies them."""
     entry = find("objective", case.word)
     outputs, batch = our_inputs(case, draw, rows_per_unit=2 if entry.traits["level"] == "pair" else 1)
-    regularizers = {key: value for key, value in case.options.items() if key in ("kl", "entropy_bonus")}
+    regularizers = {key: value for key, value in case.options.items() if key in REGULARIZERS}
     objective = entry.bind({key: value for key, value in case.options.items() if key not in regularizers})
     values = (
         with_regularizers(objective, **regularizers)(outputs, batch).values
@@ -117,6 +117,7 @@ def our_loss(case: Case, draw: Draw) -> Tensor:
     return (torch.where(weights > 0, values, torch.zeros_like(values)) * weights).sum()
 
 
+REGULARIZERS = ("kl_coef", "entropy_coef")  # arguments of ``with_regularizers``
 UNITS: tuple[str, dict[str, Any]] = ("unit_mean", {})
 SEQUENCES: tuple[str, dict[str, Any]] = ("sequence_mean", {})
 TOKENS: tuple[str, dict[str, Any]] = ("token_mean", {})
@@ -220,15 +221,15 @@ def policy_cases() -> Iterator[Case]:
         "than 0.2; ours is MiniMax-M1's, where the cap is 1 + ε; see the row above"
     )
     yield grpo("grpo", {}, SEQUENCES, "grpo")
-    yield grpo("grpo", {"kl": 0.3}, SEQUENCES, "grpo", beta=0.3)
+    yield grpo("grpo", {"kl_coef": 0.3}, SEQUENCES, "grpo", beta=0.3)
     yield grpo("grpo", loose, TOKENS, "dapo", epsilon_high=0.28)
     yield grpo("grpo", loose, TOKENS, "bnpo", epsilon_high=0.28)
     yield grpo("grpo", {}, fixed, "dr_grpo", max_completion_length=32)
-    yield grpo("grpo", {"entropy_bonus": 0.2}, TOKENS, "dapo", entropy_coef=0.2)
-    yield grpo("grpo", {"entropy_bonus": 0.2}, SEQUENCES, "grpo", entropy_coef=0.2, differs=per_token)
+    yield grpo("grpo", {"entropy_coef": 0.2}, TOKENS, "dapo", entropy_coef=0.2)
+    yield grpo("grpo", {"entropy_coef": 0.2}, SEQUENCES, "grpo", entropy_coef=0.2, differs=per_token)
     narrow = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
     yield grpo("gspo", {}, SEQUENCES, "grpo", **narrow)
-    yield grpo("gspo", {"kl": 0.3}, SEQUENCES, "grpo", beta=0.3, **narrow)
+    yield grpo("gspo", {"kl_coef": 0.3}, SEQUENCES, "grpo", beta=0.3, **narrow)
     yield grpo("gspo_token", {}, SEQUENCES, "grpo", **narrow)
     yield grpo("cispo", {"clip_high": 0.4}, TOKENS, "cispo", epsilon_high=1.4)
     yield grpo("cispo", {"clip_high": 0.2}, TOKENS, "cispo", differs=capped)
@@ -236,6 +237,10 @@ def policy_cases() -> Iterator[Case]:
     yield grpo("gmpo", {}, SEQUENCES, "default", kind="GMPOTrainer", epsilon_low=0.4, epsilon_high=0.4)
     first = grpo("reinforce", {}, ("constant", {"length": 1}), "default", kind="RLOOTrainer", gradient_only=True)
     yield replace(first, settings="on policy")
+
+
+def all_cases() -> list[Case]:
+    return [*paired_cases(), *reference_free_cases(), *distillation_cases(), *policy_cases()]
 
 
 def largest(values: list[Tensor]) -> float:
@@ -297,7 +302,7 @@ def main() -> int:
     if importlib.util.find_spec("trl") is None:
         parser.error("TRL is not installed; pip install -e '.[bench]'")
     torch.set_default_dtype(torch.float64)  # TRL makes its constants in the default precision
-    cases = [*paired_cases(), *reference_free_cases(), *distillation_cases(), *policy_cases()]
+    cases = all_cases()
     words = sorted({case.word for case in cases})
     if arguments.word not in (None, *words):
         parser.error(f"--word {arguments.word}: TRL is compared with {', '.join(words)}")

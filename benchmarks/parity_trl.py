@@ -137,9 +137,9 @@ def ids(draw: Draw, token: int = MAIN) -> Tensor:
 
 
 def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 0.0) -> Baseline:
-    from trl import DPOTrainer
-
     def theirs(draw: Draw) -> Tensor:
+        from trl import DPOTrainer
+
         draw = draw.chosen_then_rejected()
         trainer = fake_trainer(
             ld_alpha=None,
@@ -161,9 +161,9 @@ def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 
 
 
 def kto_trainer(beta: float, desirable: float, undesirable: float) -> Baseline:
-    from trl import KTOTrainer
-
     def theirs(draw: Draw) -> Tensor:
+        from trl import KTOTrainer
+
         trainer = fake_trainer(
             calculate_KL=True,
             precompute_ref_logps=False,
@@ -186,11 +186,11 @@ def kto_trainer(beta: float, desirable: float, undesirable: float) -> Baseline:
 
 def pair_trainer(name: str, **settings: Any) -> Baseline:
     """CPOTrainer or ORPOTrainer: they take logits, and the prompt with label −100."""
-    from trl.experimental import cpo, orpo
-
-    trainer_class: Any = {"CPOTrainer": cpo.CPOTrainer, "ORPOTrainer": orpo.ORPOTrainer}[name]
 
     def theirs(draw: Draw) -> Tensor:
+        from trl.experimental import cpo, orpo
+
+        trainer_class: Any = {"CPOTrainer": cpo.CPOTrainer, "ORPOTrainer": orpo.ORPOTrainer}[name]
         ordered = draw.chosen_then_rejected()
         trainer = fake_trainer(is_encoder_decoder=False, pad_token_id=0, padding_value=0, **settings)
         for method in ("concatenated_inputs", "get_batch_logps"):
@@ -256,9 +256,9 @@ class PolicyTrainer:
 
 
 def reward_trainer(center: float | None, margin: bool = False) -> Baseline:
-    from trl import RewardTrainer
-
     def theirs(draw: Draw) -> Tensor:
+        from trl import RewardTrainer
+
         draw = draw.chosen_then_rejected()
         last = draw.scores.gather(1, draw.real.sum(dim=1, keepdim=True) - 1)
         trainer = fake_trainer(args=SimpleNamespace(center_rewards_coefficient=center))
@@ -271,9 +271,9 @@ def reward_trainer(center: float | None, margin: bool = False) -> Baseline:
 
 
 def distillation_trainer(beta: float) -> Baseline:
-    from trl.experimental.gkd import GKDTrainer
-
     def theirs(draw: Draw) -> Tensor:
+        from trl.experimental.gkd import GKDTrainer
+
         labels = ids(draw).masked_fill(~draw.mask, -100)
         return GKDTrainer.generalized_jsd_loss(draw.logits, draw.teacher_logits, labels=labels, beta=beta)
 
@@ -282,9 +282,10 @@ def distillation_trainer(beta: float) -> Baseline:
 
 def self_distillation_trainer(mode: str, alpha: float, candidates: int | None = None, tail: bool = False) -> Baseline:
     """SDPOTrainer; rows with label 1 are those that have feedback."""
-    from trl.experimental.sdpo import SDPOTrainer
 
     def theirs(draw: Draw) -> Tensor:
+        from trl.experimental.sdpo import SDPOTrainer
+
         options = SimpleNamespace(distillation_mode=mode, distillation_alpha=alpha, distillation_is_clip=None)
         if mode == "topk_logits":
             options.distillation_topk, options.distillation_add_tail, options.distillation_is_clip = (

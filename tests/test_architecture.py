@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "randomness",
         "untrusted",
         "process_group",
+        "activity",
         "folders",
     ),
     "recipes": ("recipes",),

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # By script: its arguments, the package that it needs, and a text of its output.
@@ -150,6 +151,19 @@ def test_a_row_that_fails_is_kept_with_its_error(load: Any, monkeypatch: pytest.
     row = script.measure("sft-0.6b", 1, True)
     assert "no_such_script.py" in row["failed"]
     assert script.line(row).startswith("sft-0.6b: failed: ")
+
+
+def test_parity_computes_our_side_of_every_row_without_the_other_library(load: Any) -> None:
+    script = load("parity.py")
+    cases = script.all_cases()
+    assert len(cases) > 40
+    for case in cases:
+        draw = script.make_draw(0, case.prompt_tokens)
+        loss = script.our_loss(case, draw)
+        assert loss.isfinite(), case.word
+        assert loss.dtype == torch.float64
+    stored = json.loads((FOLDER / "results" / "parity.json").read_text())["rows"]
+    assert [(row["word"], row["options"]) for row in stored] == [(case.word, case.options) for case in cases]
 
 
 def write_pairs(folder: Path) -> None:

@@ -74,3 +74,30 @@ def test_without_posix_modules_are_imported_and_commands_and_locks_end_well(tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "runs" / "two-steps" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if '"step": 2' in line]
+
+
+# psutil picks its back end by ``sys.platform``, and that of Linux imports ``resource``. A simulation that takes the
+# modules from psutil, too, ends in transformers' "Could not import module 'Qwen3ForCausalLM'"; on Windows it does not.
+ONLY_FOR_PSUTIL = """
+import builtins
+BLOCKED, original, asked = ("fcntl", "resource", "pwd", "grp", "termios"), builtins.__import__, set()
+def import_unless_posix(name, globals=None, *rest, **more):
+    importer = (globals or {}).get("__name__", "").partition(".")[0]
+    if name in BLOCKED and importer != "psutil":
+        asked.add(importer)
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return original(name, globals, *rest, **more)
+builtins.__import__ = import_unless_posix
+from transformers import Qwen3ForCausalLM
+from posttrain.models.load import load_model
+from posttrain.recipes.sections import ModelSection
+assert type(load_model(ModelSection(name="tiny"), seed=0).model) is Qwen3ForCausalLM
+assert asked, "nobody asks, so this proves nothing"
+"""
+
+
+def test_without_posix_modules_from_the_start_a_model_is_loaded(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", ONLY_FOR_PSUTIL]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

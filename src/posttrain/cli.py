@@ -19,9 +19,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from posttrain import __version__
+from posttrain.activity import heartbeat, is_redirected
 from posttrain.commands.interpret.steering import STEERING
 from posttrain.commands.options import (
     ACCEPT_HELP,
@@ -101,7 +102,8 @@ class Command:
     ``options``: the place of its options, if they are not in ``_OPTIONS``; by default ``OPTIONS`` of the body's module.
     ``keys``: sections whose keys are options, too (ANY: all of a recipe; None: none). ``models``: options that
     name models or runs: a name that is nowhere is refused before a library is imported. ``tables``: it takes
-    ``--format``. ``runs``: it opens runs.
+    ``--format``. ``runs``: it opens runs. ``beats``: where a long silence is broken: where its progress is shown, and
+    not where its result is; "" for what waits for a person.
     """
 
     help: str
@@ -111,6 +113,7 @@ class Command:
     tables: bool = False
     runs: bool = True
     options: str | None = None
+    beats: Literal["stdout", "stderr", ""] = "stderr"
 
 
 def imported(place: str) -> Any:
@@ -240,19 +243,19 @@ _OPTIONS = {
 }  # fmt: skip
 _INPUT = ("task", "template")
 COMMANDS = {
-    "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo"),
+    "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", beats="stdout"),
     "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
-    "train": Command("train by a recipe", "train:run_train", keys=ANY),
+    "train": Command("train by a recipe", "train:run_train", keys=ANY, beats="stdout"),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
-                     "sweeps:run_sweep", keys=ANY, tables=True),
+                     "sweeps:run_sweep", keys=ANY, tables=True, beats="stdout"),
     "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_INPUT, "engine"),
-                        models=("models", "against", "best_of", "judge"), tables=True),
+                        models=("models", "against", "best_of", "judge"), tables=True, beats="stdout"),
     "generate": Command("sample answers from a model or a run", "generate:run_generate", keys=_INPUT,
                         models=("model",)),
     "chat": Command("talk to a model, or to several at once", "chat.conversation:run_chat", keys=("template",),
-                    models=("models",)),
+                    models=("models",), beats=""),
     "serve": Command("let other programs ask a model over HTTP, as they ask OpenAI", "serve.command:run_serve",
-                     keys=("template",), models=("model",)),
+                     keys=("template",), models=("model",), beats=""),
     "serve-command": Command("print the line that starts a vLLM server", "serve.command:run_serve_command",
                              options="serve.command:LINE_OPTIONS"),
     "quantize": Command("store a model in 8 or 4 bits, and say what that costs", "models.quantize:run_quantize",
@@ -260,7 +263,7 @@ COMMANDS = {
     "models": Command("list the models that can be had by name, or fetch one", "models.listing:run_models",
                       tables=True, runs=False),
     "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
-                      models=("models",)),
+                      models=("models",), beats=""),
     "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes",
                        tables=True, runs=False),
     "explain": Command("explain a component or a section of a recipe: equation, options, recipes that use it",
@@ -270,7 +273,8 @@ COMMANDS = {
     "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),
-    **{f"runs {name}": Command(text, f"runs:run_{name}", tables=name in ("list", "show", "compare"))
+    **{f"runs {name}": Command(text, f"runs:run_{name}", tables=name in ("list", "show", "compare"),
+                               beats={"resume": "stdout", "manage": ""}.get(name, "stderr"))
        for name, text in (
            ("list", "every run: its state, primary metric and size"),
            ("show", "one run or sweep in full"),
@@ -285,11 +289,11 @@ COMMANDS = {
                            keys=_INPUT, models=("model", "paired")),
     "sae": Command("sparse autoencoders: train one, read its features, see what training changed", runs=False),
     "sae train": Command("train a sparse autoencoder on activations, by a recipe", "interpret.sae:run_sae_train",
-                         options="interpret.sae:TRAIN_OPTIONS", keys=ANY),
+                         options="interpret.sae:TRAIN_OPTIONS", keys=ANY, beats="stdout"),
     "sae features": Command("what the features of a sparse autoencoder stand for, as one page",
                             "interpret.sae:run_sae_features", options="interpret.sae:FEATURES_OPTIONS", keys=()),
     "sae diff": Command("what training changed: two models seen through the same features",
-                        "interpret.sae:run_sae_diff", options="interpret.sae:DIFF_OPTIONS", keys=ANY),
+                        "interpret.sae:run_sae_diff", options="interpret.sae:DIFF_OPTIONS", keys=ANY, beats="stdout"),
 }  # fmt: skip
 
 
@@ -436,12 +440,23 @@ def run_command(arguments: Sequence[str]) -> int:
                 importlib.import_module("posttrain.runs.paths").refuse_absent(
                     namespace.runs_dir, name, may_be_file=option == "judge"
                 )
-    body = command.body or COMMANDS[f"{namespace.command} {namespace.action}"].body
-    assert body is not None, "actions have bodies"
+    if command.body is None:
+        command = COMMANDS[f"{namespace.command} {namespace.action}"]
     if getattr(namespace, "format", "table") == "table":
-        return int(imported(body)(namespace))
+        return _run_body(command, namespace)
     with imported("console:tables_as_json")():
-        return int(imported(body)(namespace))
+        return _run_body(command, namespace)
+
+
+def _run_body(command: Command, namespace: argparse.Namespace) -> int:
+    """Run a command's function, with a line about what it does after a long silence in a file or pipe."""
+    assert command.body is not None, "actions have bodies"
+    is_printed = getattr(namespace, "dry_run", False)
+    stream = sys.stderr if command.beats == "stderr" or is_printed else sys.stdout
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun has started
+    is_on = bool(command.beats) and not getattr(namespace, "quiet", False) and is_redirected() and is_first
+    with heartbeat(f"posttrain {namespace.command}", stream, is_on=is_on):
+        return int(imported(command.body)(namespace))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

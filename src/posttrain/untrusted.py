@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -79,6 +80,19 @@ def fitting(texts: Sequence[str]) -> Callable[[str], str]:
     return fit
 
 
+_LAST_OUTPUT = [0.0]  # monotonic seconds
+
+
+def note_output() -> None:
+    """Remember that something was printed now."""
+    _LAST_OUTPUT[0] = time.monotonic()
+
+
+def seconds_since_output() -> float:
+    """Return the seconds since something was printed through a guarded stream or a console of ours."""
+    return time.monotonic() - _LAST_OUTPUT[0]
+
+
 class HarmlessStream:
     """A text stream through which only harmless text passes; in all else it is the stream behind it.
 
@@ -97,6 +111,7 @@ class HarmlessStream:
                 shown = text
             elif text.startswith("\r"):
                 shown = f"\r{harmless(text[1:])}"
+        note_output()
         self.rich_proxied_file.write(shown)
         return len(text)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.interpret.sae import find_model
-from posttrain.interpret.differences.recipe import Compared
+from posttrain.commands.demo import STORIES, make_plan
+from posttrain.commands.interpret.sae import find_model, find_pair
+from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
 from posttrain.recipes.recipe import load_recipe
 from posttrain.reports.differences import findings, render_diff
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, new_status
 from posttrain.runs.launch import find_runs
 
 LITTLE = {
@@ -203,3 +206,25 @@ def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
 
 def _plain(status: Any) -> dict[str, Any]:
     return {name: getattr(status, name) for name in status.__slots__}
+
+
+def test_what_did_rl_change_after_the_demo_takes_the_runs_of_the_demo(tmp_path: Path) -> None:
+    """A later run of the same SFT recipe, from which no run of GRPO began, is not taken in place of the demo's."""
+    plan = make_plan(tmp_path, 0, STORIES["reasoning"])
+    later = tmp_path / "tiny-sft"
+    for folder, of in ((plan.sft, plan.sft_recipe), (plan.grpo, plan.grpo_recipe), (later, plan.sft_recipe)):
+        folder.mkdir()
+        run = RunDirectory(folder)
+        run.recipe_path.write_text(of.to_yaml(), encoding="utf-8")
+        run.write_status(replace(new_status(1, None), state="finished"))
+    os.utime(later / "recipe.yaml", (2e9, 2e9))
+    recipe = load_diff_recipe(["tiny/what-did-rl-change"]).resolve()
+    assert recipe.post.recipe is not None
+    assert find_runs(plan.sft_recipe, tmp_path)[0] == later
+    base = find_pair(recipe, tmp_path)
+    assert base == str(plan.sft)
+    message: list[str] = []
+    assert find_model(recipe.post, tmp_path, base, True, message.append) == str(plan.grpo)
+    assert "a finished run is there" in message[0]
+    (plan.grpo / "status.json").unlink()
+    assert find_pair(recipe, tmp_path) is None

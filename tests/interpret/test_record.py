@@ -368,3 +368,18 @@ def test_activations_much_is_written_only_when_it_is_wanted(
     assert "100 tokens x 268 bytes = 0.0 MB at most: add --yes to record them" in refused(capsys, *request)
     assert not (here / "s").exists()
     assert main(["activations", *request, "--yes"]) == 0
+
+
+def test_read_documents_with_a_limit_reads_so_many_rows(small_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": word}) + "\n" for word in ("one", "two", "three")))
+    whole = read_documents(small_tokenizer, text=str(path), context_tokens=1000)
+    found = read_documents(small_tokenizer, text=str(path), context_tokens=1000, limit=2)
+    assert found.ids == whole.ids[:2]
+    assert found.data == {**whole.data, "limit": 2}  # another recording than that of all
+    prompts = read_documents(small_tokenizer, task=STORIES, template=R1_ZERO, context_tokens=1000)
+    assert (
+        read_documents(small_tokenizer, task=STORIES, template=R1_ZERO, context_tokens=1000, limit=3).ids
+        == (prompts.ids[:3])
+    )
+    assert len(prompts.ids) > 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,3 +240,38 @@ def test_the_page_of_a_sweep_follows_the_theme_scrolls_tables_and_ends_with_answ
     assert re.findall(r'question turn"><b>(\w+)</b>', body) == ["user", "assistant", "user"]
     assert '<a href="cells/b-seed0/report.html">b-seed0</a>' in body
     assert Page(text).open == []
+
+
+DRAW_AND_TELL = """
+import os, sys
+from pathlib import Path
+from posttrain.reports.charts import Panel, Series, draw_png, draw_svg
+panel = Panel("a", "b", [Series("x", [1.0, 2.0], [1.0, 2.0])])
+assert draw_svg(panel).startswith("<svg")
+assert draw_png([panel], "title", "a.png").stat().st_size > 1000
+assert os.environ.get("MPLBACKEND", "") == sys.argv[1]
+import matplotlib
+print(matplotlib.get_backend(auto_select=False), matplotlib.rcParams["text.usetex"], matplotlib.rcParams["font.size"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "kept"),
+    [
+        ("module://matplotlib_inline.backend_inline", "None"),
+        ("module://no_such_package.backend", "module://no_such_package.backend"),
+        ("no such backend", "None"),
+        ("agg", "agg"),
+        ("", "None"),
+    ],
+)
+def test_draw_with_any_backend_of_the_surroundings_draws_and_keeps_the_users_own(
+    backend: str, kept: str, tmp_path: Path
+) -> None:
+    """The settings of the user's own file do not matter either: with LaTeX for texts nothing would be drawn."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfont.size: 31\n")
+    environment = os.environ | {"MPLBACKEND": backend, "PYTHONPATH": os.pathsep.join(sys.path), "PATH": ""}
+    command = [sys.executable, "-c", DRAW_AND_TELL, backend]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [kept, "True", "31.0"]

@@ -10,9 +10,12 @@ import pytest
 from transformers import AutoConfig
 
 from posttrain.cli import main
+from posttrain.models.published import PUBLISHED as SHIPPED
+from posttrain.models.published import published_config
 from posttrain.recipes.recipe import load_recipe
+from posttrain.sweeps.file import training_recipe_names
 from posttrain.training import memory
-from posttrain.training.memory import estimate_memory, memory_of
+from posttrain.training.memory import estimate_memory, memory_of, weights_of
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "how-to" / "fit-in-memory.md"
 # What the published configurations state.
@@ -78,6 +81,29 @@ def test_a_dry_run_states_the_parts_next_to_the_recipe(capsys: pytest.CaptureFix
         *("most in an update", "most while sampling"),
     ]
     assert (parts["weights"], parts["gradients"]) == ("3.4 MiB", "3.4 MiB")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_has_the_shapes_of_the_published_configuration(name: str) -> None:
+    architecture, sizes = PUBLISHED[name]
+    config, given = AutoConfig.for_model(architecture, **sizes), published_config(name)
+    assert given is not None
+    assert weights_of(given) == weights_of(config)
+
+
+def test_a_dry_run_of_a_shipped_recipe_without_a_hub_estimates_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "grpo-gsm8k", "--dry-run", "--memory"]) == 0
+    assert "most in an update" in capsys.readouterr().err
+    assert main(["train", "grpo-gsm8k", "--dry-run", "--memory", "--model.name", "nobody/made-this"]) == 0
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("memory: no estimate"))
+    assert "config.json of nobody/made-this" in line
+
+
+def test_every_model_of_the_hub_in_a_shipped_recipe_has_published_shapes() -> None:
+    names = {load_recipe(name).model.name for name in training_recipe_names()}
+    of_the_hub = {name for name in names if "/" in name and not name.startswith("runs/")}
+    assert len(of_the_hub) > 5
+    assert of_the_hub <= set(SHIPPED)
 
 
 def test_other_architectures_and_strange_folders_are_reported_in_words(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.activity import heartbeat
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -141,7 +142,8 @@ def carry_out(plan: Plan, command: str, jobs: int | None, *, quiet: bool) -> Swe
         if is_failure or not quiet:
             say(console, line, "red" if is_failure else "dim")
 
-    outcome: Outcome = run_trials(plan, jobs=jobs, say=tell)
+    with heartbeat("sweep", console.file, is_on=not quiet and not console.is_terminal):
+        outcome: Outcome = run_trials(plan, jobs=jobs, say=tell)
     results, page = None, None
     try:
         results = collect_sweep(plan, outcome, command)

@@ -22,7 +22,7 @@ from rich.style import Style
 from rich.table import Table
 
 from posttrain.store.durable import sayable
-from posttrain.untrusted import harmless, harmless_json
+from posttrain.untrusted import harmless, harmless_json, note_output
 
 if TYPE_CHECKING:  # training prints no table of an evaluation
     from posttrain.evaluation.tables import TextTable
@@ -71,6 +71,7 @@ class OutputConsole(Console):
 
     def print(self, *objects: object, **options: Any) -> None:
         """Print; a table is collected where a form is asked for, and as wide as it needs to be in a pipe."""
+        note_output()
         collected = _COLLECTED.get()
         if len(objects) != 1 or not isinstance(objects[0], Table):
             super().print(*objects, **options)

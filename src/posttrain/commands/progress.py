@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from posttrain.activity import heartbeat
 from posttrain.commands.console import Text, open_console, say
 from posttrain.runs.launch import start_text
 from posttrain.store.metric_names import ACCURACY, METRICS
@@ -167,6 +168,14 @@ class PlainProgress(Progress):
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._console = console
+        self._heartbeat = heartbeat("training", console.file)
+
+    def __enter__(self) -> Self:
+        self._heartbeat.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._heartbeat.__exit__(None, None, None)
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
         every = max(1, self.steps // NUM_PLAIN_LINES)

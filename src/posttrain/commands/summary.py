@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.activity import phase
 from posttrain.commands.progress import show_duration
 from posttrain.data.render.template import build_template
 from posttrain.recipes.recipe import Recipe
@@ -30,6 +31,7 @@ NUM_TRANSCRIPTS = 6
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
 
 
+@phase("writing the report")
 def write_summary(folder: str | Path) -> Path:
     """Draw and write the summary of a run; return the report's path. Anything older is replaced.
 

@@ -145,7 +145,7 @@ def _print_memory(recipe: Recipe) -> None:
 
     estimate = estimate_memory(recipe)
     if isinstance(estimate, str):
-        print(harmless(f"memory: no estimate, for {estimate}"), file=sys.stderr)
+        print(harmless(f"memory: no estimate: {estimate}"), file=sys.stderr)
         return
     print("memory of one process, an estimate (docs/how-to/fit-in-memory.md says what is counted):", file=sys.stderr)
     for name, num_bytes in estimate.rows():

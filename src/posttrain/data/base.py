@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from posttrain import registry
+from posttrain.activity import Phase, phase
 from posttrain.errors import RecipeError, UsageError
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
@@ -87,7 +88,8 @@ def num_repeated(examples: Sequence[Example]) -> int:
 
 def build_task(component: Component, where: str = "task") -> Task:
     """Build the task that a recipe names."""
-    task = registry.call(where, registry.find("task", component.name, where).bind(component.options, where))
+    with phase(f"reading task {component.name}"):
+        task = registry.call(where, registry.find("task", component.name, where).bind(component.options, where))
     if not isinstance(task, Task):
         what = "the function must return a posttrain.data.base.Task. Rows are given as a list, or as a file"
         raise UsageError(f"{where}: {component.name} returned {registry.describe_result(task)}; {what}")
@@ -215,9 +217,16 @@ class Description:
 def describe_task(task: Task, measure: Callable[[str], int], *, n: int) -> Description:
     """Read the first ``n`` examples of a task (all, if it has fewer); ``measure`` is the length of a text."""
     stats = Description(len(task.examples), min(n, len(task.examples)))
+    with phase("reading", stats.num_read, "examples") as read:
+        _describe_examples(stats, task, measure, read)
+    return stats
+
+
+def _describe_examples(stats: Description, task: Task, measure: Callable[[str], int], read: Phase) -> None:
     seen: set[tuple[tuple[str, str], ...]] = set()
     for index in range(stats.num_read):
         example = task.examples[index]
+        read.num_done = index
         prompt = tuple((message.role, message.content) for message in example.messages)
         stats.repeated_prompts += prompt in seen
         seen.add(prompt)
@@ -230,7 +239,6 @@ def describe_task(task: Task, measure: Callable[[str], int], *, n: int) -> Descr
                 stats.kinds.setdefault(key, Counter())[str(value)] += 1
         _add_answers(stats, example, measure)
     stats.kinds = {key: values for key, values in stats.kinds.items() if 1 < len(values) <= MAX_KINDS}
-    return stats
 
 
 def is_pair(responses: Sequence[Response]) -> bool:

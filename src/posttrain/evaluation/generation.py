@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from posttrain.activity import phase
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
 from posttrain.evaluation.items import (
@@ -190,7 +191,7 @@ def evaluate(
         observe(Advance(phase, num_done, len(items), num_correct, int(timing["generated_tokens"])))
 
     size = len(prompts) if questions.batch is None else max(1, questions.batch // samples)
-    for start in range(0, len(prompts), size):
+    for start in _counted(range(0, len(prompts), size), questions.task.name, len(prompts)):
         slots = list(prompts)[start : start + size]
         groups = _ask(sampler, questions, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
@@ -207,6 +208,14 @@ def evaluate(
     results |= {"prompts_too_long": float(num_too_long), "repeated_prompts": float(num_repeated)}
     results["seconds"] = time.perf_counter() - started
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
+
+
+def _counted(starts: Sequence[int], task: str, num_prompts: int) -> Iterator[int]:
+    """Yield where batches start, and say how many items were asked."""
+    with phase(f"evaluation on {task}", num_prompts, "items") as asked:
+        for start in starts:
+            asked.num_done = start
+            yield start
 
 
 def _ask(

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from posttrain.activity import phase
 from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.config import Config, Model, check_folder, check_sizes, note_ties, read_object
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
@@ -73,8 +74,13 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         UsageError: no such model, a hub that cannot be reached, or not a causal language model.
         MissingExtra: quantized weights, without the package that reads them.
     """
+    with phase(f"loading {section.name if section.init is None else 'a new model'}"):
+        return _load_model(section, seed, texts or iter(()))
+
+
+def _load_model(section: ModelSection, seed: int, texts: Iterator[str]) -> LoadedModel:
     if section.init is not None:
-        model, tokenizer = _new_model(section.init, seed, texts or iter(()))
+        model, tokenizer = _new_model(section.init, seed, texts)
         model = model.to(DTYPES[section.dtype])
         source = f"new {section.init.architecture}"
     else:

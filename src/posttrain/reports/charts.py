@@ -5,9 +5,12 @@ from __future__ import annotations
 import html
 import io
 import math
+import os
 import re
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -147,14 +150,47 @@ def interval_ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float
     return means, [mean - half for mean, half in pairs], [mean + half for mean, half in pairs]
 
 
+BACKEND_VARIABLE = "MPLBACKEND"
+
+
+def _import_matplotlib() -> None:
+    """Import matplotlib whatever ``MPLBACKEND`` names.
+
+    A notebook sets it for its child processes, too, which may not have the module; matplotlib then refuses to be
+    imported. No backend is needed here. A valid one is set again, so that the user's own plots appear where they did.
+    """
+    if "matplotlib" in sys.modules:
+        return
+    backend = os.environ.pop(BACKEND_VARIABLE, "")
+    try:
+        import matplotlib
+    finally:
+        if backend:
+            os.environ[BACKEND_VARIABLE] = backend
+    if backend:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Draw with matplotlib's defaults and ``_SETTINGS``, not with those of the user's own file, and put theirs back."""
+    _import_matplotlib()
+    from matplotlib import rc_context, rcdefaults, rcParams
+
+    with rc_context():
+        rcdefaults()
+        rcParams.update(_SETTINGS)
+        yield
+
+
 def draw_svg(panel: Panel) -> str:
     """The panel without title and caption as an ``<svg>`` element of a page; texts are escaped."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     width, height = panel.size
     target = io.StringIO()
-    with rc_context(_SETTINGS):
+    with _settings():
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(width, height), layout="constrained")
         _draw(figure, panel)
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
@@ -172,14 +208,13 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
     Raises:
         StorageError: the file cannot be written.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     assert panels, "without numbers there is no picture"
     columns = min(columns, len(panels))
     heights = [max(0.9 + panel.size[1] for panel in panels[i : i + columns]) for i in range(0, len(panels), columns)]
     target = Path(path)
-    with rc_context(_SETTINGS):
+    with _settings():
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(4.6 * columns, sum(heights) + 0.4), layout="constrained")
         figure.suptitle(harmless(title), fontsize=13, fontweight="bold", color=INK)
         grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)

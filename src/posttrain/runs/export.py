@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
+from posttrain.activity import phase
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.config import read_object
 from posttrain.models.generation import names_of_ends, write_ends
@@ -62,6 +63,7 @@ class Export:
     warnings: tuple[str, ...] = ()
 
 
+@phase("exporting")
 def export_run(
     root: str | Path, folder: str | Path, target: str | Path, *, weights: Weights | None = None, merge: bool = False
 ) -> Export:

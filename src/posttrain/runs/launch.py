@@ -202,15 +202,22 @@ def find_or_train(
 
 def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
     """Return the newest finished run of exactly this recipe, and the newest that could go on."""
-    found: dict[bool, list[str]] = {True: [], False: []}
+    finished, unfinished = (next(iter(runs), None) for runs in runs_of(recipe, root))
+    return finished, unfinished
+
+
+def runs_of(recipe: Recipe, root: Path) -> tuple[list[Path], list[Path]]:
+    """Return the finished runs of exactly this recipe, and those that could go on, the newest first."""
+    found: dict[bool, list[Path]] = {True: [], False: []}
     for name in run_names(root):
         run = RunDirectory(root / name)
         with suppress(DataError):  # a damaged run is not this one; `posttrain runs` reports it
             if "model" in run.read_recipe() and not run.changed_keys(recipe):
                 status = run.read_status()
-                found[status is not None and status.state == "finished"].append(name)
-    finished, unfinished = (_newest_of(root, names) if names else None for names in found.values())
-    return finished, unfinished
+                found[status is not None and status.state == "finished"].append(run.folder)
+    for runs in found.values():
+        runs.sort(key=_age, reverse=True)
+    return found[True], found[False]
 
 
 def resume_command(folder: Path) -> str:
@@ -260,15 +267,15 @@ def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
     pattern = re.escape(name) if name is not None else rf"{re.escape(base)}(-\d+)?"
     candidates = [one for one in known if re.fullmatch(pattern, one)]
     if candidates:
-        return _newest_of(root, candidates)
+        return max((root / one for one in candidates), key=_age)
     problem = f"nothing to continue in {root}: no {base!r} there. {list_names(known)}. Name the run with --run NAME; to"
     if name is not None:
         problem = f"there is no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. To"
     raise UsageError(f"--resume: {problem} start a new run, leave out --resume")
 
 
-def _newest_of(root: Path, names: Sequence[str]) -> Path:
-    return root / max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
+def _age(run: Path) -> tuple[float, str]:
+    return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain import registry
+from posttrain.activity import phase
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.graders.rewards import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
@@ -89,7 +90,7 @@ class Grader:
             for attempt, final_answer in zip(attempts, extracted, strict=True)
         ]
         ids = [attempt.example.id for attempt in attempts]
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), phase(f"grading {len(attempts):,} answers"):
             columns = [(name, weight, reward.grade(available, ids)) for name, weight, reward in self.rewards]
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])

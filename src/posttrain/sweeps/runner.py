@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from posttrain.activity import phase
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import Template
 from posttrain.data.render.template import build_template
@@ -185,7 +186,8 @@ class _Runner:
 
     def run(self, poll_seconds: float) -> Outcome:
         """All trials. After a signal none is begun, and those at work save and end."""
-        with stop_on_signals("stopping when what is at work has saved what it has") as should_stop:
+        stop = stop_on_signals("stopping when what is at work has saved what it has")
+        with stop as should_stop, phase("sweep", describe=self._describe):
             try:
                 while self.waiting or self.working:
                     if should_stop() and not self.outcome.interrupted:
@@ -202,6 +204,11 @@ class _Runner:
             finally:
                 end_children(child for _, child in self.working)  # on the way out by an error or a second signal
         return self.outcome
+
+    def _describe(self) -> str:
+        at_work = ", ".join(trial.name for trial, _ in self.working) or "none"
+        num_finished = sum(state == "finished" for state in self.states.values())
+        return f"{num_finished} of {len(self.states)} trials are finished, at work: {at_work}"
 
     def _begin(self) -> None:
         """Begin those waiting trials whose needs are finished; those that need a failed one become failures."""

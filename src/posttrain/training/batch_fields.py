@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
+from posttrain.activity import phase
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
@@ -54,9 +55,10 @@ class Scorer:
     def _each(self, batch: Batch, compute: Callable[[Any, Batch], T]) -> Iterator[tuple[list[int], T]]:
         """Yield the rows of each pass that counts, with what is computed of them."""
         pieces = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.process_group)
-        with self.open() as forward:
+        with self.open() as forward, phase("forward passes", batch.num_rows, "rows") as scored:
             for rows, counts in even_pieces(pieces, batch, self.process_group, is_sharded=forward.is_sharded):
                 computed = compute(forward, batch.select(rows))
+                scored.num_done += len(rows)
                 if counts:
                     yield rows, computed
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from posttrain import registry
+from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
@@ -120,6 +121,7 @@ class TrainerState:
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
+@phase("preparing")
 def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS) -> TrainerState:
     """Build all components of a recipe, in every process; ``folder`` caches what is computed once for a data set.
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
@@ -213,6 +214,10 @@ class Loop:
 
     def update(self) -> None:
         """Take one optimizer step and record it."""
+        with phase(f"step {self.step + 1} of {self.steps}"):
+            self._update()
+
+    def _update(self) -> None:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
@@ -281,6 +286,7 @@ class Loop:
             metrics[MOVED] = float(not sample_weights([*own, *apart]).equal(before))
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
+    @phase("held-out evaluation")
     def evaluate(self) -> None:
         """Evaluate on every held-out task, and remember the step with the best mean of the primary metric.
 
@@ -318,6 +324,7 @@ class Loop:
         for message in self.parts.take_warnings():
             self.observer("notice", {"message": message})
 
+    @phase("saving a checkpoint")
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
         same_weights(self.parts.whole_parameters(), self.process_group, f"step {self.step} cannot be saved")

@@ -38,6 +38,7 @@ from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_l
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import choose_device, read_config
+from posttrain.models.published import published_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
@@ -138,10 +139,11 @@ def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
         UsageError: the configuration is not at hand, or of an architecture that was not worked out.
     """
     model = recipe.model
-    config = read_config(model)
+    config = read_config(model) or published_config(model.name)
     if config is None:
         raise UsageError(
-            f"the configuration of {model.name} is not at hand (a folder, a run or the hub's cache has one)"
+            f"the config.json of {model.name} is missing. Download it once (`hf download {model.name} config.json`), "
+            "or set model.name to a folder that has it"
         )
     if config.model_type not in QK_NORMS:
         raise UsageError(

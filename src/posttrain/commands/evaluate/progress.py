@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from posttrain.activity import heartbeat
 from posttrain.commands.console import say
 from posttrain.evaluation.generation import Advance
 from posttrain.evaluation.plan import EvaluationProgress
@@ -23,6 +25,16 @@ class View(EvaluationProgress):
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=28), MofNCompleteColumn())
         info = TextColumn("{task.fields[info]}", markup=False)
         self.bars = Progress(*columns, TimeRemainingColumn(), info, console=console, transient=True)
+
+        self.heartbeat = heartbeat("evaluation", console.file, is_on=not console.is_terminal)
+
+    def __enter__(self) -> Self:
+        self.heartbeat.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.heartbeat.__exit__(None, None, None)
+        self.close()
 
     def begin(self, title: str) -> None:
         self.title, self.began = title, time.monotonic()

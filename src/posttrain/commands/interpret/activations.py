@@ -56,6 +56,7 @@ OPTIONS = Options(
             option("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions"),
             TEMPLATE,
             option("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)"),
+            option("--limit", type=positive, metavar="N", help="rows of the task, the file or the run (default: all)"),
             option("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)"),
             option(
                 "--outliers", type=nonnegative_float, default=10.0, metavar="X",
@@ -146,6 +147,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
         rollouts=find_run(arguments.runs_dir, arguments.rollouts) if arguments.rollouts is not None else None,
         context_tokens=arguments.context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),
         max_tokens=arguments.max_rows,
+        limit=arguments.limit,
     )
 
 

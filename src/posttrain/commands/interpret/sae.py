@@ -16,7 +16,7 @@ from posttrain.commands.options import ACCEPT_HELP, Options, natural, naturals, 
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
-    from posttrain.interpret.differences.recipe import Compared
+    from posttrain.interpret.differences.recipe import Compared, DiffRecipe
     from posttrain.interpret.saes.recipe import SaeRecipe
     from posttrain.recipes.recipe import Recipe
 
@@ -218,7 +218,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     started, console, root = time.monotonic(), open_console(), Path(arguments.runs_dir)
     tell: Callable[[str], object] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
     folder = root / _folder_name(arguments)
-    base = find_model(recipe.base, root, None, arguments.quiet, tell)
+    base = find_pair(recipe, root) or find_model(recipe.base, root, None, arguments.quiet, tell)
     post = None if base is None else find_model(recipe.post, root, base, arguments.quiet, tell)
     if base is None or post is None:
         return INTERRUPTED
@@ -256,6 +256,23 @@ def _folder_name(arguments: argparse.Namespace) -> str:
         return name_of_recipe(arguments.models[0])
     labels = [re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).strip("-.") for name in arguments.models]
     return f"diff-{labels[0]}-{labels[1]}"
+
+
+def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
+    """Return the newest finished run of the base's recipe from which a finished run of the other recipe began.
+
+    The newest run of the base may be another one, with no run that begins there. None: there is no such pair.
+    """
+    from posttrain.recipes.recipe import load_recipe
+    from posttrain.runs.launch import find_runs, runs_of
+
+    if recipe.base.recipe is None or recipe.post.recipe is None:
+        return None
+    for folder in runs_of(load_recipe(recipe.base.recipe, []).resolve(), root)[0]:
+        began = [("model.name", json.dumps(str(folder)))]
+        if find_runs(load_recipe(recipe.post.recipe, began).resolve(), root)[0] is not None:
+            return str(folder)
+    return None
 
 
 def find_model(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.data.base import build_task
 from posttrain.data.reading import SUFFIXES, read_file
 from posttrain.data.render import encode_plain, encode_prompt
@@ -89,7 +91,8 @@ def record(
     writer, plan = StoreWriter(folder, index, texts), plan_shards([len(ids) for ids in texts.ids], rows)
     for number in range(len(writer.index.shards), len(plan)):
         observe(number, len(plan))
-        tensors = _compute(readers, texts.ids, plan[number], list(index.widths), batch, TOKENS_PER_BATCH[device])
+        with phase(f"recording shard {number + 1} of {len(plan)}"):
+            tensors = _compute(readers, texts.ids, plan[number], list(index.widths), batch, TOKENS_PER_BATCH[device])
         norms = {name: torch.linalg.vector_norm(tensors[name], dim=1, dtype=torch.float32) for name in index.columns}
         first = (tensors["position"] == 0) & (tensors["tokens"] != (-1 if start_id is None else start_id))
         if number == 0 and outliers:
@@ -206,6 +209,7 @@ def read_documents(
     rollouts: Path | None = None,
     context_tokens: int,
     max_tokens: int | None = None,
+    limit: int | None = None,
     where: str = "--",
 ) -> Documents:
     """Return the texts of a file, what a run has sampled, or the prompts of a task.
@@ -213,36 +217,46 @@ def read_documents(
     ``text``: plain text, or rows with texts under ``text`` (``.jsonl``), cut into pieces of ``context_tokens`` that
     each begin with the tokens that the tokenizer puts in front of a text. ``rollouts``: the folder of a run; prompts
     and completions, token by token. Of a longer prompt or rollout the beginning is taken. ``max_tokens``: of all
-    documents together. ``where``: how messages begin the names of these (``--``, ``activations.``).
+    documents together; ``limit``: rows of the task, the file or the run. ``where``: how messages begin the names of
+    these (``--``, ``activations.``).
 
     Raises:
         UsageError, DataError: they cannot be read, have no tokens, or the run has another tokenizer.
     """
+    limited: dict[str, object] = {} if limit is None else {"limit": limit}
     if text is not None:
-        data = {"source": "text", "file": Path(text).name}
-        return collect(_pieces(Path(text), tokenizer, context_tokens), data, context_tokens, max_tokens)
+        data = {"source": "text", "file": Path(text).name, **limited}
+        return collect(_pieces(Path(text), tokenizer, context_tokens, limit), data, context_tokens, max_tokens)
     if rollouts is not None:
         if tokenizer_hash(load_tokenizer(str(rollouts))) != tokenizer_hash(tokenizer):
             raise UsageError(f"{where}rollouts: {rollouts}: its tokenizer is not that of the model")
-        return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens)
+        return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens, limit)
     assert task is not None, "its callers choose one"
     assert template is not None, "its callers choose one"
     built_task, form = build_task(task, f"{where}task"), build_template(template, f"{where}template")
     data = {"source": "task", "task": built_task.name, "split": built_task.split, "template": form.name}
-    prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in built_task.examples)
-    return collect(((ids, len(ids)) for ids in prompts), data, context_tokens, max_tokens)
+    examples = islice(built_task.examples, limit)
+    prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in examples)
+    return collect(((ids, len(ids)) for ids in prompts), {**data, **limited}, context_tokens, max_tokens)
 
 
-def read_rollouts(path: Path, run: str, context_tokens: int, max_tokens: int | None = None) -> Documents:
-    """Return what a run has sampled while it trained; ``DataError``: nothing."""
+def read_rollouts(
+    path: Path, run: str, context_tokens: int, max_tokens: int | None = None, limit: int | None = None
+) -> Documents:
+    """Return what a run has sampled while it trained, ``limit`` answers at most; ``DataError``: nothing."""
     rollouts = RolloutStore(path, read_only=True).training()
     if not rollouts:
         raise DataError(path, "no rollouts to read: this run has sampled nothing; record over its task, with --task")
-    sequences = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts)
-    return collect(sequences, {"source": "rollouts", "run": run}, context_tokens, max_tokens)
+    sequences = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in islice(rollouts, limit))
+    data: dict[str, object] = {"source": "rollouts", "run": run}
+    if limit is not None:
+        data["limit"] = limit
+    return collect(sequences, data, context_tokens, max_tokens)
 
 
-def _pieces(path: Path, tokenizer: Tokenizer, context_tokens: int) -> Iterator[tuple[list[int], int]]:
+def _pieces(
+    path: Path, tokenizer: Tokenizer, context_tokens: int, limit: int | None
+) -> Iterator[tuple[list[int], int]]:
     leading = list(markers_of(tokenizer).leading)
     size = context_tokens - len(leading)
     if size < 1:
@@ -256,7 +270,7 @@ def _pieces(path: Path, tokenizer: Tokenizer, context_tokens: int) -> Iterator[t
             texts = [path.read_text(encoding="utf-8")]
         except UnicodeDecodeError as error:
             raise DataError(path, f"this is no UTF-8 text ({error.reason} at byte {error.start})") from error
-    for text in texts:
+    for text in islice(texts, limit):
         ids = encode_plain(tokenizer, text)  # nothing in a text becomes a special token
         for start in range(0, len(ids), size):
             yield leading + ids[start : start + size], 0

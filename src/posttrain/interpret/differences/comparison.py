@@ -20,6 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.data.base import Task, build_task, choose_task
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evaluation.statistics import standard_error
@@ -78,7 +79,8 @@ class Comparison:
     def timed(self, part: str, line: str) -> Iterator[None]:
         self.observe(line)
         started = time.monotonic()
-        yield
+        with phase(part):
+            yield
         self.report.setdefault("seconds", {})[part] = round(time.monotonic() - started, 1)
 
 

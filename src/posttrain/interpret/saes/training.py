@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
 from posttrain.interpret.activations.record import read_documents, record
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
@@ -221,6 +222,7 @@ def train_sae(
         sae.prepare(sample_rows(rows, num_rows, settings.seed))
     metrics.trim(newest or 0)
 
+    @phase("measuring the dictionary on held-out rows")
     def measure_held_out() -> Quality:
         return measure(sae, in_batches(rows, num_rows, rows.num_rows))
 
@@ -244,7 +246,8 @@ def train_sae(
         )
         batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
         place = None if newest is None else str(step_folder(checkpoints, newest) / STATE)
-        trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
+        with phase("dictionary", describe=lambda: f"step {int(trainer.global_step):,} of {settings.steps:,}"):
+            trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
     step = int(trainer.global_step)
     module.to(device)
     quality = measure_held_out()

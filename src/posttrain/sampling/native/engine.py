@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 from pydantic import Field
 
+from posttrain.activity import phase
 from posttrain.errors import EngineMismatch, PosttrainError, first_line
 from posttrain.models.config import context_length, find_switches
 from posttrain.models.forward.precision import full_precision
@@ -138,7 +139,8 @@ class NativeEngine(Engine):
             path, shapes = self._choose(_reach(prompts, rows))
             with torch.inference_mode(path == "lean"):
                 work = self._schedule(path, shapes, prompts, rows, sampling, self.slots, respondent=respondent)
-                work.run()
+                with phase("sampling", describe=partial(_describe_rows, rows)):
+                    work.run()
                 if isinstance(work, Schedule):
                     self._can_record = work.recorded is None or work.recorded.can_record
         for row in rows:
@@ -236,6 +238,7 @@ class NativeEngine(Engine):
             self._chosen[structure] = self._probe_paths(reach, probe_lengths(switches, reach))
         return self._chosen[structure]
 
+    @phase("comparing the sampler with the model")
     def _probe_paths(self, reach: int, batches: list[tuple[int, ...]]) -> tuple[Path, list[LayerShape]]:
         reasons: dict[Path, str] = {}
         for path, what in PATHS.items():
@@ -293,6 +296,12 @@ class NativeEngine(Engine):
                 f"{tolerance:.1e} is allowed)"
             )
         return shapes
+
+
+def _describe_rows(rows: Sequence[Conversation]) -> str:
+    """Return ``12 of 64 answers, 3,456 tokens``."""
+    num_done = sum(row.finish is not None for row in rows)
+    return f"{num_done:,} of {len(rows):,} answers, {sum(len(row.ids) for row in rows):,} tokens"
 
 
 class Generation:

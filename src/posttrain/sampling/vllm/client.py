@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from posttrain.activity import phase
 from posttrain.errors import RunFailure, UsageError
 from posttrain.option_types import key_for
 from posttrain.sampling.base import (
@@ -131,9 +132,12 @@ class VllmEngine(Engine):
             prompt, seed = tuple(map(int, prompts[i])), key % (1 << 63)  # vLLM takes 63 bits
             limit = min(sampling.max_tokens, context - len(prompt))
             request = CompletionRequest(served.name, prompt, limit, sampling, seed, logprobs, unused)
-            return await self._complete(request, f"prompt {i}")
+            completion = await self._complete(request, f"prompt {i}")
+            sampled.num_done += 1
+            return completion
 
-        completions = iter(await all_of(complete, [(i, key) for i, row in enumerate(keys) for key in row]))
+        with phase("sampling", sum(map(len, keys)), "answers") as sampled:
+            completions = iter(await all_of(complete, [(i, key) for i, row in enumerate(keys) for key in row]))
         return [[next(completions) for _ in row] for row in keys]
 
     def _unused(self) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain import registry
+from posttrain.activity import phase
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import Template
 from posttrain.data.render.rows import Row, Shape, rows_of
@@ -114,7 +115,7 @@ class SupervisedSource(Source):
         named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
         labels = Labels(recipe.data.label_above)
-        for example in task.examples:
+        for example in _counted(task.examples):
             for unit in rows_of(tokenizer, template, example, shape, recipe.data.train_on):
                 if shape == "judged" and not isinstance(unit, str):
                     unit = labels.label(example, unit[0])
@@ -233,14 +234,24 @@ class SupervisedSource(Source):
         if known is not None:
             return known
         pieces: list[Tensor] = []
-        for start in range(0, len(self.units), FIXED_CHUNK):
-            batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
-            scored = self.batch_fields.fill(name, batch)
-            pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
+        with phase(f"{name} of the data set", len(self.units), UNIT_NAMES[self.shape]) as filled:
+            for start in range(0, len(self.units), FIXED_CHUNK):
+                filled.num_done = start
+                batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
+                scored = self.batch_fields.fill(name, batch)
+                pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
         if cache is not None and is_main:
             counts = torch.tensor([len(piece) for piece in pieces])
             replace_file(cache, serialize({"values": torch.cat(pieces), key: counts}))
         return pieces
+
+
+def _counted(examples: Sequence[Example]) -> Iterator[Example]:
+    """Yield the examples, and say how many were."""
+    with phase("encoding", len(examples), "examples") as encoded:
+        for example in examples:
+            yield example
+            encoded.num_done += 1
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
