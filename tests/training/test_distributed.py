@@ -13,6 +13,7 @@ from ranks import process_group_of, shard_case, train_case
 from safetensors.torch import load_file
 from torch import Tensor
 
+from closeness import approx
 from fake_follower import FakeFollower
 from posttrain.errors import RecipeError
 from posttrain.models.load import load_model
@@ -136,11 +137,11 @@ def check_same(ours: Path, theirs: Path, steps: int = 5) -> None:
     assert len(first) == len(second) == steps
     for one, other in zip(first, second, strict=True):
         assert one["grad_norm"] > 0, "there is nothing to compare"
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-10, abs=1e-13)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10)
+        assert other["loss"] == approx(one["loss"], rel=1e-10, abs=1e-13)
+        assert other["grad_norm"] == approx(one["grad_norm"], rel=1e-10)
         assert other.keys() == one.keys()
-        assert other == pytest.approx(one | {"padding_share": other["padding_share"]}, rel=1e-7, abs=1e-3)
-    assert difference(saved_tensors(ours, steps), saved_tensors(theirs, steps))[0] < 1e-10
+        assert other == approx(one | {"padding_share": other["padding_share"]}, rel=1e-7, abs=1e-3)
+    assert difference(saved_tensors(ours, steps), saved_tensors(theirs, steps))[0] == approx(0.0, abs=1e-10)
     assert tokens_of(ours) == tokens_of(theirs)
 
 
@@ -207,9 +208,9 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: ProcessG
         train_case(several if name == "parted" else SINGLE_PROCESS, recipe, tmp_path / name)
     alone, exact, parted = (steps_of(tmp_path / name) for name in recipes)
     # the loss of a first step is 0 but for rounding: all ratios are 1, and advantages sum to 0
-    assert parted[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5, abs=1e-7)
+    assert parted[0]["loss"] == approx(alone[0]["loss"], rel=1e-5, abs=1e-7)
     one, other, sharded = (steps[0]["grad_norm"] for steps in (alone, exact, parted))
-    assert sharded == pytest.approx(one, rel=1e-3)
+    assert sharded == approx(one, rel=1e-3)
     assert abs(sharded - other) > 1e-4 * other, "nothing was computed in bf16: fp32 is within 1e-5"
     if several.size == 2:  # four parts of a gradient, each rounded to bf16, are as far from one as fp32 is
         assert 3 * abs(sharded - one) < abs(other - one)
@@ -295,7 +296,7 @@ def test_several_processes_train_every_method_as_one(
     ours, theirs = (MetricsLog(folder / "metrics.jsonl").read() for folder in (tmp_path, alone(case)))
     for row, other in zip(ours, theirs, strict=True):  # evaluations among them
         changed = {"padding_share": row.metrics["padding_share"]} if "loss" in row.metrics else {}
-        assert row.metrics == pytest.approx(other.metrics | changed, rel=1e-7, abs=1e-12)
+        assert row.metrics == approx(other.metrics | changed, rel=1e-7, abs=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +374,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Pro
             shapes, _ = shard_case(process_group, recipe)
     check_same(folders["alone"], folders["parted"], steps=3)
     ours, theirs = ([row.metrics for row in _evaluations(folder)] for folder in folders.values())
-    assert theirs == [pytest.approx(row, rel=1e-7, abs=1e-12) for row in ours]
+    assert theirs == [approx(row, rel=1e-7, abs=1e-12) for row in ours]
     assert [kept[0] for *_, kept in shapes] == [-(-whole[0] // several.size) for whole, *_ in shapes]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.recipes.recipe import load_recipe
 from posttrain.training import memory
@@ -111,4 +112,4 @@ def test_a_loaded_adapter_and_few_bits(tmp_path: Path) -> None:
     assert fresh.gradients == adapter
     embedding = 4 * 768 * 128
     linear = plain.weights - embedding
-    assert few.weights - adapter - embedding == pytest.approx(linear * 0.516 / 4, rel=0.03)
+    assert few.weights - adapter - embedding == approx(linear * 0.516 / 4, rel=0.03)
