@@ -1,4 +1,4 @@
-"""How far the comparisons of the tests move on other CPUs, and whether their bounds have room for it.
+"""Measure how far the comparisons of the tests move on other CPUs, and whether their bounds have room for it.
 
 The fast suite runs on this machine as it is, and writes down every comparison of floats (``tests/closeness.py``). The
 tests that compare run again as on other machines: kernels that round by one ulp differently (``tests/noise``, two
@@ -113,7 +113,7 @@ def failures(machine: str) -> list[str]:
 
 
 def shares(here: dict[str, Any], there: dict[str, Any]) -> Iterator[float]:
-    """What each difference of a comparison moves, as a share of its bound."""
+    """Return what each difference of a comparison moves, as a share of its bound."""
     if len(here["differences"]) == len(there["differences"]):
         for one, other, bound in zip(here["differences"], there["differences"], here["bounds"], strict=True):
             yield abs(one - other) / bound if bound else math.inf * (one != other)
