@@ -59,8 +59,8 @@ def test_packed_equals_each_row_alone(family: str):
     forward = Forward(model, temperature=0.7)
     assert forward.path == "packed"
     outputs = forward(batch)
-    assert_close(outputs.logprobs, expected, atol=1e-5, rtol=0)
-    assert_close(outputs.entropy, entropy, atol=1e-5, rtol=0)
+    assert_close(outputs.logprobs.double(), expected, atol=1e-5, rtol=0)
+    assert_close(outputs.entropy.double(), entropy, atol=1e-5, rtol=0)
     assert expected.abs().max() > 3, "the model must not be near uniform"
 
 
@@ -73,7 +73,7 @@ def test_attention_with_sinks_or_a_cap_stays_the_model_s_own(family: str):
     expected, _ = reference_logprobs(model, batch)
     forward = Forward(model)
     assert forward.path == "padded"
-    assert_close(forward(batch).logprobs, expected, atol=1e-5, rtol=0)
+    assert_close(forward(batch).logprobs.double(), expected, atol=1e-5, rtol=0)
     assert expected.abs().max() > 3, "the model must not be near uniform"
 
 
@@ -269,7 +269,7 @@ def test_rows_longer_than_the_attention_window_take_the_padded_path():
     forward = Forward(model)
     assert forward.path == "packed"
     for b in (batch, short):
-        assert_close(forward(b).logprobs, expected[id(b)], atol=1e-5, rtol=0)
+        assert_close(forward(b).logprobs.double(), expected[id(b)], atol=1e-5, rtol=0)
 
 
 def with_teacher(batch: Batch, k: int = 5) -> Batch:
@@ -308,7 +308,7 @@ def test_candidates_are_of_the_same_distribution(
         outputs = forward(batch, with_candidates=True)
         assert outputs.candidate_logprobs.shape == (*batch.tokens.shape, 5)
         assert outputs.candidate_logprobs.dtype == torch.float32
-        assert_close(outputs.candidate_logprobs, expected, atol=1e-5, rtol=0)
+        assert_close(outputs.candidate_logprobs.double(), expected, atol=1e-5, rtol=0)
         assert not outputs.candidate_logprobs[~batch.mask].any()
         plain = forward(batch)
         assert torch.equal(plain.logprobs, outputs.logprobs)
@@ -317,7 +317,7 @@ def test_candidates_are_of_the_same_distribution(
         ids, logprobs = forward.top_candidates(batch, 4)
         best = tables.topk(4, dim=-1)
         assert torch.equal(ids[batch.mask], best.indices[batch.mask])
-        assert_close(logprobs, best.values, atol=1e-5, rtol=0)
+        assert_close(logprobs.double(), best.values.double(), atol=1e-5, rtol=0)
         assert not ids[~batch.mask].any()
         assert not logprobs[~batch.mask].any()
 
@@ -428,7 +428,7 @@ def test_forward_of_a_model_whose_caps_and_masks_show_after_training_is_padded(a
         for parameter in model.parameters():
             parameter.mul_(4.0).add_(torch.randn_like(parameter) * 0.1)
         expected, _ = reference_logprobs(model, batch)
-        assert_close(forward(batch).logprobs, expected, atol=1e-5, rtol=0)
+        assert_close(forward(batch).logprobs.double(), expected, atol=1e-5, rtol=0)
     assert expected.abs().max() > 3, "the model must not be near uniform"
 
 

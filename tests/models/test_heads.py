@@ -100,7 +100,7 @@ def test_scores_equal_each_row_alone(family: str, path: str, reads: str, outputs
             scores = outputs_found.scores
             assert scores.dtype == torch.float32
             assert scores.shape == (batch.tokens.shape if outputs == 1 else (*batch.tokens.shape, outputs))
-            assert_close(scores.view(expected.shape), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+            assert_close(scores.view(expected.shape).double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
             assert not scores[~batch.mask].any()
             assert torch.equal(forward.read_scores(rows), scores)
             if scores_only:
@@ -166,7 +166,7 @@ def test_rows_of_one_own_token_and_rows_without_a_trained_one(path: str):
         forward.path = path
         scores = forward(batch).scores
         expected = reference_scores(model, head, batch, reads)[..., 0]
-        assert_close(scores, expected, atol=1e-4, rtol=0)
+        assert_close(scores.double(), expected, atol=1e-4, rtol=0)
         assert (scores != 0).sum() == 4
     forward = Forward(model, head=head)
     forward.path = path
@@ -202,8 +202,8 @@ def test_values_of_states_and_of_the_state_after_the_last_token(family: str, pat
             assert final.shape == (batch.num_rows,)
             assert not values.requires_grad
             assert not final.requires_grad
-            assert_close(values, expected, atol=1e-4, rtol=0)
-            assert_close(final, finals, atol=1e-4, rtol=0)
+            assert_close(values.double(), expected, atol=1e-4, rtol=0)
+            assert_close(final.double(), finals, atol=1e-4, rtol=0)
             assert not values[~batch.mask].any()
     assert float(finals.std()) > 1
 
