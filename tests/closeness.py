@@ -41,6 +41,15 @@ def rounding(dtype: torch.dtype, *, size: float = 1.0, terms: int = 1, condition
     return 8 * unit * math.sqrt(terms) * size * condition
 
 
+def logprob_rounding(num_layers: int, *, size: float, dtype: torch.dtype = torch.float32) -> float:
+    """Return ``rounding`` of a log-probability of a model whose largest logit is of ``size``.
+
+    A layer rounds ten times one behind the other (two norms, four products with their residual sums, scores, softmax),
+    and so does what follows the last one: norm, head, exponents and their sum.
+    """
+    return rounding(dtype, size=size, terms=10 * (num_layers + 1))
+
+
 def approx(expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> Any:
     """``pytest.approx``: equal to numbers within ``rel`` of the expected or ``abs``, whichever is larger."""
     plain = pytest.approx(expected, rel=rel, abs=abs, nan_ok=nan_ok)
@@ -137,7 +146,7 @@ def _site() -> str:
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).relative_to(Path(__file__).parent.parent)}:{frame.f_lineno}"
+    return f"{os.path.relpath(frame.f_code.co_filename, Path(__file__).parent.parent)}:{frame.f_lineno}"
 
 
 _times: Counter[tuple[str, str]] = Counter()

@@ -1,7 +1,7 @@
 """Measure how far the comparisons of the tests move on other CPUs, and whether their bounds have room for it.
 
 The fast suite runs on this machine as it is, and writes down every comparison of floats (``tests/closeness.py``). The
-tests that compare run again as on other machines: kernels that round by one ulp differently (``tests/noise``, two
+tests that compare run again as on other machines: kernels that round by one ulp differently (``tests/other_cpu``, two
 seeds), two threads, and the instructions of older CPUs. A comparison falls short if its bound is less than four times
 what its difference moves; a test that fails on one of them falls short too. Exempt is only what asserts equality to the
 bit (``@pytest.mark.exact``), and only from moved kernels.
@@ -75,7 +75,7 @@ def run(machine: str, paths: list[str], processes: int) -> None:
         command += ["-n", str(processes), "--dist", "worksteal"]
     if "POSTTRAIN_NOISE" in MACHINES[machine]:
         before = environment.get("PYTHONPATH")
-        folders = [str(ROOT / "tests" / "noise"), *([before] if before else [])]
+        folders = [str(ROOT / "tests" / "other_cpu"), *([before] if before else [])]
         environment["PYTHONPATH"] = os.pathsep.join(folders)
         command += ["-m", f"{usual_marks()} and not exact"]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:

@@ -100,7 +100,9 @@ def test_scores_equal_each_row_alone(family: str, path: str, reads: str, outputs
             scores = outputs_found.scores
             assert scores.dtype == torch.float32
             assert scores.shape == (batch.tokens.shape if outputs == 1 else (*batch.tokens.shape, outputs))
-            assert_close(scores.view(expected.shape).double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+            assert_close(
+                scores.view(expected.shape).double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=0
+            )
             assert not scores[~batch.mask].any()
             assert torch.equal(forward.read_scores(rows), scores)
             if scores_only:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from closeness import approx, rounding
+from closeness import approx, logprob_rounding
 from fake_gpu import CUDA, MPS, apple_gpu, nvidia_gpu
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import choose_device, load_model
@@ -61,8 +61,8 @@ def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
 
 
-# Log-probabilities near -8 in fp32, after ten roundings one behind the other: of one layer, the head and the softmax.
-LOGPROB = rounding(torch.float32, size=8.0, terms=10)
+LARGEST_LOGIT = 8.0
+LOGPROB = logprob_rounding(1, size=LARGEST_LOGIT)
 
 
 def check_row(row: dict[str, float], other: dict[str, float]) -> None:
@@ -126,8 +126,8 @@ def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
     assert counts["flash backward"] >= 2, "one layer, in two updates"
     assert counts["flash"] >= counts["flash backward"]
     assert rows[-1]["kl_sampler"] != 0
-    moved = LOGPROB / 8 * torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps  # one standard deviation
-    assert rows[-1]["kl_sampler"] == approx(0.0, abs=moved**2 / 2)
+    one_deviation = logprob_rounding(1, size=LARGEST_LOGIT, dtype=torch.bfloat16) / 8
+    assert rows[-1]["kl_sampler"] == approx(0.0, abs=one_deviation**2 / 2)
 
 
 def test_an_apple_gpu_that_is_not_there_is_named() -> None:
