@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Embedding as LoraEmbedding
 from safetensors.torch import load_file, save_file
 
 from closeness import approx, assert_close
@@ -80,6 +81,19 @@ def test_merge_any_kind_of_adapter_equals_the_trained_model(kind: str, make_adap
     assert check_same(trained, read_probe(exported, [3, 5]), kind) == approx(0.0, abs=1e-4)
     is_untied = kind in ("tied embedding", "tied head", "head saved whole", "embedding saved whole")
     assert exported.config.tie_word_embeddings is not is_untied
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_merge_one_adapter_of_both_places_keeps_them_tied_however_its_products_round(
+    make_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = make_adapter(**KINDS["both tied"])
+    plain = LoraEmbedding.get_delta_weight
+    one_up = lambda self, name: torch.nextafter(plain(self, name), torch.tensor(torch.inf))  # noqa: E731
+    monkeypatch.setattr(LoraEmbedding, "get_delta_weight", one_up)
+    merged = load_merged(folder).model
+    assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+    assert merged.config.tie_word_embeddings
 
 
 def rename(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ PRODUCTS = (
 # Other sums: what they read is moved.
 SUMS = (
     "sum", "sum.dim_IntList", "sum.IntList_out", "mean", "mean.dim", "mean.out", "cumsum", "cumsum.out", "cumprod",
-    "prod", "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm",
+    "prod", "native_layer_norm", "native_layer_norm_backward",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_softmax_backward_data", "_log_softmax_backward_data", "linalg_vector_norm", "std.correction", "var.correction",
     "var_mean.correction", "embedding_dense_backward", "index_add", "scatter_add",

@@ -223,6 +223,7 @@ def merge_adapter(model: Model) -> Any:
     """
     base = model.get_base_model()
     tied = tied_adapters(base)
+    is_one_adapter = bool(_adapter_memory(base.get_input_embeddings()) & _adapter_memory(base.get_output_embeddings()))
     for name in tied:
         module = base.get_submodule(name.rpartition(".")[0])
         module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
@@ -232,10 +233,22 @@ def merge_adapter(model: Model) -> Any:
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is None:
         return merged
-    if tied and head.weight.shape == embedding.weight.shape and head.weight.equal(embedding.weight):
+    # The two products of one adapter that both places share need not round alike.
+    if tied and (is_one_adapter or _same_numbers(head.weight, embedding.weight)):
         head.weight = embedding.weight
     note_ties(merged)
     return merged
+
+
+def _adapter_memory(module: nn.Module | None) -> set[int]:
+    """Return where the adapter's tensors of a module lie."""
+    if module is None:
+        return set()
+    return {p.untyped_storage().data_ptr() for name, p in module.named_parameters() if name.startswith("lora_")}
+
+
+def _same_numbers(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and left.equal(right)
 
 
 def _check_settings(place: Path, config_type: Any) -> None:
