@@ -50,6 +50,12 @@ def logprob_rounding(num_layers: int, *, size: float, dtype: torch.dtype = torch
     return rounding(dtype, size=size, terms=10 * (num_layers + 1))
 
 
+# Log-probabilities of the models that tests share, computed in two orders: of two layers, down to -12 (tiny_random.py);
+# the embedded one, of which one layer gives logits up to 44 and all four up to 20.
+OF_TINY_RANDOM = logprob_rounding(2, size=12.0)
+OF_EMBEDDED = max(logprob_rounding(1, size=44.0), logprob_rounding(4, size=20.0))
+
+
 def approx(expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> Any:
     """``pytest.approx``: equal to numbers within ``rel`` of the expected or ``abs``, whichever is larger."""
     plain = pytest.approx(expected, rel=rel, abs=abs, nan_ok=nan_ok)

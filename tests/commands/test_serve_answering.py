@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from closeness import approx
+from closeness import OF_EMBEDDED, approx
 from posttrain.cli import main
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.requests import SamplingParams
@@ -83,7 +83,7 @@ def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel, b
     for answer, one in zip(whole, [*orders, other], strict=True):
         again = run(lambda one=one: answer_to(Answerer(opened), one))
         assert (answer.ids, answer.text, answer.finish) == (again.ids, again.text, again.finish)
-        assert answer.logprobs == approx(again.logprobs, abs=1e-5)
+        assert answer.logprobs == approx(again.logprobs, abs=OF_EMBEDDED)
 
 
 def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_complete(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import activations_of, disturbed
 
-from closeness import allclose, approx
+from closeness import OF_EMBEDDED, allclose, approx
 from posttrain.interpret.differences.divergence import Patcher, divergence, feature_patch, locate_divergence, token_kl
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.models.load import load_model
@@ -55,7 +55,7 @@ def test_token_kl_is_that_of_each_document_alone(base: Any, post: Any) -> None:
         p, q = (torch.softmax(m(input_ids=torch.tensor([ids])).logits[0].double(), -1) for m in (post, base))
         expected = (p * (p / q).log()).sum(-1)[:-1]
         assert kl[0] == 0.0
-        assert allclose(kl[1:], expected, atol=1e-5)
+        assert allclose(kl[1:], expected, rtol=0, atol=OF_EMBEDDED)
         gained += (p - q)[prompt - 1 : -1].sum(0)
     assert allclose(moved, gained, atol=1e-4)
     assert float(moved.sum()) == approx(0.0, abs=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from closeness import approx
+from closeness import OF_TINY_RANDOM, approx
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling
@@ -28,7 +28,7 @@ def test_the_tokens_are_those_of_the_native_engine(options, tiny_random) -> None
         assert tuple(token.id for token in tokens) == completion.ids
         assert tokens[-1].finish == completion.finish
         assert [token.is_last for token in tokens] == [False] * (len(tokens) - 1) + [True]
-        assert [token.logprob for token in tokens] == approx(completion.logprobs, abs=1e-4)
+        assert [token.logprob for token in tokens] == approx(completion.logprobs, abs=OF_TINY_RANDOM)
 
 
 def test_the_first_token_comes_before_the_rest_is_computed(tiny_random) -> None:

@@ -61,8 +61,8 @@ def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
 
 
-LARGEST_LOGIT = 8.0
-LOGPROB = logprob_rounding(1, size=LARGEST_LOGIT)
+SAMPLED = 8.0  # a log-probability of a sampled token is about as large
+LOGPROB = logprob_rounding(1, size=SAMPLED)
 
 
 def check_row(row: dict[str, float], other: dict[str, float]) -> None:
@@ -126,7 +126,7 @@ def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
     assert counts["flash backward"] >= 2, "one layer, in two updates"
     assert counts["flash"] >= counts["flash backward"]
     assert rows[-1]["kl_sampler"] != 0
-    one_deviation = logprob_rounding(1, size=LARGEST_LOGIT, dtype=torch.bfloat16) / 8
+    one_deviation = logprob_rounding(1, size=SAMPLED, dtype=torch.bfloat16) / 8
     assert rows[-1]["kl_sampler"] == approx(0.0, abs=one_deviation**2 / 2)
 
 
