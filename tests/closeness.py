@@ -41,13 +41,16 @@ def rounding(dtype: torch.dtype, *, size: float = 1.0, terms: int = 1, condition
     return 8 * unit * math.sqrt(terms) * size * condition
 
 
-def logprob_rounding(num_layers: int, *, size: float, dtype: torch.dtype = torch.float32) -> float:
+def logprob_rounding(
+    num_layers: int, *, size: float, largest_score: float = 1.0, dtype: torch.dtype = torch.float32
+) -> float:
     """Return ``rounding`` of a log-probability of a model whose largest logit is of ``size``.
 
     A layer rounds ten times one behind the other (two norms, four products with their residual sums, scores, softmax),
-    and so does what follows the last one: norm, head, exponents and their sum.
+    and so does what follows the last one: norm, head, exponents and their sum. Where attention is sharp, its softmax
+    multiplies what rounds its scores by the largest of them, which is at most ``√head_dim · w²`` for norms of weight w.
     """
-    return rounding(dtype, size=size, terms=10 * (num_layers + 1))
+    return rounding(dtype, size=size, terms=10 * (num_layers + 1), condition=largest_score)
 
 
 # Log-probabilities of the models that tests share, computed in two orders: of two layers, down to -12 (tiny_random.py);

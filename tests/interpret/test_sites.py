@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -42,7 +43,9 @@ def test_read_rows_padding_and_later_tokens_do_not_matter(family: str) -> None:
     together = read_rows(model, ["resid.4"], DOCUMENTS)["resid.4"]
     alone = torch.cat([read_rows(model, ["resid.4"], [ids])["resid.4"] for ids in DOCUMENTS])
     largest = float(alone.abs().max())
-    assert_close(together, alone, rtol=0, atol=rounding(torch.float32, size=largest, terms=10 * 4))
+    sharpest = math.sqrt(8) * 1.2**2  # scores of normed heads of 8 numbers
+    bound = rounding(torch.float32, size=largest, terms=10 * 4, condition=sharpest)
+    assert_close(together, alone, rtol=0, atol=bound)
     changed = [[*ids[:-1], 77] for ids in DOCUMENTS]
     same = torch.ones(len(together), dtype=torch.bool)
     same[torch.tensor([len(ids) for ids in DOCUMENTS]).cumsum(0) - 1] = False

@@ -234,7 +234,7 @@ def merge_adapter(model: Model) -> Any:
     if head is None:
         return merged
     # The two products of one adapter that both places share need not round alike.
-    if tied and (is_one_adapter or _same_numbers(head.weight, embedding.weight)):
+    if tied and (is_one_adapter or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     note_ties(merged)
     return merged
@@ -242,13 +242,8 @@ def merge_adapter(model: Model) -> Any:
 
 def _adapter_memory(module: nn.Module | None) -> set[int]:
     """Return where the adapter's tensors of a module lie."""
-    if module is None:
-        return set()
-    return {p.untyped_storage().data_ptr() for name, p in module.named_parameters() if name.startswith("lora_")}
-
-
-def _same_numbers(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.equal(right)
+    named = module.named_parameters() if module is not None else ()
+    return {p.untyped_storage().data_ptr() for name, p in named if name.startswith("lora_")}
 
 
 def _check_settings(place: Path, config_type: Any) -> None:
