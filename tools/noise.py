@@ -144,8 +144,8 @@ def report() -> int:
 
 
 def count_exact() -> int:
-    """The tests that assert equality to the bit of what only one machine computes alike."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", f"{usual_marks()} and exact"]
+    """Return the number of tests that assert what only one order of rounding keeps."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", f"{usual_marks()} and exact"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return sum("::" in line for line in done.stdout.splitlines())
 
