@@ -83,9 +83,8 @@ def test_the_reference_is_the_initial_model_also_after_updates() -> None:
     parts = prepare(recipe)
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
-        assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch)) == approx(
-            0.0, abs=CLOSE
-        ), step
+        expected = plain_logprobs(initial_model(), batch)
+        assert difference(batch.fields["ref_logprobs"], expected) == approx(0.0, abs=CLOSE), step
     moved = difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch))
     assert moved > 0.1
     assert not any(p is q for p in parts.model.parameters() for _, q in parts.parameters if not q.requires_grad)
@@ -332,15 +331,13 @@ def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path)
     assert ids.shape == logprobs.shape == (*batch.mask.shape, 7)
     for b in range(batch.num_rows):
         with torch.no_grad():
-            table = (teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0]).log_softmax(
-                -1
-            )  # at temperature 1
+            logits = teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0]
+        table = logits.log_softmax(-1)  # at temperature 1
         for t in batch.mask[b].nonzero()[:, 0].tolist():
             best = table[t - 1].topk(7)
             assert difference(logprobs[b, t], best.values) == approx(0.0, abs=CLOSE)
-            assert difference(table[t - 1][ids[b, t]], best.values) == approx(
-                0.0, abs=CLOSE
-            )  # ties may come in another order
+            given = table[t - 1][ids[b, t]]  # ties may come in another order
+            assert difference(given, best.values) == approx(0.0, abs=CLOSE)
     assert not bool(ids[~batch.mask].any())
     assert not bool(logprobs[~batch.mask].any())
     assert not any(p is q for p in teacher.parameters() for _, q in parts.parameters)
