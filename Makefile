@@ -31,8 +31,8 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 SHARED := -n 2 --dist worksteal
 CHECKED := src tests tools benchmarks examples contrib
 
-.PHONY: help setup demo test coverage test-slow test-docs test-gpu test-vllm test-ray test-adapters test-browser check format bench bench-cpu \
-	bench-gpu docs docs-site wheel clean
+.PHONY: help setup demo test coverage test-slow test-noise test-docs test-gpu test-vllm test-ray test-adapters test-browser \
+	check format bench bench-cpu bench-gpu docs docs-site wheel clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -52,6 +52,9 @@ coverage: $(DEV) ## which lines the fast suite runs, those of started processes 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
 	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) -m slow tests contrib/tests
 	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=fake $(BIN)/python -m pytest $(SHARED) -m gpu tests/gpu # what needs no kernel of a GPU's
+
+test-noise: $(DEV) ## bounds of comparisons on other CPUs: moved kernels, two threads, older instructions (40 minutes)
+	$(BIN)/python tools/noise.py
 
 test-gpu: $(DEV) ## does it run on this machine's GPU, and correctly: runs and tests that need CUDA (4 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh check

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 import posttrain as pt
+from closeness import approx
 from posttrain import registry
 from posttrain.api.inputs import data_word, model_name, overrides_of, plain_recipe, reward_words
 from posttrain.api.run import Run
@@ -102,8 +103,8 @@ def test_train_with_rows_and_functions_records_their_rewards(run: Run):
     ]  # fmt: skip
     for rollout in run.rollouts(step=1):
         expected = 1.0 - len(rollout.completion) / 200
-        assert rollout.parts["test_api:brief"] == rollout.parts["test_api:short"] == pytest.approx(expected)
-        assert rollout.reward == pytest.approx(rollout.parts["correct"] + 0.6 * expected)
+        assert rollout.parts["test_api:brief"] == rollout.parts["test_api:short"] == approx(expected)
+        assert rollout.reward == approx(rollout.parts["correct"] + 0.6 * expected)
     assert len(run.rollouts(step=1)) == 4
     assert len(run.rollouts()) == 8
 
@@ -434,7 +435,7 @@ def test_trainer_takes_objectives_by_name_or_function(tmp_path: Path):
         return Loss(-outputs.logprobs * rows.field("advantages"))
 
     named = trainer.forward_backward(batch, "reinforce").loss
-    assert trainer.forward_backward(batch, likelihood).loss == pytest.approx(named)
+    assert trainer.forward_backward(batch, likelihood).loss == approx(named)
     assert trainer.optim_step(lr=1e-4) > 0
     assert trainer.step == 1
     with pytest.raises(UsageError, match=r"objective: 'distillation' .*pt\.Trainer"):

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "posttrain"
 
 # The packages from the ground up (modules or folders): a package imports only from those above it in this table.
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -103,6 +106,18 @@ WORKERS = {
     *(f"graders.sandbox.{name}" for name in ("inside", "sandbox", "worker_process", "workers")),
     *(f"graders.code.{name}" for name in ("exchange", "judging")),
 }
+
+# What compares floats with a bound; of the tests, ``closeness.py`` calls it and everyone else calls that.
+COMPARISONS = {
+    "approx",
+    "allclose",
+    "isclose",
+    "assert_close",
+    "assert_allclose",
+    "assert_almost_equal",
+    "assert_array_almost_equal",
+}
+TINY = 1e-4  # a difference below a number of this size is a comparison too
 
 
 def modules() -> dict[str, Path]:
@@ -233,6 +248,35 @@ def test_no_exception_is_swallowed() -> None:
                     body = ast.unparse(node.body[0])  # an attribute keeps it for the caller, who raises it
                     is_kept = re.fullmatch(rf"\w+\.error = {node.name}", body) is not None
                     assert reraises or is_kept, f"{module}:{node.lineno} catches {caught} and goes on"
+
+
+def is_own_comparison(node: ast.AST) -> bool:
+    """Return True for code that compares floats with a bound past the helper of the tests."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in COMPARISONS
+    if isinstance(node, ast.ImportFrom) and node.module != "closeness":
+        return any(alias.name in COMPARISONS for alias in node.names)
+    if not isinstance(node, ast.Compare) or not isinstance(node.ops[-1], ast.Lt | ast.LtE):
+        return False
+    limit = node.comparators[-1]
+    is_tiny = isinstance(limit, ast.Constant) and isinstance(limit.value, float) and 0 < limit.value <= TINY
+    return is_tiny and re.search(r"abs\(|difference", ast.unparse(node)) is not None
+
+
+def test_floats_of_two_computations_are_compared_by_one_helper() -> None:
+    """So that `make test-noise` sees every bound."""
+    for folder in (ROOT / "tests", ROOT / "contrib" / "tests"):
+        for path in sorted(folder.rglob("*.py")):
+            if path != ROOT / "tests" / "closeness.py":
+                found = [node.lineno for node in nodes_of(path) if is_own_comparison(node)]
+                assert found == [], f"{path}: compare by approx, allclose or assert_close of closeness.py"
+
+
+@pytest.mark.parametrize(
+    "code", ["pytest.approx(1.0)", "torch.allclose(a, b)", "from pytest import approx", "(a - b).abs().max() < 1e-5"]
+)
+def test_a_comparison_past_the_helper_is_seen(code: str) -> None:
+    assert any(is_own_comparison(node) for node in ast.walk(ast.parse(code)))
 
 
 def run_python(code: str) -> str:

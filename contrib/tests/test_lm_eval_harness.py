@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
@@ -98,9 +99,9 @@ def test_lm_eval_measures_what_we_measure(source: str, checkpoint: Path, task_fo
         row = ROWS[sample["doc_id"]]
         theirs = [response[0][0] for response in sample["resps"]]
         ours = [loglikelihood(loaded, row["question"], choice) for choice in row["choices"]]
-        assert theirs == pytest.approx(ours, abs=1e-4)
+        assert theirs == approx(ours, abs=1e-4)
         correct += ours.index(max(ours)) == row["answer"]
-    assert found["results"]["made_choice"]["acc,none"] == pytest.approx(correct / len(ROWS))
+    assert found["results"]["made_choice"]["acc,none"] == approx(correct / len(ROWS))
     for sample in found["samples"]["made_generation"]:
         assert sample["resps"][0][0] == greedy(loaded, ROWS[sample["doc_id"]]["question"], 24)
 
@@ -125,7 +126,7 @@ def test_through_our_engine_it_measures_the_same(checkpoint: Path, task_folder: 
     assert results["made_generation"]["exact_match,none"] == theirs["results"]["made_generation"]["exact_match,none"]
     for sample, other in zip(ours["made_choice"], theirs["samples"]["made_choice"], strict=True):
         for [mine], [its] in zip(sample["resps"], other["resps"], strict=True):
-            assert mine[0] == pytest.approx(its[0], abs=1e-4)
+            assert mine[0] == approx(its[0], abs=1e-4)
             assert mine[1] == its[1]
     loaded = load_model(ModelSection(name=str(checkpoint), device="cpu"), seed=0)
     for sample in ours["made_generation"]:

@@ -242,6 +242,7 @@ _OPTIONS = {
     **{f"runs {name}": options for name, options in RUNS.items()},
 }  # fmt: skip
 _INPUT = ("task", "template")
+_RUN_BEATS: dict[str, Literal["stdout", ""]] = {"resume": "stdout", "manage": ""}
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", beats="stdout"),
     "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
@@ -274,7 +275,7 @@ COMMANDS = {
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),
     **{f"runs {name}": Command(text, f"runs:run_{name}", tables=name in ("list", "show", "compare"),
-                               beats={"resume": "stdout", "manage": ""}.get(name, "stderr"))
+                               beats=_RUN_BEATS.get(name, "stderr"))
        for name, text in (
            ("list", "every run: its state, primary metric and size"),
            ("show", "one run or sweep in full"),

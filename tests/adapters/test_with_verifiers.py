@@ -13,6 +13,7 @@ import pytest
 import torch
 from answered import MAX_TOKENS, Answered
 
+from closeness import approx
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
@@ -70,4 +71,4 @@ def test_its_training_client_gets_token_ids_with_the_log_probabilities_of_a_forw
             table = loaded.model(ids).logits[0].log_softmax(-1)
         for i, logprob in zip(sampled, wrote["logprobs"], strict=True):
             assert int(table[i - 1].argmax()) == int(ids[0, i]), "greedy"
-            assert logprob == pytest.approx(float(table[i - 1, ids[0, i]]), abs=1e-4)  # written down with four digits
+            assert logprob == approx(float(table[i - 1, ids[0, i]]), abs=1e-4)  # written down with four digits

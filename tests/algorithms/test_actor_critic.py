@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.algorithms.objectives.policy_gradient import grpo, ppo
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.types import Batch, Outputs
@@ -56,15 +57,15 @@ def only_value(value: float, old: float, target: float, **options: float | None)
 )
 def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
     got, slope, metrics = only_value(value, old, target)
-    assert got == pytest.approx(loss, abs=1e-12)
-    assert slope == pytest.approx(gradient, abs=1e-12)
-    assert metrics["value_loss"][0, 1].item() == pytest.approx(loss, abs=1e-12)
+    assert got == approx(loss, abs=1e-12)
+    assert slope == approx(gradient, abs=1e-12)
+    assert metrics["value_loss"][0, 1].item() == approx(loss, abs=1e-12)
     assert metrics["value_clip_fraction"][0, 1].item() == clipped
 
 
 def test_without_a_clip_it_is_half_the_squared_error():
-    assert only_value(5.0, 1.0, 2.0, value_clip=None)[:2] == pytest.approx((4.5, 3.0))
-    assert only_value(5.0, 1.0, 2.0, value_clip=100.0)[:2] == pytest.approx((4.5, 3.0))
+    assert only_value(5.0, 1.0, 2.0, value_clip=None)[:2] == approx((4.5, 3.0))
+    assert only_value(5.0, 1.0, 2.0, value_clip=100.0)[:2] == approx((4.5, 3.0))
     assert only_value(1.5, 1.0, 2.0, value_clip=None)[2]["value_clip_fraction"][0, 1].item() == 0.0
 
 
@@ -99,9 +100,7 @@ def test_against_a_plain_python_reference():
         held = min(max(values[t], before[t] - 0.3), before[t] + 0.3)
         plain, clipped = (values[t] - targets[t]) ** 2, (held - targets[t]) ** 2
         shares.append(float(clipped > plain + 1e-12))
-        assert loss.values[0, t + 1].item() == pytest.approx(
-            surrogate + 0.7 * 0.5 * max(plain, clipped), rel=1e-12, abs=1e-12
-        )
+        assert loss.values[0, t + 1].item() == approx(surrogate + 0.7 * 0.5 * max(plain, clipped), rel=1e-12, abs=1e-12)
     assert loss.metrics["value_clip_fraction"][0, 1:].tolist() == shares
     assert 0 < sum(shares) < 40
 
@@ -114,8 +113,8 @@ def test_metrics_give_the_explained_variance():
         means = {name: metric[0, 1:].mean().item() for name, metric in ppo(outputs, batch).metrics.items()}
         spread = means["value_error_squared"] - means["value_error"] ** 2
         variance = means["returns_squared"] - means["returns"] ** 2
-        assert 1 - spread / variance == pytest.approx(expected, abs=1e-12)
-        assert means["value_error"] == pytest.approx(sum(targets) / 4 - sum(values) / 4)
+        assert 1 - spread / variance == approx(expected, abs=1e-12)
+        assert means["value_error"] == approx(sum(targets) / 4 - sum(values) / 4)
 
 
 @pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)])

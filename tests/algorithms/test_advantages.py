@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from closeness import allclose, approx
 from posttrain.algorithms.advantages import batch_normalized, centered, leave_one_out, mean_scaled, normalized, raw
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -15,10 +16,10 @@ REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0
 def test_by_hand():
     assert raw(REWARDS).tolist() == REWARDS.tolist()
     assert centered(REWARDS)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert leave_one_out(REWARDS)[2].tolist() == pytest.approx([4.0, -4 / 3, -4 / 3, -4 / 3])
+    assert leave_one_out(REWARDS)[2].tolist() == approx([4.0, -4 / 3, -4 / 3, -4 / 3])
     std = (4 * 0.25 / 3) ** 0.5  # ddof = 1
-    assert normalized(REWARDS, epsilon=0.0)[0].tolist() == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std])
-    assert normalized(REWARDS, epsilon=0.1)[0, 0].item() == pytest.approx(0.5 / (std + 0.1))
+    assert normalized(REWARDS, epsilon=0.0)[0].tolist() == approx([0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std])
+    assert normalized(REWARDS, epsilon=0.1)[0, 0].item() == approx(0.5 / (std + 0.1))
 
 
 def test_leave_one_out_is_the_mean_of_the_others():
@@ -26,10 +27,8 @@ def test_leave_one_out_is_the_mean_of_the_others():
     for n in range(6):
         for g in range(5):
             others = [rewards[n, j].item() for j in range(5) if j != g]
-            assert leave_one_out(rewards)[n, g].item() == pytest.approx(
-                rewards[n, g].item() - sum(others) / 4, abs=1e-12
-            )
-    assert torch.allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-14)
+            assert leave_one_out(rewards)[n, g].item() == approx(rewards[n, g].item() - sum(others) / 4, abs=1e-12)
+    assert allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-14)
 
 
 def test_equal_rewards_give_zero():
@@ -55,16 +54,16 @@ def test_mean_scaled_has_the_gradient_of_the_truncated_likelihood(group: int):
         score = rewards / p - (1 - rewards) / (1 - p)  # d log Bernoulli(p) / dp
         probability = math.comb(group, correct) * p**correct * (1 - p) ** (group - correct)
         expectation += probability * float((mean_scaled(rewards) * score).mean())
-    assert expectation == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, group)), abs=1e-12)
+    assert expectation == approx(sum((1 - p) ** (k - 1) for k in range(1, group)), abs=1e-12)
 
 
 def test_batch_normalized_by_hand():
     flat = REWARDS.flatten()
     expected = (REWARDS - flat.mean()) / flat.std(correction=0)
-    assert torch.allclose(batch_normalized(REWARDS, epsilon=0.0), expected, atol=1e-12)
+    assert allclose(batch_normalized(REWARDS, epsilon=0.0), expected, atol=1e-12)
     grouped = centered(REWARDS)
     expected = grouped / grouped.flatten().std(correction=0)
-    assert torch.allclose(batch_normalized(REWARDS, center="group", epsilon=0.0), expected, atol=1e-12)
+    assert allclose(batch_normalized(REWARDS, center="group", epsilon=0.0), expected, atol=1e-12)
     assert batch_normalized(torch.ones(2, 3, dtype=torch.float64)).abs().max() == 0.0
 
 

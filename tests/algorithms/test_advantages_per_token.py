@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from closeness import allclose, approx
 from posttrain.algorithms.advantages import gae, return_to_go, whitened
 from posttrain.algorithms.objectives.policy_gradient import ppo, reinforce
 from posttrain.types import Batch, Outputs
@@ -54,16 +55,16 @@ def test_gae_by_hand():
     third = 1 - 0.8
     second = (0.9 * 0.8 - 0.4) + 0.45 * third
     first = (0.9 * 0.4 - 0.5) + 0.45 * second
-    assert (third, second, first) == pytest.approx((0.2, 0.41, 0.0445))
-    assert advantages[0].tolist() == pytest.approx([0.0, 0.0445, 0.41, 0.2], abs=1e-15)
-    assert returns[0].tolist() == pytest.approx([0.0, 0.5445, 0.81, 1.0], abs=1e-15)
+    assert (third, second, first) == approx((0.2, 0.41, 0.0445))
+    assert advantages[0].tolist() == approx([0.0, 0.0445, 0.41, 0.2], abs=1e-15)
+    assert returns[0].tolist() == approx([0.0, 0.5445, 0.81, 1.0], abs=1e-15)
 
 
 def test_return_to_go_by_hand():
     advantages, returns = return_to_go(
         row([-0.1, -0.2, 1.0]), MASK3, row([9, 9, 9]), torch.tensor([9.0], dtype=F64), gamma=0.5, whiten=False
     )
-    assert returns[0].tolist() == pytest.approx([0.0, -0.1 + 0.5 * (-0.2 + 0.5), 0.3, 1.0], abs=1e-15)
+    assert returns[0].tolist() == approx([0.0, -0.1 + 0.5 * (-0.2 + 0.5), 0.3, 1.0], abs=1e-15)
     assert torch.equal(advantages, returns)
 
 
@@ -74,17 +75,17 @@ def test_gae_against_an_independent_reference(gamma: float, gae_lambda: float):
         advantages, returns = gae(*case, gamma=gamma, gae_lambda=gae_lambda, whiten=False, bootstrap=True)
         expected = reference(*case, gamma, gae_lambda)
         ended = gae(*case, gamma=gamma, gae_lambda=gae_lambda, whiten=False)[0]
-        assert torch.allclose(ended, reference(*case[:3], torch.zeros_like(case[3]), gamma, gae_lambda), atol=1e-12)
-        assert torch.allclose(advantages, expected, atol=1e-12)
-        assert torch.allclose(returns, torch.where(case[1], expected + case[2], torch.zeros_like(expected)), atol=1e-12)
+        assert allclose(ended, reference(*case[:3], torch.zeros_like(case[3]), gamma, gae_lambda), atol=1e-12)
+        assert allclose(advantages, expected, atol=1e-12)
+        assert allclose(returns, torch.where(case[1], expected + case[2], torch.zeros_like(expected)), atol=1e-12)
 
 
 def test_gae_of_one_is_return_minus_value():
     rewards, mask, values, final_values = random_case(1)
     advantages, returns = gae(rewards, mask, values, torch.zeros_like(final_values), gae_lambda=1.0, whiten=False)
     to_go, _ = return_to_go(rewards, mask, values, final_values, whiten=False)
-    assert torch.allclose(returns, to_go, atol=1e-12)
-    assert torch.allclose(advantages, torch.where(mask, to_go - values, torch.zeros_like(values)), atol=1e-12)
+    assert allclose(returns, to_go, atol=1e-12)
+    assert allclose(advantages, torch.where(mask, to_go - values, torch.zeros_like(values)), atol=1e-12)
 
 
 def test_what_is_not_trained_takes_no_step():
@@ -99,7 +100,7 @@ def test_what_is_not_trained_takes_no_step():
         gamma=0.9,
     )
     for compact, spread in zip(dense, holes, strict=True):
-        assert torch.allclose(compact[MASK3], spread[mask], atol=1e-14)
+        assert allclose(compact[MASK3], spread[mask], atol=1e-14)
         assert spread[~mask].abs().max() == 0.0
 
 
@@ -108,15 +109,15 @@ def test_whitening_is_over_the_whole_batch(word):
     case = random_case(5)
     advantages, returns = word(*case)
     trained = advantages[case[1]]
-    assert trained.mean().item() == pytest.approx(0.0, abs=1e-12)
-    assert trained.std(correction=0).item() == pytest.approx(1.0, abs=1e-7)
+    assert trained.mean().item() == approx(0.0, abs=1e-12)
+    assert trained.std(correction=0).item() == approx(1.0, abs=1e-7)
     assert advantages[~case[1]].abs().max() == 0.0
     raw, same_returns = word(*case, whiten=False)
     assert torch.equal(returns, same_returns)  # the value function learns what was really paid
     flat = [raw[b, t].item() for b in range(5) for t in range(8) if case[1][b, t]]
     mean = sum(flat) / len(flat)
     std = math.sqrt(sum((x - mean) ** 2 for x in flat) / len(flat))
-    assert trained.tolist() == pytest.approx([(x - mean) / (std + 1e-8) for x in flat], abs=1e-12)
+    assert trained.tolist() == approx([(x - mean) / (std + 1e-8) for x in flat], abs=1e-12)
     in_pieces = torch.cat([word(*(x[rows] for x in case))[0] for rows in (slice(0, 2), slice(2, 5))])
     assert (in_pieces - advantages).abs().max() > 0.05  # per micro-batch it would be something else
 
@@ -161,4 +162,4 @@ def test_ppo_with_lambda_one_and_no_values_is_reinforce_with_the_return():
         torch.where(mask, loss.values, nothing).sum().backward()
         gradients.append(logprobs.grad)
     assert torch.equal(*gradients)
-    assert torch.allclose(gradients[0], -returns, atol=1e-12)
+    assert allclose(gradients[0], -returns, atol=1e-12)

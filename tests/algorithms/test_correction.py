@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.algorithms.correction import geometric_mask, icepop, sequence_tis, token_tis
 
 WORDS = {"token_tis": token_tis, "sequence_tis": sequence_tis, "icepop": icepop, "geometric_mask": geometric_mask}
@@ -23,22 +24,22 @@ def case(rows: list[list[float]], lengths: list[int] | None = None) -> tuple[tor
 
 
 def test_token_tis_by_hand():
-    assert token_tis(*case([[0.5, 1.5, 4.0]]))[0].tolist() == pytest.approx([1.0, 0.5, 1.5, 2.0], abs=1e-14)
-    assert token_tis(*case([[0.5, 1.5, 4.0]]), cap=5.0)[0, 3].item() == pytest.approx(4.0, abs=1e-14)
+    assert token_tis(*case([[0.5, 1.5, 4.0]]))[0].tolist() == approx([1.0, 0.5, 1.5, 2.0], abs=1e-14)
+    assert token_tis(*case([[0.5, 1.5, 4.0]]), cap=5.0)[0, 3].item() == approx(4.0, abs=1e-14)
 
 
 def test_sequence_tis_by_hand():
     log_ratio, mask = case([[0.5, 1.5, 1.2], [2.0, 1.5, 9.0], [0.5, 0.5, 0.5]], lengths=[3, 2, 3])
     weights = sequence_tis(log_ratio, mask)
-    assert weights[0, 1:].tolist() == pytest.approx([0.9] * 3, abs=1e-14)
-    assert weights[1].tolist() == pytest.approx([1.0, 2.0, 2.0, 1.0], abs=1e-14)  # 3 is capped; 9 is not trained
-    assert weights[2, 1:].tolist() == pytest.approx([0.125] * 3, abs=1e-14)
+    assert weights[0, 1:].tolist() == approx([0.9] * 3, abs=1e-14)
+    assert weights[1].tolist() == approx([1.0, 2.0, 2.0, 1.0], abs=1e-14)  # 3 is capped; 9 is not trained
+    assert weights[2, 1:].tolist() == approx([0.125] * 3, abs=1e-14)
 
 
 def test_icepop_by_hand():
     log_ratio, mask = case([[0.4, 0.6, 4.9, 5.1]])
-    assert icepop(log_ratio, mask)[0].tolist() == pytest.approx([1.0, 0.0, 0.6, 4.9, 0.0], abs=1e-14)
-    assert icepop(log_ratio, mask, low=0.0, high=6.0)[0, 1:].tolist() == pytest.approx([0.4, 0.6, 4.9, 5.1])
+    assert icepop(log_ratio, mask)[0].tolist() == approx([1.0, 0.0, 0.6, 4.9, 0.0], abs=1e-14)
+    assert icepop(log_ratio, mask, low=0.0, high=6.0)[0, 1:].tolist() == approx([0.4, 0.6, 4.9, 5.1])
 
 
 def test_geometric_mask_by_hand():
@@ -49,9 +50,9 @@ def test_geometric_mask_by_hand():
     assert weights[:, 0].tolist() == [1.0] * 4
     assert geometric_mask(log_ratio, mask, low=0.97)[1, 1].item() == 1.0
     kept = geometric_mask(log_ratio, mask, weigh="token", cap=1.05)
-    assert kept[0, 1:].tolist() == pytest.approx([1.05, 1 / 1.1, 1.0], abs=1e-14)
+    assert kept[0, 1:].tolist() == approx([1.05, 1 / 1.1, 1.0], abs=1e-14)
     assert kept[1, 1].item() == 0.0
-    assert geometric_mask(log_ratio, mask, weigh="sequence")[0, 1:].tolist() == pytest.approx([1.0] * 3, abs=1e-14)
+    assert geometric_mask(log_ratio, mask, weigh="sequence")[0, 1:].tolist() == approx([1.0] * 3, abs=1e-14)
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -75,9 +76,9 @@ def test_against_a_plain_python_reference():
                 assert all(weights[b, t] == 1.0 for weights in got.values())
                 continue
             rho = math.exp(log_ratio[b, t])
-            assert got["token_tis"][b, t].item() == pytest.approx(min(rho, 2.0), rel=1e-12)
-            assert got["sequence_tis"][b, t].item() == pytest.approx(min(math.prod(ratios), 2.0), rel=1e-12)
-            assert got["icepop"][b, t].item() == pytest.approx(rho if 0.5 <= rho <= 5.0 else 0.0, rel=1e-12)
+            assert got["token_tis"][b, t].item() == approx(min(rho, 2.0), rel=1e-12)
+            assert got["sequence_tis"][b, t].item() == approx(min(math.prod(ratios), 2.0), rel=1e-12)
+            assert got["icepop"][b, t].item() == approx(rho if 0.5 <= rho <= 5.0 else 0.0, rel=1e-12)
             assert wide[b, t].item() == float(0.8 <= geometric <= 1.2)
         accepted.add(0.8 <= geometric <= 1.2)
     assert accepted == {True, False}
@@ -92,7 +93,7 @@ def test_without_a_cap_the_sequence_weight_is_unbiased():
     weights = sequence_tis(log_ratio, torch.ones(9, 2, dtype=torch.bool), cap=100.0)[:, 0]
     function = torch.arange(9, dtype=torch.float64).square()
     got = (sampler[pairs].prod(1) * weights * function).sum()
-    assert got.item() == pytest.approx((trainer[pairs].prod(1) * function).sum().item(), abs=1e-12)
+    assert got.item() == approx((trainer[pairs].prod(1) * function).sum().item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", WORDS)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from closeness import approx
 from posttrain.algorithms.kl_control import adapt_kl_weight
 
 
@@ -21,9 +22,7 @@ from posttrain.algorithms.kl_control import adapt_kl_weight
     ],
 )
 def test_values_by_hand(observed: float, factor: float):
-    assert adapt_kl_weight(0.15, observed, 6.0, num_samples=64, horizon=10_000) == pytest.approx(
-        0.15 * factor, rel=1e-14
-    )
+    assert adapt_kl_weight(0.15, observed, 6.0, num_samples=64, horizon=10_000) == approx(0.15 * factor, rel=1e-14)
 
 
 def test_a_responsive_policy_is_brought_to_its_target():
@@ -31,7 +30,7 @@ def test_a_responsive_policy_is_brought_to_its_target():
     weight = 0.01
     for _ in range(3000):
         weight = adapt_kl_weight(weight, 0.3 / weight, 6.0, num_samples=256, horizon=10_000)
-    assert 0.3 / weight == pytest.approx(6.0, rel=1e-6)
+    assert 0.3 / weight == approx(6.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan])

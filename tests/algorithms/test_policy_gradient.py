@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from closeness import approx
 from posttrain import registry
 from posttrain.algorithms.objectives import policy_gradient
 from posttrain.algorithms.objectives.policy_gradient import grpo, reinforce
@@ -42,7 +43,7 @@ def one_token(new: float, old: float, advantage: float, **fields: float) -> tupl
 def test_reinforce_by_hand():
     outputs, batch = one_token(math.log(0.25), 0.0, 2.0)
     values = reinforce(outputs, batch).values
-    assert values[0, 1].item() == pytest.approx(-2.0 * math.log(0.25), abs=1e-15)
+    assert values[0, 1].item() == approx(-2.0 * math.log(0.25), abs=1e-15)
     values.sum().backward()
     assert outputs.logprobs.grad[0].tolist() == [0.0, -2.0]
 
@@ -60,10 +61,10 @@ def test_reinforce_by_hand():
 def test_grpo_clip_by_hand(ratio: float, advantage: float, value: float, gradient: float, clipped: float):
     outputs, batch = one_token(math.log(ratio), 0.0, advantage)
     loss = grpo(outputs, batch, clip_low=0.2, clip_high=0.28)
-    assert loss.values[0, 1].item() == pytest.approx(value, abs=1e-12)
+    assert loss.values[0, 1].item() == approx(value, abs=1e-12)
     assert loss.metrics["clip_fraction"][0, 1].item() == clipped
     loss.values.sum().backward()
-    assert outputs.logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-12)
+    assert outputs.logprobs.grad[0, 1].item() == approx(gradient, abs=1e-12)
 
 
 def test_grpo_against_a_plain_python_reference():
@@ -78,7 +79,7 @@ def test_grpo_against_a_plain_python_reference():
             rho = math.exp(new[b, t] - old[b, t])
             surrogate = min(rho * adv[b, t], min(max(rho, 0.9), 1.3) * adv[b, t])
             r = new[b, t] - ref[b, t]
-            assert got[b, t].item() == pytest.approx(float(-surrogate + 0.05 * (math.exp(-r) - 1 + r)), abs=1e-12)
+            assert got[b, t].item() == approx(float(-surrogate + 0.05 * (math.exp(-r) - 1 + r)), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -88,7 +89,7 @@ def test_entropy_coef_lowers_the_value_by_the_entropy(name: str):
     objective = getattr(policy_gradient, name)
     plain = objective(outputs, batch).values[0, 1].item()
     loss = with_regularizers(objective, entropy_coef=0.2)(outputs, batch)
-    assert loss.values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
+    assert loss.values[0, 1].item() == approx(plain - 0.3, abs=1e-12)
     assert loss.metrics["entropy"].tolist() == [[0.0, 1.5]]
     assert not loss.metrics["entropy"].requires_grad
     assert torch.autograd.grad(loss.values[0, 1], outputs.entropy)[0].tolist() == [[0.0, -0.2]]
@@ -105,10 +106,10 @@ def test_every_objective_takes_the_same_kl(name: str, estimator: str):
     r = math.log(2.0)
     value = {"k1": r, "k2": r * r / 2, "k3": 0.5 - 1 + r}[estimator]
     slope = {"k1": 1.0, "k2": r, "k3": 1 - 0.5}[estimator]  # dk/dr
-    assert (with_kl.values - plain.values)[0, 1].item() == pytest.approx(0.1 * value, abs=1e-12)
+    assert (with_kl.values - plain.values)[0, 1].item() == approx(0.1 * value, abs=1e-12)
     added = torch.autograd.grad((with_kl.values - plain.values)[0, 1], outputs.logprobs)[0][0, 1].item()
-    assert added == pytest.approx(0.1 * slope, abs=1e-12)
-    assert with_kl.metrics["kl_ref"][0, 1].item() == pytest.approx(0.5 - 1 + r, abs=1e-12)
+    assert added == approx(0.1 * slope, abs=1e-12)
+    assert with_kl.metrics["kl_ref"][0, 1].item() == approx(0.5 - 1 + r, abs=1e-12)
     assert "kl_ref" not in plain.metrics
     assert registry.find("objective", name).traits["policy_term"] is True
 

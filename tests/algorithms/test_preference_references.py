@@ -8,6 +8,7 @@ import pytest
 import torch
 from preference_cases import CASES, Pair, make_pairs, one_pair, random_rows
 
+from closeness import approx
 from posttrain.algorithms.objectives import preference
 from posttrain.registry import entries
 from posttrain.types import Outputs
@@ -34,7 +35,7 @@ def test_values_against_plain_python(name: str):
     for unit in range(6):
         w, rejected = 2 * unit, 2 * unit + 1
         pair = Pair(policy[w], policy[rejected], reference[w], reference[rejected])
-        assert values[unit].item() == pytest.approx(expected(pair), rel=1e-11, abs=1e-12)
+        assert values[unit].item() == approx(expected(pair), rel=1e-11, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,15 +90,15 @@ def test_metrics(name: str):
             else:
                 rewards.append(beta * (ratio / count if name in ("dpo_norm", "ipo_means") else ratio))
         got = {k: metrics[k][unit].item() for k in metrics}
-        assert got["chosen_reward"] == pytest.approx(rewards[0], abs=1e-11)
-        assert got["rejected_reward"] == pytest.approx(rewards[1], abs=1e-11)
-        assert got["margin"] == pytest.approx(rewards[0] - rewards[1], abs=1e-11)
+        assert got["chosen_reward"] == approx(rewards[0], abs=1e-11)
+        assert got["rejected_reward"] == approx(rewards[1], abs=1e-11)
+        assert got["margin"] == approx(rewards[0] - rewards[1], abs=1e-11)
         assert got["pair_accuracy"] == float(rewards[0] > rewards[1])
-        assert got["chosen_logprob"] == pytest.approx(sum(policy[2 * unit]), abs=1e-12)
-        assert got["rejected_logprob"] == pytest.approx(sum(policy[2 * unit + 1]), abs=1e-12)
+        assert got["chosen_logprob"] == approx(sum(policy[2 * unit]), abs=1e-12)
+        assert got["rejected_logprob"] == approx(sum(policy[2 * unit + 1]), abs=1e-12)
         if name in ("orpo", "cpo", "rpo"):
             mean = sum(policy[2 * unit]) / len(policy[2 * unit])
-            assert got["chosen_nll"] == pytest.approx(-mean, abs=1e-12)
+            assert got["chosen_nll"] == approx(-mean, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,7 +121,7 @@ def test_every_word_wants_a_larger_difference_at_the_reference(name: str):
     assert slope[1] - slope[0] > 0.01
     assert slope[1] >= 0.0  # no word makes the rejected answer more likely
     if name == "apo_down":
-        assert slope[0] == pytest.approx(0.0, abs=1e-12)  # both forces on the chosen one cancel here
+        assert slope[0] == approx(0.0, abs=1e-12)  # both forces on the chosen one cancel here
     else:
         assert slope[0] < 0.0
 

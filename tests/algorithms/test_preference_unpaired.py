@@ -8,6 +8,7 @@ import pytest
 import torch
 from preference_cases import make_rows, random_rows, sigmoid
 
+from closeness import approx
 from posttrain.algorithms.objectives.preference import kto
 from posttrain.types import Batch, Outputs
 
@@ -36,7 +37,7 @@ def test_limits(label: float, weight: float):
     for ratio, expected in ((1e4 * sign, 0.0), (-1e4 * sign, weight), (0.5, weight / 2)):
         outputs, batch = one_row(ratio, label, baseline=0.5)
         loss = kto(outputs, batch, desirable_weight=2.0, undesirable_weight=3.0)
-        assert loss.values.item() == pytest.approx(expected, abs=1e-12)
+        assert loss.values.item() == approx(expected, abs=1e-12)
     assert loss.metrics["answer_accuracy"].item() == 0.5
 
 
@@ -46,10 +47,10 @@ def test_by_hand():
     for label, expected in ((1.0, 0.1), (0.0, 0.9)):
         outputs, batch = one_row(ratio, label, baseline=1.0)
         loss = kto(outputs, batch, beta=0.5)
-        assert loss.values.item() == pytest.approx(expected, abs=1e-14)
+        assert loss.values.item() == approx(expected, abs=1e-14)
         loss.values.sum().backward()
         slope = -0.5 * 0.09 if label == 1.0 else 0.5 * 0.09  # ∓β σ(1 − σ)
-        assert outputs.logprobs.grad.sum().item() == pytest.approx(slope, abs=1e-14)
+        assert outputs.logprobs.grad.sum().item() == approx(slope, abs=1e-14)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -63,9 +64,9 @@ def test_against_plain_python(seed: int):
         gain = reward - 0.8 * 0.7
         value = 1.3 - 1.3 * sigmoid(gain) if label == 1.0 else 0.4 - 0.4 * sigmoid(-gain)
         got = {name: metric[b].item() for name, metric in loss.metrics.items()}
-        assert loss.values[b].item() == pytest.approx(value, abs=1e-12)
-        assert got["implicit_reward"] == pytest.approx(reward, abs=1e-12)
-        assert got["logprob"] == pytest.approx(sum(policy[b]), abs=1e-12)
+        assert loss.values[b].item() == approx(value, abs=1e-12)
+        assert got["implicit_reward"] == approx(reward, abs=1e-12)
+        assert got["logprob"] == approx(sum(policy[b]), abs=1e-12)
         assert got["answer_accuracy"] == float((gain > 0) == (label == 1.0))
         assert got["kl_baseline"] == 0.7
         assert got["desirable"] == label
@@ -78,10 +79,10 @@ def test_parts_give_the_mean_reward_of_each_kind():
     metrics = kto(outputs, batch).metrics
     mean = {name: float(metric.mean()) for name, metric in metrics.items()}
     is_desirable = batch.field("labels") == 1.0
-    assert mean["desirable_reward_part"] / mean["desirable"] == pytest.approx(
+    assert mean["desirable_reward_part"] / mean["desirable"] == approx(
         float(metrics["implicit_reward"][is_desirable].mean()), abs=1e-14
     )
-    assert mean["undesirable_reward_part"] / (1 - mean["desirable"]) == pytest.approx(
+    assert mean["undesirable_reward_part"] / (1 - mean["desirable"]) == approx(
         float(metrics["implicit_reward"][~is_desirable].mean()), abs=1e-14
     )
 
@@ -111,7 +112,7 @@ def test_what_stands_outside_the_mask_does_not_count():
 
 def test_a_soft_label_mixes_both_losses():
     hard = [kto(*one_row(0.9, label, 0.2)).values.item() for label in (1.0, 0.0)]
-    assert kto(*one_row(0.9, 0.25, 0.2)).values.item() == pytest.approx(0.25 * hard[0] + 0.75 * hard[1], abs=1e-15)
+    assert kto(*one_row(0.9, 0.25, 0.2)).values.item() == approx(0.25 * hard[0] + 0.75 * hard[1], abs=1e-15)
 
 
 @pytest.mark.parametrize("whose", ["policy", "reference", "both"])

@@ -7,14 +7,15 @@ import math
 import pytest
 import torch
 
+from closeness import allclose, approx
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio
 
 
 def test_values_by_hand():
     r = torch.tensor([[math.log(2.0), -math.log(2.0), 0.0]], dtype=torch.float64)
     assert kl_k1(r).tolist() == r.tolist()
-    assert kl_k2(r)[0].tolist() == pytest.approx([math.log(2) ** 2 / 2] * 2 + [0.0], abs=1e-15)
-    assert kl_k3(r)[0].tolist() == pytest.approx([0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0], abs=1e-15)
+    assert kl_k2(r)[0].tolist() == approx([math.log(2) ** 2 / 2] * 2 + [0.0], abs=1e-15)
+    assert kl_k3(r)[0].tolist() == approx([0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0], abs=1e-15)
 
 
 def test_monte_carlo_against_the_exact_kl():
@@ -34,11 +35,11 @@ def test_monte_carlo_against_the_exact_kl():
         return float(samples.mean()), float(samples.std()) / math.sqrt(len(drawn))
 
     expected = {"k1": exact, "k2": float((policy * r.square() / 2).sum()), "k3": exact}
-    assert expected["k2"] - exact == pytest.approx(-0.0114, abs=1e-4)  # the bias of k2, of a KL of 0.1028
+    assert expected["k2"] - exact == approx(-0.0114, abs=1e-4)  # the bias of k2, of a KL of 0.1028
     for name, target in expected.items():
         mean, standard_error = estimate(name, 1.0)
         assert standard_error < 1e-3
-        assert mean == pytest.approx(target, abs=4 * standard_error), name
+        assert mean == approx(target, abs=4 * standard_error), name
     for name in ("k1", "k3"):
         wrong, standard_error = estimate(name, -1.0)
         assert abs(wrong - exact) > 20 * standard_error, name
@@ -53,7 +54,7 @@ def test_k2_bias_vanishes_near_the_reference():
         r = policy.log() - reference.log()
         relative.append(abs(float((policy * kl_k2(r[None])[0]).sum() / (policy * r).sum()) - 1))
     assert relative[1] < 0.01
-    assert relative[0] / relative[1] == pytest.approx(10, rel=0.3)
+    assert relative[0] / relative[1] == approx(10, rel=0.3)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
@@ -69,7 +70,7 @@ def test_expected_gradients_in_the_loss(name: str):
     }[name]
     exact = torch.autograd.grad(wanted, logits, retain_graph=True)[0]
     surrogate = (logp.exp().detach() * KL_ESTIMATORS[name]((logp - reference.log())[None])[0]).sum()
-    assert torch.allclose(torch.autograd.grad(surrogate, logits)[0], exact, atol=1e-14)
+    assert allclose(torch.autograd.grad(surrogate, logits)[0], exact, atol=1e-14)
 
 
 def test_log_ratio_is_clamped_and_masked():

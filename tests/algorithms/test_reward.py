@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.algorithms.aggregation import sequence_mean
 from posttrain.algorithms.objectives.reward import bradley_terry, outcome, process
 from posttrain.errors import UsageError
@@ -60,21 +61,21 @@ def test_bradley_terry_at_equal_scores():
     for score in (-3.0, 0.0, 50.0):
         outputs, batch = pair_scores(score, score)
         loss = bradley_terry(outputs, batch)
-        assert loss.values.item() == pytest.approx(math.log(2.0), abs=1e-15)
+        assert loss.values.item() == approx(math.log(2.0), abs=1e-15)
         assert loss.metrics["pair_accuracy"].item() == 0.5
         loss.values.sum().backward()
         expected = [0.0, 0.0, -0.5, 0.0, 0.0, 0.5, 0.0, 0.0]  # at the last trained token of each row only
-        assert outputs.scores.grad.flatten().tolist() == pytest.approx(expected, abs=1e-15)
+        assert outputs.scores.grad.flatten().tolist() == approx(expected, abs=1e-15)
 
 
 def test_bradley_terry_by_hand():
     case = pair_scores(1.5, 0.5, margins=[0.75, 0.75])
-    assert bradley_terry(*case).values.item() == pytest.approx(math.log(1 + math.exp(-1.0)), abs=1e-15)
+    assert bradley_terry(*case).values.item() == approx(math.log(1 + math.exp(-1.0)), abs=1e-15)
     with_margin = bradley_terry(*case, margin=True)
-    assert with_margin.values.item() == pytest.approx(math.log(1 + math.exp(-0.25)), abs=1e-15)
+    assert with_margin.values.item() == approx(math.log(1 + math.exp(-0.25)), abs=1e-15)
     assert with_margin.metrics["margin"].item() == 1.0
     centred = bradley_terry(*case, centering=0.1).values.item()
-    assert centred == pytest.approx(math.log(1 + math.exp(-1.0)) + 0.1 * 4.0, abs=1e-15)
+    assert centred == approx(math.log(1 + math.exp(-1.0)) + 0.1 * 4.0, abs=1e-15)
     metrics = bradley_terry(*case).metrics
     assert {k: v.tolist() for k, v in metrics.items()} == {
         "margin": [1.0],
@@ -87,9 +88,9 @@ def test_bradley_terry_by_hand():
 def test_centering_is_what_fixes_the_level():
     """Without it a constant added to all scores changes nothing; with it the best level is mean zero."""
     plain = [bradley_terry(*pair_scores(1.0 + c, c)).values.item() for c in (-2.0, -0.5, 3.0)]
-    assert plain == pytest.approx([plain[0]] * 3, abs=1e-14)
+    assert plain == approx([plain[0]] * 3, abs=1e-14)
     centred = [bradley_terry(*pair_scores(1.0 + c, c), centering=0.01).values.item() for c in (-2.0, -0.5, 3.0)]
-    assert centred[1] == pytest.approx(plain[0], abs=1e-14)
+    assert centred[1] == approx(plain[0], abs=1e-14)
     assert min(centred[0], centred[2]) > centred[1] + 0.05
 
 
@@ -103,7 +104,7 @@ def test_bradley_terry_against_plain_python(seed: int):
             trained = [t for t in range(8) if batch.mask[row, t]]
             r.append(outputs.scores[row, trained[-1]].item())
         p = math.exp(r[0]) / (math.exp(r[0]) + math.exp(r[1] + margin))
-        assert values[unit].item() == pytest.approx(-math.log(p) + 0.2 * (r[0] + r[1]) ** 2, abs=1e-11)
+        assert values[unit].item() == approx(-math.log(p) + 0.2 * (r[0] + r[1]) ** 2, abs=1e-11)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -138,21 +139,21 @@ def test_outcome_against_plain_python(seed: int, positions: str):
         nll = [-label * math.log(x) - (1 - label) * math.log(1 - x) for x in p]
         if positions == "last":
             nll = [0.0] * (len(nll) - 1) + [len(nll) * nll[-1]]
-        assert loss.values[b, trained].tolist() == pytest.approx(nll, abs=1e-11)
+        assert loss.values[b, trained].tolist() == approx(nll, abs=1e-11)
         rows.append(sum(nll) / len(nll))
         correct = [float((x > 0.5) == (label > 0.5)) for x in p]
         assert loss.metrics["outcome_accuracy"][b, trained].tolist() == correct
         assert loss.metrics["final_token"][b].tolist() == [float(t == trained[-1]) for t in range(8)]
         assert loss.metrics["final_token_right"][b, trained].tolist() == [0.0] * (len(p) - 1) + correct[-1:]
     total = (loss.values * sequence_mean(batch.mask)).sum().item()
-    assert total == pytest.approx(sum(rows) / 6, abs=1e-11)
+    assert total == approx(sum(rows) / 6, abs=1e-11)
 
 
 def test_outcome_at_zero_is_ln_2_and_a_half():
     outputs, batch = random_case(2, labels=[1.0, 0.0] * 3)
     outputs.scores = torch.zeros_like(outputs.scores, requires_grad=True)
     loss = outcome(outputs, batch)
-    assert loss.values[batch.mask].tolist() == pytest.approx([math.log(2.0)] * int(batch.mask.sum()), abs=1e-15)
+    assert loss.values[batch.mask].tolist() == approx([math.log(2.0)] * int(batch.mask.sum()), abs=1e-15)
     assert set(loss.metrics["outcome_accuracy"][batch.mask].tolist()) == {0.5}
     loss.values[batch.mask].sum().backward()
     expected = torch.where(batch.field("labels")[:, None] == 1.0, -0.5, 0.5) * batch.mask
@@ -175,7 +176,7 @@ def test_process_against_plain_python(seed: int, classes: int):
         else:
             logits = outputs.scores[b, t].tolist()
         total = sum(math.exp(x) for x in logits)
-        assert loss.values[b, t].item() == pytest.approx(-math.log(math.exp(logits[label]) / total), abs=1e-11)
+        assert loss.values[b, t].item() == approx(-math.log(math.exp(logits[label]) / total), abs=1e-11)
         assert loss.metrics["step_accuracy"][b, t].item() == float(logits.index(max(logits)) == label)
         assert loss.metrics["positive_share"][b, t].item() == float(label == classes - 1)
 
@@ -183,7 +184,7 @@ def test_process_against_plain_python(seed: int, classes: int):
 def test_process_takes_soft_labels_with_two_classes():
     mask = torch.tensor([[False, True]])
     case = make(torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64), mask, step_labels=[[0.0, 0.25]])
-    assert process(*case).values[0, 1].item() == pytest.approx(-0.25 * math.log(0.75) - 0.75 * math.log(0.25))
+    assert process(*case).values[0, 1].item() == approx(-0.25 * math.log(0.75) - 0.75 * math.log(0.25))
 
 
 @pytest.mark.parametrize(("classes", "label"), [(2, 2.0), (2, -1.0), (3, 3.0), (3, 0.5), (2, math.nan)])

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from closeness import allclose, approx
 from posttrain.algorithms.objectives.policy_gradient import cispo, gmpo, grpo, gspo, gspo_token, reinforce, sapo
 from posttrain.types import Batch, Loss, Outputs
 
@@ -50,7 +51,7 @@ def test_on_policy_gradient_is_reinforce(name: str):
     outputs, batch = random_case(0, scale=0.0)
     expected = sequence_mean_gradient(outputs, batch, reinforce(outputs, batch))
     got = sequence_mean_gradient(outputs, batch, ALL[name](outputs, batch))
-    assert torch.allclose(got, expected, atol=1e-12)
+    assert allclose(got, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
@@ -59,21 +60,21 @@ def test_gspo_on_one_token_is_grpo(name: str):
     batch.mask[:, 1] = True
     ours = ALL[name](outputs, batch, clip_low=0.2, clip_high=0.2)
     theirs = grpo(outputs, batch, clip_low=0.2, clip_high=0.2)
-    assert torch.allclose(ours.values[:, 1], theirs.values[:, 1], atol=1e-12)
+    assert allclose(ours.values[:, 1], theirs.values[:, 1], atol=1e-12)
     gradients = [sequence_mean_gradient(outputs, batch, loss) for loss in (ours, theirs)]
-    assert torch.allclose(*gradients, atol=1e-12)
+    assert allclose(*gradients, atol=1e-12)
 
 
 def test_gspo_by_hand():
     outputs, batch = make([[0.4, 0.0]], [[0.0, 0.0]], [2.0])
     ratio = math.exp(0.2)
-    assert gspo(outputs, batch, clip_high=0.5).values[0, 1].item() == pytest.approx(-2 * ratio, abs=1e-12)
+    assert gspo(outputs, batch, clip_high=0.5).values[0, 1].item() == approx(-2 * ratio, abs=1e-12)
     loss = gspo(outputs, batch)  # the published range clips it
-    assert loss.values[0, 1].item() == pytest.approx(-2 * 1.0004, abs=1e-12)
+    assert loss.values[0, 1].item() == approx(-2 * 1.0004, abs=1e-12)
     assert loss.metrics["clip_fraction"][0, 1:].tolist() == [1.0, 1.0]
     assert sequence_mean_gradient(outputs, batch, loss).abs().max() == 0.0
     gradient = sequence_mean_gradient(outputs, batch, gspo(outputs, batch, clip_high=0.5))
-    assert gradient[0, 1:].tolist() == pytest.approx([-ratio, -ratio], abs=1e-12)  # −A · s / |y| with A = 2
+    assert gradient[0, 1:].tolist() == approx([-ratio, -ratio], abs=1e-12)  # −A · s / |y| with A = 2
 
 
 def test_gspo_token_equals_gspo_for_one_advantage_a_sequence():
@@ -83,32 +84,32 @@ def test_gspo_token_equals_gspo_for_one_advantage_a_sequence():
             gspo(outputs, batch, clip_low=0.01, clip_high=0.01),
             gspo_token(outputs, batch, clip_low=0.01, clip_high=0.01),
         )
-        assert torch.allclose(a.values[batch.mask], b.values[batch.mask], atol=1e-12)
+        assert allclose(a.values[batch.mask], b.values[batch.mask], atol=1e-12)
         gradients = [sequence_mean_gradient(outputs, batch, loss) for loss in (a, b)]
-        assert torch.allclose(*gradients, atol=1e-12)
+        assert allclose(*gradients, atol=1e-12)
 
 
 def test_cispo_by_hand():
     outputs, batch = make([[math.log(0.9), math.log(0.9)]], [[math.log(0.1), math.log(0.8)]], [1.5])
     loss = cispo(outputs, batch, clip_high=2.0)
     expected = [-3.0 * 1.5 * math.log(0.9), -1.125 * 1.5 * math.log(0.9)]  # ρ = 9 is capped at 3; 1.125 is not
-    assert loss.values[0, 1:].tolist() == pytest.approx(expected, abs=1e-12)
+    assert loss.values[0, 1:].tolist() == approx(expected, abs=1e-12)
     assert loss.metrics["clip_fraction"][0, 1:].tolist() == [1.0, 0.0]
     gradient = torch.autograd.grad(loss.values[0, 1:].sum(), outputs.logprobs)[0]
-    assert gradient[0, 1:].tolist() == pytest.approx([-4.5, -1.6875], abs=1e-12)  # clipped tokens keep their gradient
+    assert gradient[0, 1:].tolist() == approx([-4.5, -1.6875], abs=1e-12)  # clipped tokens keep their gradient
 
 
 def test_sapo_by_hand():
     outputs, batch = make([[math.log(2.0)], [math.log(2.0)]], [[0.0], [0.0]], [1.0, -1.0])
     values = sapo(outputs, batch, tau_positive=1.0, tau_negative=2.0).values[:, 1]
-    assert values.tolist() == pytest.approx([-4 / (1 + math.exp(-1)), 2 / (1 + math.exp(-2))], abs=1e-12)
+    assert values.tolist() == approx([-4 / (1 + math.exp(-1)), 2 / (1 + math.exp(-2))], abs=1e-12)
 
 
 def test_gmpo_by_hand():
     outputs, batch = make([[1.0, 0.2], [-1.0, 0.2], [-1.0, 0.2]], [[0.0, 0.0]] * 3, [1.0, 1.0, -1.0])
     values = gmpo(outputs, batch).values[:, 1]
     # A > 0 caps from above: (0.4 + 0.2)/2 and (−1 + 0.2)/2; A < 0 from below: (−0.4 + 0.2)/2
-    assert values.tolist() == pytest.approx([-math.exp(0.3), -math.exp(-0.4), math.exp(-0.1)], abs=1e-12)
+    assert values.tolist() == approx([-math.exp(0.3), -math.exp(-0.4), math.exp(-0.1)], abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "gmpo"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.evaluation.files import read_finished
 from posttrain.evaluation.items import read_items
@@ -51,7 +52,7 @@ def test_files_of_one_evaluation(
     assert f"summary, results and every answer: {out}" in shown
     content = read(out / "results.json")
     assert content["evaluation"] == "jsonl/all"
-    assert (content["results"]["n"], content["results"]["accuracy"]) == (6.0, pytest.approx(1 / 6))
+    assert (content["results"]["n"], content["results"]["accuracy"]) == (6.0, approx(1 / 6))
     assert content["settings"]["template"]["name"] == "plain"
     assert content["settings"]["task"]["path"].endswith("test.jsonl")
     assert content["settings"]["max_tokens"] == 256

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.store.metric_names import find_metric
 
@@ -44,13 +45,13 @@ def test_a_policy_against_its_base(runs: Path, capsys: pytest.CaptureFixture[str
     results = content["results"]
     assert [name for name in results if find_metric(name) is None] == []
     assert (content["a"], content["b"], results["n"], len(items)) == ("sft", "tiny", 6.0, 6)
-    assert results["win_rate"] == pytest.approx(sum(item["win_rate"] for item in items) / 6)
-    assert results["wins"] + results["ties"] + results["losses"] == pytest.approx(1.0)
+    assert results["win_rate"] == approx(sum(item["win_rate"] for item in items) / 6)
+    assert results["wins"] + results["ties"] + results["losses"] == approx(1.0)
     assert all(isinstance(answer["score"], float) for item in items for answer in (*item["a"], *item["b"]))
     for name in ("ab", "ba"):
         values = [answer[f"kl_{name}"] for item in items for answer in item[name[0]]]
         assert len(values) == 12
-        assert results[f"kl_{name}"] == pytest.approx(sum(values) / 12)
+        assert results[f"kl_{name}"] == approx(sum(values) / 12)
         assert results[f"kl_{name}"] > 1e-4  # the run has moved
         assert results[f"kl_{name}_low"] < results[f"kl_{name}"] < results[f"kl_{name}_high"]
     assert content["settings"]["temperature"] == 1.0

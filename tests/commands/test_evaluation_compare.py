@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.evaluation.plan import EvaluationRequest, choose_common_task, choose_drawing, make_plan
 from posttrain.models.sources import TINY
@@ -49,8 +50,8 @@ def test_two_folders(evaluate: Callable[..., int], tmp_path: Path, capsys: pytes
     content = json.loads((tmp_path / "evaluations" / "compare-a-b" / "comparison.json").read_text())
     assert content["n"] == 12
     assert content["table"] == {"both": 0, "only_a": 4, "only_b": 8, "neither": 0}
-    assert content["differences"]["accuracy"]["difference"] == pytest.approx(1 / 3)
-    assert content["mcnemar_p"] == pytest.approx(2 * (1 + 12 + 66 + 220 + 495) / 4096)
+    assert content["differences"]["accuracy"]["difference"] == approx(1 / 3)
+    assert content["mcnemar_p"] == approx(2 * (1 + 12 + 66 + 220 + 495) / 4096)
     assert (len(content["gained"]), len(content["lost"])) == (8, 4)
     assert content["outcome"] in shown
     assert len(content["cautions"]) == 1  # twelve items are few

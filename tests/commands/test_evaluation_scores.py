@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.errors import UsageError
 from posttrain.evaluation.reward_models.measures import ACCURACIES
@@ -66,7 +67,7 @@ def test_a_reward_model_is_measured_on_its_own_task(
     assert all(math.isfinite(value) for value in results.values())
     correct = [item["right"] for item in items]
     (name_of,) = measured & {*ACCURACIES.values()}
-    assert results[name_of] == pytest.approx(sum(correct) / n)
+    assert results[name_of] == approx(sum(correct) / n)
     assert results[f"{name_of}_low"] <= results[name_of] <= results[f"{name_of}_high"]
     assert content["settings"]["task"]["split"] == "test"
     assert content["settings"]["step"] == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio import Library, answer
@@ -62,12 +63,12 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = load_tokenizer("tiny")
     assert [feature["feature"] for feature in found["features"]] == list(range(FEATURES))
     for feature, column in zip(found["features"], values.T, strict=True):
-        assert feature["density"] == pytest.approx((column > 0).double().mean().item(), rel=1e-4)
-        assert feature["max"] == pytest.approx(column.max().clamp(min=0).item(), rel=1e-4)
+        assert feature["density"] == approx((column > 0).double().mean().item(), rel=1e-4)
+        assert feature["max"] == approx(column.max().clamp(min=0).item(), rel=1e-4)
         assert len(feature["promoted"]) == len(feature["suppressed"]) == 10
         if feature["contexts"]:
             context, row = feature["contexts"][0], int(column.argmax())
-            assert context["activation"] == pytest.approx(column[row].item(), rel=1e-4)
+            assert context["activation"] == approx(column[row].item(), rel=1e-4)
             assert context["document"] == int(store.documents(torch.tensor([row]))[0])
             text = TEXTS[context["document"]]
             assert "".join(context["tokens"]) == text

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.errors import install_command
 from posttrain.models.load import load_model, quantized_bits
@@ -97,12 +98,12 @@ def test_a_reward_model(capsys: Any) -> None:
     folder = checkpoint / "quantized_int4"
     results = json.loads((folder / "quantization.json").read_text())["results"]
     assert results["num_items"] == 20
-    assert results["change"] == pytest.approx(results["accuracy_after"] - results["accuracy_before"])
+    assert results["change"] == approx(results["accuracy_after"] - results["accuracy_before"])
     assert "accuracy before: " in capsys.readouterr().out
     # evaluated as any reward model, it is the one that was measured
     assert main(["evaluate", str(folder), "--limit", "20", "--out", "found", "--quiet"]) == 0
     (found,) = (json.loads(path.read_text()) for path in Path("found").rglob("results.json"))
-    assert found["results"]["pair_accuracy"] == pytest.approx(results["accuracy_after"])
+    assert found["results"]["pair_accuracy"] == approx(results["accuracy_after"])
     # the head, and the layout that other programs load
     assert (folder / "heads.safetensors").read_bytes() == (checkpoint / "heads.safetensors").read_bytes()
     (head,) = load_file(folder / "heads.safetensors").values()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.demo import STORIES, make_plan
 from posttrain.commands.interpret.sae import find_model, find_pair
@@ -98,7 +99,7 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
 def test_only_the_first_block_differs_so_its_output_recovers_everything(compared: dict[str, Any]) -> None:
     """The residual stream after layer 2 holds all that the models differ in."""
     assert compared["divergence"]["per_token"] > 0.05
-    assert compared["patching"]["everything"] == pytest.approx(1.0, abs=1e-3)
+    assert compared["patching"]["everything"] == approx(1.0, abs=1e-3)
     assert compared["patching"]["mean_vector"] < 1.0
 
 
@@ -164,7 +165,7 @@ def test_a_model_next_to_itself_changes_nothing(root: Path, capsys: pytest.Captu
     found = json.loads((root / "same" / "diff.json").read_text())
     assert [d["counts"]["changed"] for d in found["dictionaries"]] == [0, 0]
     assert [d["counts"]["significant"] for d in found["dictionaries"]] == [0, 0]
-    assert found["divergence"]["per_token"] < 1e-9
+    assert found["divergence"]["per_token"] == approx(0.0, abs=1e-9)
     assert "no feature is flagged" in capsys.readouterr().out
 
 

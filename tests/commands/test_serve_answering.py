@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from closeness import OF_EMBEDDED, approx
 from posttrain.cli import main
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.requests import SamplingParams
@@ -115,7 +116,7 @@ def test_complete_of_equal_options_shares_one_generation_and_changes_no_answer(
     for answer, one in zip(whole, [*orders, other], strict=True):
         again = run(lambda one=one: answer_to(answerer, one))
         assert (answer.ids, answer.text, answer.finish) == (again.ids, again.text, again.finish)
-        assert answer.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+        assert answer.logprobs == approx(again.logprobs, abs=OF_EMBEDDED)
 
 
 def test_complete_beside_a_large_request_is_answered_before_it(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import OF_EMBEDDED, approx
 from posttrain.cli import main
 from posttrain.data.render import decode_response, encode_prompt
 from posttrain.randomness import derive_key
@@ -84,7 +85,7 @@ def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temp
         assert (choice["token_ids"], choice["prompt_token_ids"]) == (list(own.ids), prompt)
         assert choice["finish_reason"] == own.finish
         output = [token["logprob"] for token in choice["logprobs"]["content"]]
-        assert output == pytest.approx(list(own.logprobs), abs=1e-5)
+        assert output == approx(list(own.logprobs), abs=OF_EMBEDDED)
     num_sampled = sum(len(own.ids) for own in wanted)
     counts = {"prompt_tokens": len(prompt), "completion_tokens": num_sampled}
     assert answer["usage"] == counts | {"total_tokens": len(prompt) + num_sampled}
@@ -114,7 +115,7 @@ def test_token_ids_in_and_out_with_log_probabilities_of_a_forward_pass(served: S
     wanted = (logits / 0.8).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     content = choice["logprobs"]["content"]
     assert [token["token"] for token in content] == [f"token_id:{i}" for i in ids]
-    assert [token["logprob"] for token in content] == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert [token["logprob"] for token in content] == approx(wanted.tolist(), abs=OF_EMBEDDED)
     assert answer["request_id"]
 
 
@@ -138,7 +139,7 @@ def test_a_stream_states_what_a_whole_answer_states(served: Served, more: dict[s
         if "logprobs" in more:
             pieces = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
             for output, wanted in zip(pieces, choice["logprobs"]["content"], strict=True):
-                assert output["logprob"] == pytest.approx(wanted["logprob"], abs=1e-5)
+                assert output["logprob"] == approx(wanted["logprob"], abs=OF_EMBEDDED)
 
 
 def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> None:
@@ -205,7 +206,7 @@ def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, fol
         assert line["sampling"] == {"max_tokens": 8, "temperature": 1.0, "top_k": None, "top_p": 1.0}
         assert all(math.isfinite(number) for number in line["logprobs"])
     assert lines[-1]["ids"] == own[0]["ids"], "a stream is recorded too"
-    assert lines[-1]["logprobs"] == pytest.approx(own[0]["logprobs"], abs=1e-5)
+    assert lines[-1]["logprobs"] == approx(own[0]["logprobs"], abs=OF_EMBEDDED)
 
 
 def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:

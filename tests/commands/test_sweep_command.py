@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.sweeps import read_over
 from posttrain.reports.sweeps import write_sweep
@@ -163,7 +164,7 @@ def test_over_optimization_from_start_to_report(tmp_path: Path, capsys: pytest.C
     assert grpo[2]["kl"] > 0
     best = data["methods"]["best of n"]["curves"]["0"]
     assert [p["at"] for p in best] == [1, 2, 4]
-    assert best[0]["proxy"] == pytest.approx(0.0, abs=1e-9)
+    assert best[0]["proxy"] == approx(0.0, abs=1e-9)
     assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
 
 

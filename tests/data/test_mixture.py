@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeness import approx
 from made_up_items import make_item
 from posttrain.data.base import Task, build_task, choose_task, held_out_task, num_repeated
 from posttrain.data.mixture import next_turn, take_turns
@@ -138,8 +139,8 @@ def test_accuracy_is_reported_by_part_next_to_the_whole() -> None:
     items += [make_item(3, "w", part="hard"), make_item(4, "u", part="hard"), make_item(5, "", part="hard")]
     assert task.shares is not None
     results = summarize(items, task)
-    assert results["accuracy"] == pytest.approx(2 / 5), "but the ungraded; a prompt that did not fit is wrong"
-    assert (results["easy:accuracy"], results["easy:accuracy_n"]) == (pytest.approx(2 / 3), 3)
+    assert results["accuracy"] == approx(2 / 5), "but the ungraded; a prompt that did not fit is wrong"
+    assert (results["easy:accuracy"], results["easy:accuracy_n"]) == (approx(2 / 3), 3)
     assert (results["hard:accuracy"], results["hard:accuracy_n"]) == (0.0, 2)
     assert results["easy:accuracy_low"] < 2 / 3 < results["easy:accuracy_high"]
     assert break_down(items)["part"]["easy"]["n"] == 3

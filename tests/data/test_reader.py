@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_rows import write_rows
 
+from closeness import approx
 from posttrain import registry
 from posttrain.data.base import build_task, held_out_task
 from posttrain.data.jsonl import jsonl
@@ -163,7 +164,7 @@ def ask(text: str, number: int = 0) -> Example:
 
 def test_the_hash_is_fixed_for_all_time() -> None:
     """A changed hash would leak yesterday's training questions into today's validation set."""
-    assert prompt_hash(ask("How many shells?")) == pytest.approx(0.5487432984527636, abs=1e-12)
+    assert prompt_hash(ask("How many shells?")) == approx(0.5487432984527636, abs=1e-12)
     assert prompt_hash(ask("a")) != prompt_hash(Example("x", (Message("system", "a"),)))
     assert prompt_hash(ask("a", 1)) == prompt_hash(ask("a", 2))
 
@@ -225,7 +226,7 @@ def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -
     )
     assert train.warnings == ()
     low, high = wilson_interval(n / 2, n)
-    assert 50 * (high - low) == pytest.approx(98 / (n + 3.84) ** 0.5, rel=1e-3)
+    assert 50 * (high - low) == approx(98 / (n + 3.84) ** 0.5, rel=1e-3)
 
 
 def test_nothing_held_out() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from closeness import approx
 from posttrain import registry
 from posttrain.data.base import Task
 from posttrain.data.render import encode_prompt, stop_ids
@@ -118,10 +119,10 @@ def test_shares_by_hand(tokenizer, grader) -> None:
     assert results["accuracy"] == 0.6
     assert (results["accuracy_low"], results["accuracy_high"]) == wilson_interval(6, 10)
     assert results["format"] == 0.7  # the wrong answer has it too
-    assert results["parse_failures"] == pytest.approx(0.3)
+    assert results["parse_failures"] == approx(0.3)
     assert results["truncated"] == 0.1
     assert results["shows_reasoning"] == 0.7
-    assert results["reward"] == pytest.approx((6 * 1.5 + 0.5) / 10)
+    assert results["reward"] == approx((6 * 1.5 + 0.5) / 10)
     assert results["prompts_too_long"] == 0.0
     lengths = [len(r.completion.ids) for r in evaluation.rollouts]
     assert results["completion_length"] == sum(lengths) / 10

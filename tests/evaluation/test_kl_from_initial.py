@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from closeness import approx
 from posttrain import registry
 from posttrain.data.base import Task
 from posttrain.data.render import encode_prompt, stop_ids
@@ -115,15 +116,15 @@ def test_drift_against_a_slow_reference_whatever_the_split(tokenizer, grader) ->
     kl, entropy = slow_kl(engine.rows, model, tiny())
     assert kl > 0.01
     # fp32 against float64
-    assert found["kl_initial"] == pytest.approx(kl, rel=1e-3)
-    assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert found["kl_initial"] == approx(kl, rel=1e-3)
+    assert found["entropy"] == approx(entropy, rel=1e-4)
     assert found["sampled_completion_length"] == sum(len(c.ids) for _, c in engine.rows) / 8
     items = [task.examples[i] for i in held_out_indices(40, 8)]
     prompts = [tuple(encode_prompt(tokenizer, grader.template, item.messages)) for item in items]
     assert [p for p, _ in engine.rows] == prompts
     pieces = measure(engine, tokenizer, grader, task, model, start, tokens_per_micro=60)
     assert engine.rows[8:] == engine.rows[:8]
-    assert pieces == pytest.approx(found, rel=1e-4)
+    assert pieces == approx(found, rel=1e-4)
     measure(engine, tokenizer, grader, task, model, start, seed=1)
     assert [c for _, c in engine.rows[16:]] != [c for _, c in engine.rows[:8]]
 
@@ -140,8 +141,8 @@ def test_an_adapter_is_on_where_the_policy_speaks_and_off_at_the_start(tokenizer
     found = measure(engine, tokenizer, grader, sums(40), model, start)
     kl, entropy = slow_kl(engine.rows, model, tiny())
     assert kl > 0.01
-    assert found["kl_initial"] == pytest.approx(kl, rel=1e-3)
-    assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert found["kl_initial"] == approx(kl, rel=1e-3)
+    assert found["entropy"] == approx(entropy, rel=1e-4)
     assert [c.ids for _, c in engine.rows] != before  # the policy's answers, not the base's
 
 
@@ -165,8 +166,8 @@ def test_of_one_token_it_is_the_exact_divergence(tokenizer, grader, monkeypatch,
         coarse = float((p[likely].exp() * (p - q)[likely]).sum()) + rest[0] * math.log(rest[0] / rest[1])
         assert 0 < coarse < exact  # merging tokens hides differences
         exact = coarse
-    assert found["kl_initial"] == pytest.approx(exact, rel=1e-3)
-    assert found["entropy"] == pytest.approx(-float((p.exp() * p).sum()), rel=1e-4)
+    assert found["kl_initial"] == approx(exact, rel=1e-3)
+    assert found["entropy"] == approx(-float((p.exp() * p).sum()), rel=1e-4)
     assert found["sampled_completion_length"] == 1.0
 
 

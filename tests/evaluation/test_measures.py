@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
+from closeness import approx
 from made_up_items import make_item, make_items, make_sample
 from posttrain.data.base import Task
 from posttrain.evaluation.items import Item, break_down, summarize
@@ -17,21 +16,19 @@ FOUR = ["rrrr", "rrww", "rwwn", "wwww"]  # 4, 2, 1, 0 of 4 right
 def test_four_items_with_four_samples_by_hand() -> None:
     results = summarize(make_items(FOUR), samples=4, ks=(1, 2, 4))
     assert (results["n"], results["samples"], results["num_graded"]) == (4.0, 4.0, 4.0)
-    assert results["accuracy"] == pytest.approx(7 / 16)
+    assert results["accuracy"] == approx(7 / 16)
     # shares 1, 1/2, 1/4, 0: spread 35/64, n* = (7/16)(9/16) 16 / (35/64) = 7.2
-    assert (results["accuracy_low"], results["accuracy_high"]) == pytest.approx(
-        wilson_interval(7.2 * 7 / 16, 7.2), abs=1e-12
-    )
-    assert results["standard_error"] == pytest.approx((35 / 64 / 3 / 4) ** 0.5)
-    assert results["pass@1"] == pytest.approx(7 / 16)
+    assert (results["accuracy_low"], results["accuracy_high"]) == approx(wilson_interval(7.2 * 7 / 16, 7.2), abs=1e-12)
+    assert results["standard_error"] == approx((35 / 64 / 3 / 4) ** 0.5)
+    assert results["pass@1"] == approx(7 / 16)
     # no right one in a pair: 0, 1/6, 3/6, 1
-    assert results["pass@2"] == pytest.approx((1 + 5 / 6 + 1 / 2 + 0) / 4)
-    assert results["pass@4"] == pytest.approx(3 / 4)
+    assert results["pass@2"] == approx((1 + 5 / 6 + 1 / 2 + 0) / 4)
+    assert results["pass@4"] == approx(3 / 4)
     assert (results["pass@4_low"], results["pass@4_high"]) == wilson_interval(3, 4)
     # votes 1111; 1122: a tie; 122-: 2 wins; 2222
-    assert results["majority@4"] == pytest.approx((1 + 0.5 + 0 + 0) / 4)
+    assert results["majority@4"] == approx((1 + 0.5 + 0 + 0) / 4)
     # pairs of 122-: 12 twice ½, 1- 1, 22 0, 2- twice 0
-    assert results["majority@2"] == pytest.approx((1 + (1 + 4 * 0.5 + 0) / 6 + (2 * 0.5 + 1) / 6 + 0) / 4)
+    assert results["majority@2"] == approx((1 + (1 + 4 * 0.5 + 0) / 6 + (2 * 0.5 + 1) / 6 + 0) / 4)
     assert results["majority@1"] == results["pass@1"]
     assert results["parse_failures"] == 1 / 16
     assert results["format"] == 15 / 16
@@ -43,7 +40,7 @@ def test_intervals_of_pass_at_k_count_disjoint_groups() -> None:
     # every item has the same value, so nothing but the number of groups of k among its samples limits what is known
     for k, value, draws in ((1, 1 / 2, 4), (2, 5 / 6, 2), (4, 1.0, 1)):
         bounds = results[f"pass@{k}_low"], results[f"pass@{k}_high"]
-        assert bounds == pytest.approx(wilson_interval(value * 3 * draws, 3 * draws), abs=1e-12)
+        assert bounds == approx(wilson_interval(value * 3 * draws, 3 * draws), abs=1e-12)
 
 
 def test_best_of_k_by_hand() -> None:
@@ -53,19 +50,19 @@ def test_best_of_k_by_hand() -> None:
 
     items = [scored("rww", [0.9, 0.1, 0.2], 0), scored("rww", [0.1, None, 0.8], 1), scored("rrw", [0.5, 0.5, 0.5], 2)]
     results = summarize(items, samples=3, ks=(1, 2, 3))
-    assert results["best_of@3"] == pytest.approx((1 + 0 + 2 / 3) / 3)
+    assert results["best_of@3"] == approx((1 + 0 + 2 / 3) / 3)
     # pairs: {.9,.1} {.9,.2} right, {.1,.2} wrong; {.1,-} right, {.1,.8} {-,.8} wrong; two of three
-    assert results["best_of@2"] == pytest.approx((2 / 3 + 1 / 3 + 2 / 3) / 3)
-    assert results["best_of@1"] == pytest.approx(results["accuracy"])
-    assert results["unscored"] == pytest.approx(1 / 9)
+    assert results["best_of@2"] == approx((2 / 3 + 1 / 3 + 2 / 3) / 3)
+    assert results["best_of@1"] == approx(results["accuracy"])
+    assert results["unscored"] == approx(1 / 9)
 
 
 def test_items_without_answers_count_as_wrong_everywhere() -> None:
     items = [*make_items(["rr", "rw"]), Item("made/2", 2, "long", "1"), Item("made/3", 3, "long", "1")]
     results = summarize(items, samples=2, ks=(2,))
-    assert results["accuracy"] == pytest.approx((1 + 0.5) / 4)
+    assert results["accuracy"] == approx((1 + 0.5) / 4)
     assert results["pass@2"] == 0.5
-    assert results["majority@2"] == pytest.approx((1 + 0.5) / 4)
+    assert results["majority@2"] == approx((1 + 0.5) / 4)
     assert results["format"] == 0.5
     assert results["completion_length"] == 10.0  # of the answers that there are
 
@@ -89,7 +86,7 @@ def test_without_gold_the_reward_has_an_interval_over_items() -> None:
     ]
     results = summarize(items, samples=2)
     assert results["reward"] == 1.5
-    assert (results["reward_low"], results["reward_high"]) == pytest.approx((1.5 - 6.3531, 1.5 + 6.3531), abs=1e-4)
+    assert (results["reward_low"], results["reward_high"]) == approx((1.5 - 6.3531, 1.5 + 6.3531), abs=1e-4)
     assert "reward_low" not in summarize(items[:1], samples=2)  # one item has no spread
     assert "reward_low" not in summarize(make_items(["rw", "uu"]), samples=2)
 
@@ -114,7 +111,7 @@ def test_lengths_outcomes_and_facts() -> None:
         40.0,
     )
     assert results["completion_length"] == 8.5
-    assert results["reward/strict"] == pytest.approx(8.5 / 40)
+    assert results["reward/strict"] == approx(8.5 / 40)
     assert (results["n"], results["reward/n"]) == (10.0, 5.0)  # a fact may not take a result's name
     assert "xml" not in results
     assert "correct" not in results

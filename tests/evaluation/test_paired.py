@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from closeness import approx
 from made_up_items import make_items
 from posttrain.errors import UsageError
 from posttrain.evaluation.items import Item
@@ -20,10 +21,10 @@ def test_ten_items_by_hand() -> None:
     found = compare_items(make_items(A), make_items(B)[::-1], labels=LABELS, samples=1)  # joined by id
     accuracy = found.differences["accuracy"]
     assert (accuracy.a, accuracy.b, found.n) == (0.5, 0.7, 10)
-    assert accuracy.difference == pytest.approx(0.2)
+    assert accuracy.difference == approx(0.2)
     assert found.table == {"both": 4, "only_a": 1, "only_b": 3, "neither": 2}
-    assert found.mcnemar == pytest.approx(2 * (1 + 4) / 16)
-    assert found.differences["format"].difference == pytest.approx(0.2)
+    assert found.mcnemar == approx(2 * (1 + 4) / 16)
+    assert found.differences["format"].difference == approx(0.2)
     assert found.differences["completion_length"].difference == 0.0
     assert found.gained == ["made/5", "made/6", "made/7"]
     assert found.lost == ["made/4"]
@@ -53,9 +54,9 @@ def test_several_samples_are_compared_by_their_shares() -> None:
     found = compare_items(a, b, labels=LABELS, samples=4, ks=(1, 4))
     assert found.table == {"a_higher": 1, "b_higher": 2, "alike": 1}
     assert found.mcnemar is None
-    assert found.differences["accuracy"].difference == pytest.approx((-2 + 0 + 1 + 4) / 16)
-    assert found.differences["pass@4"].difference == pytest.approx(0.25)
-    assert found.differences["majority@4"].difference == pytest.approx((0.5 + 0.5 + 0.5 + 1 - 1 - 0.5) / 4)
+    assert found.differences["accuracy"].difference == approx((-2 + 0 + 1 + 4) / 16)
+    assert found.differences["pass@4"].difference == approx(0.25)
+    assert found.differences["majority@4"].difference == approx((0.5 + 0.5 + 0.5 + 1 - 1 - 0.5) / 4)
     assert found.gained == ["made/2", "made/3"]
     assert found.lost == ["made/0"]
 
@@ -122,7 +123,7 @@ def test_lengths_are_compared_where_both_answered() -> None:
     found = compare_items(a, b, labels=LABELS, samples=1)
     tokens = found.differences["completion_length"]
     assert (tokens.a, tokens.b, tokens.n, found.n) == (10.0, 10.0, 2, 3)
-    assert found.differences["format"].a == pytest.approx(2 / 3)  # a rate counts every item
+    assert found.differences["format"].a == approx(2 / 3)  # a rate counts every item
     none = compare_items(a[1:], [Item("made/1", 1, "What is 1?", "1"), b[2]], labels=LABELS, samples=1)
     assert "completion_length" not in none.differences
 

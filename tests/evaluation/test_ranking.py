@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from closeness import approx
 from posttrain.evaluation.statistics import (
     area_under_curve,
     best_of_n,
@@ -33,7 +34,7 @@ def test_pairs_by_hand() -> None:
 
 def test_the_area_by_hand() -> None:
     assert area_under_curve([0.9, 0.4], [0.5, 0.1]) == 0.75
-    assert area_under_curve([0.5], [0.5, 0.5, 0.1]) == pytest.approx(2 / 3)
+    assert area_under_curve([0.5], [0.5, 0.5, 0.1]) == approx(2 / 3)
     assert area_under_curve([1.0], [0.0]) == 1.0
     with pytest.raises(ValueError, match="positive and negative"):
         area_under_curve([], [0.0])
@@ -45,7 +46,7 @@ def test_the_area_is_the_pair_accuracy_over_all_pairs() -> None:
         correct, wrong = rough_scores(rng, rng.randint(1, 9)), rough_scores(rng, rng.randint(1, 9))
         pairs = list(itertools.product(correct, wrong))
         assert area_under_curve(correct, wrong) == statistics.fmean(pair_wins(*zip(*pairs, strict=True)))
-        assert area_under_curve(correct, wrong) + area_under_curve(wrong, correct) == pytest.approx(1.0, abs=1e-15)
+        assert area_under_curve(correct, wrong) + area_under_curve(wrong, correct) == approx(1.0, abs=1e-15)
         assert area_under_curve(correct, correct) == 0.5
 
 
@@ -60,11 +61,11 @@ def brute_best(scores: Sequence[float], correct: Sequence[float], k: int) -> flo
 
 def test_best_of_n_by_hand() -> None:
     scores, correct = [3.0, 2.0, 1.0], [0.0, 1.0, 1.0]
-    assert best_of_n(scores, correct, 1) == pytest.approx(2 / 3)
-    assert best_of_n(scores, correct, 2) == pytest.approx(1 / 3)  # only the pair without the best one is right
+    assert best_of_n(scores, correct, 1) == approx(2 / 3)
+    assert best_of_n(scores, correct, 2) == approx(1 / 3)  # only the pair without the best one is right
     assert best_of_n(scores, correct, 3) == 0.0
     assert best_of_n([1.0, 1.0, 0.0], [1.0, 0.0, 1.0], 3) == 0.5
-    assert best_of_n([-math.inf, -math.inf, 0.0], [1.0, 1.0, 0.0], 2) == pytest.approx(1 / 3)
+    assert best_of_n([-math.inf, -math.inf, 0.0], [1.0, 1.0, 0.0], 2) == approx(1 / 3)
     assert best_of_n([-math.inf, -math.inf], [1.0, 0.0], 2) == 0.5
 
 
@@ -74,7 +75,7 @@ def test_best_of_n_equals_the_mean_over_all_subsets() -> None:
         n = rng.randint(1, 8)
         scores, correct = rough_scores(rng, n), [float(rng.random() < 0.4) for _ in range(n)]
         for k in range(1, n + 1):
-            assert best_of_n(scores, correct, k) == pytest.approx(brute_best(scores, correct, k), abs=1e-12)
+            assert best_of_n(scores, correct, k) == approx(brute_best(scores, correct, k), abs=1e-12)
 
 
 def test_best_of_many_neither_overflows_nor_depends_on_the_order() -> None:
@@ -83,8 +84,8 @@ def test_best_of_many_neither_overflows_nor_depends_on_the_order() -> None:
     order = rng.sample(range(2000), 2000)
     found = best_of_n(scores, correct, 1000)
     top = [r for s, r in zip(scores, correct, strict=True) if s == 4.0]
-    assert found == pytest.approx(statistics.fmean(top))  # some top answer is in every half
-    assert best_of_n([scores[i] for i in order], [correct[i] for i in order], 1000) == pytest.approx(found, abs=1e-12)
+    assert found == approx(statistics.fmean(top))  # some top answer is in every half
+    assert best_of_n([scores[i] for i in order], [correct[i] for i in order], 1000) == approx(found, abs=1e-12)
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -103,9 +104,9 @@ def test_errors_by_hand() -> None:
     actual = [0, 1, 2, None, None]
     predicted = [0, 0, None, None, 3]
     found = score_first_errors(predicted, actual)
-    assert found["accuracy_erroneous"] == pytest.approx(1 / 3)
+    assert found["accuracy_erroneous"] == approx(1 / 3)
     assert found["accuracy_correct"] == 0.5
-    assert found["error_f1"] == pytest.approx(0.4)  # 2 · (1/3) · (1/2) / (5/6)
+    assert found["error_f1"] == approx(0.4)  # 2 · (1/3) · (1/2) / (5/6)
 
 
 def test_rates_over_nothing_are_left_out() -> None:
@@ -134,12 +135,12 @@ def test_majority_by_hand() -> None:
     assert majority_at_k(answers, correct, 4) == 1.0
     assert majority_at_k(answers, correct, 1) == 0.5  # no answer votes for nothing
     # pairs: 77 → 1, 78 → ½ twice, 7– → 1 twice, 8– → 0
-    assert majority_at_k(answers, correct, 2) == pytest.approx((1 + 0.5 + 0.5 + 1 + 1 + 0) / 6)
+    assert majority_at_k(answers, correct, 2) == approx((1 + 0.5 + 0.5 + 1 + 1 + 0) / 6)
 
 
 def test_ties_are_shared() -> None:
     assert majority_at_k(["1", "2"], [True, False], 2) == 0.5
-    assert majority_at_k(["1", "2", "3"], [True, False, False], 3) == pytest.approx(1 / 3)
+    assert majority_at_k(["1", "2", "3"], [True, False, False], 3) == approx(1 / 3)
     assert majority_at_k(["1", "2", "1", "2", "3"], [True, False, True, False, False], 5) == 0.5
     assert majority_at_k([None, None], [False, False], 2) == 0.0
 
@@ -166,4 +167,4 @@ def test_majority_is_the_mean_over_all_subsets() -> None:
         answers = [draw.choice(["1", "2", "3", "4", None]) for _ in range(n)]
         correct = [a == "2" or (a == "3" and draw.random() < 0.5) for a in answers]
         for k in range(1, n + 1):
-            assert majority_at_k(answers, correct, k) == pytest.approx(brute_majority(answers, correct, k), abs=1e-12)
+            assert majority_at_k(answers, correct, k) == approx(brute_majority(answers, correct, k), abs=1e-12)

@@ -10,6 +10,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
+from closeness import approx
 from posttrain.evaluation.statistics import (
     Z_95,
     item_interval,
@@ -27,8 +28,8 @@ from posttrain.evaluation.statistics import (
 def test_wilson_by_hand() -> None:
     # 8 of 10 at z = 1.96: (0.8 + 0.19208 ± 1.96 √(0.016 + 0.009604)) / 1.38416
     low, high = wilson_interval(8, 10, z=1.96)
-    assert low == pytest.approx((0.99208 - 1.96 * sqrt(0.025604)) / 1.38416, abs=1e-12)
-    assert (low, high) == (pytest.approx(0.4901, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert low == approx((0.99208 - 1.96 * sqrt(0.025604)) / 1.38416, abs=1e-12)
+    assert (low, high) == (approx(0.4901, abs=1e-4), approx(0.9433, abs=1e-4))
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (3, 7), (0, 500), (495, 500), (250, 500)])
@@ -39,11 +40,11 @@ def test_wilson_bounds_are_where_the_score_test_turns(successes: int, n: int) ->
     assert 0.0 <= low <= share <= high <= 1.0
     for bound, inside in ((low, successes > 0), (high, successes < n)):
         if inside:
-            assert abs(share - bound) == pytest.approx(Z_95 * sqrt(bound * (1 - bound) / n), rel=1e-9)
+            assert abs(share - bound) == approx(Z_95 * sqrt(bound * (1 - bound) / n), rel=1e-9)
         else:
             assert bound == share  # 0 of n reaches down to 0, n of n up to 1
     mirrored = wilson_interval(n - successes, n)
-    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-12)
+    assert (1 - mirrored[1], 1 - mirrored[0]) == approx((low, high), abs=1e-12)
 
 
 def test_no_interval_for_nothing() -> None:
@@ -61,10 +62,10 @@ def test_with_one_sample_per_item_the_interval_is_wilsons() -> None:
 
 def test_several_samples_count_as_much_as_they_differ() -> None:
     # p = 1/2 and spread 1/2, so n* = (1/4) 16 / (1/2) = 8: like 8 answers that know nothing of one another
-    assert item_interval([0.0, 0.5, 0.5, 1.0], draws=2) == pytest.approx(wilson_interval(4, 8), abs=1e-12)
+    assert item_interval([0.0, 0.5, 0.5, 1.0], draws=2) == approx(wilson_interval(4, 8), abs=1e-12)
     # never more than there were: with 4 items of one half each, 4 × 2 answers
-    assert item_interval([0.5] * 4, draws=2) == pytest.approx(wilson_interval(4, 8), abs=1e-12)
-    assert item_interval([0.4, 0.6] * 2, draws=2) == pytest.approx(wilson_interval(4, 8), abs=1e-12)
+    assert item_interval([0.5] * 4, draws=2) == approx(wilson_interval(4, 8), abs=1e-12)
+    assert item_interval([0.4, 0.6] * 2, draws=2) == approx(wilson_interval(4, 8), abs=1e-12)
     narrow, wide = item_interval([0.4, 0.5, 0.6] * 20, draws=10), item_interval([0.0, 0.5, 1.0] * 20, draws=10)
     assert narrow[1] - narrow[0] < wide[1] - wide[0]
 
@@ -83,7 +84,7 @@ def test_the_interval_covers_where_items_differ() -> None:
         own += low <= truth <= high
         mean, half = sum(values) / n, t * standard_error(values)
         students += mean - half <= truth <= mean + half
-    assert own / trials == pytest.approx(0.93, abs=0.02)
+    assert own / trials == approx(0.93, abs=0.02)
     assert own > students
 
 
@@ -93,7 +94,7 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(n: int) -> N
         samples = [True] * correct + [False] * (n - correct)
         for k in range(1, n + 1):
             subsets = list(combinations(samples, k))
-            assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+            assert pass_at_k(n, correct, k) == approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
 def all_resamples(a: list[float], b: list[float]) -> list[float]:
@@ -106,13 +107,13 @@ def test_the_bootstrap_is_that_of_all_resamples() -> None:
     a, b = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
     found = paired_bootstrap(a, b, num_resamples=200_000)
     exact = all_resamples(a, b)
-    assert (found.a, found.b, found.n) == (pytest.approx(2.5 / 6), pytest.approx(5 / 6), 6)
-    assert found.difference == pytest.approx(2.5 / 6)
+    assert (found.a, found.b, found.n) == (approx(2.5 / 6), approx(5 / 6), 6)
+    assert found.difference == approx(2.5 / 6)
     low, high = np.quantile(exact, (0.025, 0.975))
-    assert (found.low, found.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
+    assert (found.low, found.high) == (approx(low, abs=0.01), approx(high, abs=0.01))
     below = sum(d <= 1e-12 for d in exact) / len(exact)
-    assert below == pytest.approx(0.5**6)  # none of the three items that differ is drawn
-    assert found.p == pytest.approx(2 * below, rel=0.1)
+    assert below == approx(0.5**6)  # none of the three items that differ is drawn
+    assert found.p == approx(2 * below, rel=0.1)
 
 
 def test_the_bootstrap_pairs_items() -> None:
@@ -153,17 +154,17 @@ def test_the_p_of_the_bootstrap_is_small_as_often_as_it_states() -> None:
         base = random.random(200)
         a, b = (list((random.random(200) < base).astype(float)) for _ in range(2))
         ps.append(paired_bootstrap(a, b, num_resamples=2000).p)
-    assert np.mean([p <= 0.05 for p in ps]) == pytest.approx(0.05, abs=0.03)
-    assert np.mean([p <= 0.5 for p in ps]) == pytest.approx(0.5, abs=0.08)
+    assert np.mean([p <= 0.05 for p in ps]) == approx(0.05, abs=0.03)
+    assert np.mean([p <= 0.5 for p in ps]) == approx(0.5, abs=0.08)
 
 
 def test_mcnemar_by_hand() -> None:
-    assert mcnemar_p(1, 5) == pytest.approx(2 * (1 + 6) / 64)
+    assert mcnemar_p(1, 5) == approx(2 * (1 + 6) / 64)
     assert mcnemar_p(5, 1) == mcnemar_p(1, 5)
     assert mcnemar_p(3, 3) == 1.0  # 2 · 42/64, at most 1
     assert mcnemar_p(0, 0) == 1.0
-    assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
-    assert mcnemar_p(4000, 4200) == pytest.approx(0.0279, abs=5e-4)  # exact in whole numbers, however many
+    assert mcnemar_p(0, 10) == approx(2 / 1024)
+    assert mcnemar_p(4000, 4200) == approx(0.0279, abs=5e-4)  # exact in whole numbers, however many
 
 
 def test_differences_that_are_all_equal_have_the_p_of_the_sign_test() -> None:
@@ -171,7 +172,7 @@ def test_differences_that_are_all_equal_have_the_p_of_the_sign_test() -> None:
         found = paired_bootstrap([0.0] * n, [1.0] * n)
         assert (found.low, found.high, found.is_constant) == (1.0, 1.0, True)
         assert found.p == paired_bootstrap([1.0] * n, [0.0] * n).p == 2 * 0.5**n
-    assert paired_bootstrap([0.0] * 40, [1.0] * 40).p == pytest.approx(2 / 10_001)  # no less than resamples can tell
+    assert paired_bootstrap([0.0] * 40, [1.0] * 40).p == approx(2 / 10_001)  # no less than resamples can tell
     assert paired_bootstrap([1.0, 0.0], [1.0, 0.0]).is_constant
     assert not paired_bootstrap([0.0, 0.0, 0.0], [1.0, 1.0, 0.0]).is_constant
 
@@ -198,13 +199,13 @@ TAILS = [
 
 @pytest.mark.parametrize(("t", "freedom", "tail"), TAILS)
 def test_tails_to_twelve_digits(t: float, freedom: int, tail: float) -> None:
-    assert student_t_tail(t, freedom) == pytest.approx(tail, rel=1e-12, abs=0)
+    assert student_t_tail(t, freedom) == approx(tail, rel=1e-12, abs=0)
     assert student_t_tail(-t, freedom) == student_t_tail(t, freedom)
 
 
 def test_tails_come_in_any_shape_and_at_the_ends() -> None:
     found = student_t_tail([row[0] for row in TAILS], [row[1] for row in TAILS])
-    assert found.tolist() == pytest.approx([row[2] for row in TAILS], rel=1e-12, abs=0)
+    assert found.tolist() == approx([row[2] for row in TAILS], rel=1e-12, abs=0)
     assert student_t_tail([0.0, math.inf], [[1], [500]]).tolist() == [[1.0, 0.0], [1.0, 0.0]]
     assert math.isnan(student_t_tail(math.nan, 3))
 
@@ -221,22 +222,22 @@ def test_tails_come_in_any_shape_and_at_the_ends() -> None:
     ],
 )
 def test_quantiles_to_twelve_digits(freedom: int, quantile: float) -> None:
-    assert student_t_quantile(freedom) == pytest.approx(quantile, rel=1e-12, abs=0)
+    assert student_t_quantile(freedom) == approx(quantile, rel=1e-12, abs=0)
 
 
 def test_student_t_quantile_of_another_share() -> None:
-    assert student_t_quantile(2, 0.9) == pytest.approx(2.919986, abs=1e-6)
+    assert student_t_quantile(2, 0.9) == approx(2.919986, abs=1e-6)
 
 
 def test_a_summary_by_hand() -> None:
     summary = summarize_seeds([0.5, 0.6, 0.7])
     assert summary is not None
     assert summary.n == 3
-    assert summary.mean == pytest.approx(0.6)
-    assert summary.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3), abs=1e-6)
+    assert summary.mean == approx(0.6)
+    assert summary.half_width == approx(4.302653 * 0.1 / math.sqrt(3), abs=1e-6)
     two = summarize_seeds([0.25, 0.75])
     assert two is not None
-    assert two.half_width == pytest.approx(12.706205 * statistics.stdev([0.25, 0.75]) / math.sqrt(2), abs=1e-5)
+    assert two.half_width == approx(12.706205 * statistics.stdev([0.25, 0.75]) / math.sqrt(2), abs=1e-5)
 
 
 def test_one_seed_has_no_interval_and_none_no_summary() -> None:

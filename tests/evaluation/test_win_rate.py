@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from closeness import approx
 from posttrain.errors import UsageError
 from posttrain.evaluation.kl_from_initial import answers_as_batch, kl_of_states
 from posttrain.evaluation.statistics import item_interval
@@ -46,12 +47,12 @@ def test_wins_by_hand() -> None:
     assert [item["win_rate"] for item in found.items] == [3.5 / 4, 3 / 4]
     assert [(item["wins"], item["ties"], item["losses"]) for item in found.items] == [(0.75, 0.25, 0), (0.75, 0, 0.25)]
     results = found.results
-    assert (results["n"], results["win_rate"]) == (2.0, pytest.approx(0.8125))
+    assert (results["n"], results["win_rate"]) == (2.0, approx(0.8125))
     assert (results["win_rate_low"], results["win_rate_high"]) == item_interval([3.5 / 4, 3 / 4], 2)
     assert (results["wins"], results["ties"], results["losses"]) == (0.75, 0.125, 0.125)
     assert results["unscored"] == 1 / 8
-    assert results["characters_a"] == pytest.approx((1 + (11 + 19) / 2) / 2)
-    assert results["characters_b"] == pytest.approx((1 + 2.5) / 2)
+    assert results["characters_a"] == approx((1 + (11 + 19) / 2) / 2)
+    assert results["characters_b"] == approx((1 + 2.5) / 2)
     # only the first item has answers of like length
     assert (results["n_similar"], results["win_rate_similar"]) == (1.0, 3.5 / 4)
     assert [item["num_similar"] for item in found.items] == [4, 0]
@@ -63,9 +64,9 @@ def test_win_rates_of_both_sides_sum_to_one() -> None:
     rng = random.Random(0)
     sides = [[answer(i, str(rng.randint(0, 3))) for i in range(40) for _ in range(3)] for _ in range(2)]
     forward, backward = (measure_wins(pair_up(*order), by_text).results for order in (sides, sides[::-1]))
-    assert forward["win_rate"] + backward["win_rate"] == pytest.approx(1.0)
+    assert forward["win_rate"] + backward["win_rate"] == approx(1.0)
     assert (forward["wins"], forward["ties"]) == (backward["losses"], backward["ties"])
-    assert measure_wins(pair_up(sides[0], sides[0]), by_text).results["win_rate"] == pytest.approx(0.5)
+    assert measure_wins(pair_up(sides[0], sides[0]), by_text).results["win_rate"] == approx(0.5)
 
 
 def test_answers_meet_by_their_item() -> None:
@@ -88,8 +89,8 @@ def test_divergences_are_those_of_each_answer_alone(tiny_random) -> None:
     for own, other in (forwards, forwards[::-1]):
         found = measure_kl(answers, own, other)
         alone = [float(kl_of_states(answers_as_batch([one]), own, nullcontext(other)).sum()) for one in answers]
-        assert found == pytest.approx(alone, rel=1e-4)
-        assert measure_kl(answers, own, other, max_tokens=5) == pytest.approx(found, rel=1e-4)
+        assert found == approx(alone, rel=1e-4)
+        assert measure_kl(answers, own, other, max_tokens=5) == approx(found, rel=1e-4)
         assert min(found) > 0.1
     assert measure_kl(answers, forwards[0], forwards[0]) == [0.0] * 5
 
@@ -107,10 +108,10 @@ def test_the_summary_of_divergences_by_hand() -> None:
     means = [2.0, 6.0, 4.0]
     half = 4.302652729911275 * statistics.stdev(means) / math.sqrt(3)
     assert found == {
-        "kl_ab": pytest.approx(4.0),
-        "kl_ab_low": pytest.approx(max(0.0, 4.0 - half)),
-        "kl_ab_high": pytest.approx(4.0 + half),
-        "kl_ab_per_token": pytest.approx(14.0 / 20),
+        "kl_ab": approx(4.0),
+        "kl_ab_low": approx(max(0.0, 4.0 - half)),
+        "kl_ab_high": approx(4.0 + half),
+        "kl_ab_per_token": approx(14.0 / 20),
     }
     assert summarize_kl("kl", answers, [0.0, 0.0, 0.0, 9.0])["kl_low"] == 0.0
 

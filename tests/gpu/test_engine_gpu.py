@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
@@ -60,7 +61,7 @@ def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter):
         engine = NativeEngine(model, slots=5, path=path)
         completions = engine.generate(prompts, keys, Sampling(max_tokens=24, stop_ids=STOPS))
         assert engine.path == ("lean" if architecture in LEAN and path == "lean" else "modules")
-        assert float(differences(model, prompts, completions).max()) <= 1e-5
+        assert float(differences(model, prompts, completions).max()) == approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
@@ -71,7 +72,7 @@ def test_several_turns(tiny_random, architecture):
     engine = NativeEngine(model, slots=5)
     respondent = Scripted(wordy(range(40, 300)))
     completions = engine.converse(prompts, keys, sampling, respondent)
-    assert float(differences(model, prompts, completions).max()) <= 1e-5
+    assert float(differences(model, prompts, completions).max()) == approx(0.0, abs=1e-5)
     for i, group in enumerate(completions):
         for g, c in enumerate(group):
             assert (c.ids, c.own) == respondent.transcript(i, g)
@@ -93,7 +94,7 @@ def test_steps_as_graphs_follow_a_cache_that_grows(tiny_random):
     prompts, keys = make_work(group=9)
     sampling = Sampling(max_tokens=300, stop_ids=frozenset(range(2)))
     completions = NativeEngine(model, slots=20).generate(prompts, keys, sampling)
-    assert float(differences(model, prompts, completions).max()) <= 1e-5
+    assert float(differences(model, prompts, completions).max()) == approx(0.0, abs=1e-5)
     assert len({len(c.ids) for group in completions for c in group}) > 4
 
 
@@ -105,7 +106,7 @@ def test_a_step_of_the_optimizer_is_seen(tiny_random):
     model(input_ids=torch.tensor([[9, 10, 11, 12]], device="cuda")).logits.square().mean().backward()
     optimizer.step()
     after = engine.generate(prompts, keys, Sampling(max_tokens=8))
-    assert float(differences(model, prompts, after).max()) <= 1e-5
+    assert float(differences(model, prompts, after).max()) == approx(0.0, abs=1e-5)
     assert float(differences(model, prompts, before).max()) > 1e-3
 
 

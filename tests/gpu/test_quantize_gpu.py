@@ -9,6 +9,7 @@ import pytest
 import torch
 from wide_models import needs_device, on_cuda
 
+from closeness import assert_close
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
@@ -46,7 +47,7 @@ def test_the_weights_are_those_of_the_cpu(
                 weight = one.dequantized(torch.float32)
                 moved = (weight - other.dequantized(torch.float32).cpu()).abs() > 0.02 * weight.abs().max()
                 assert float(moved.float().mean()) < 1e-2
-        torch.testing.assert_close(found, expected, atol=1e-2 if bits == 8 else 2e-2, rtol=0)
+        assert_close(found, expected, atol=1e-2 if bits == 8 else 2e-2, rtol=0)
         assert NativeEngine(there).path == "modules"
         trained = apply_adapter(there, AdapterSection(rank=2), seed=0)
         trained(input_ids=IDS.cuda()).logits.square().mean().backward()

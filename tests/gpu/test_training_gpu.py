@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from closeness import approx, assert_close
 from posttrain import registry
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import apply_adapter
@@ -96,7 +97,7 @@ def test_packed_forward_equals_each_row_alone_in_fp32(family: str, adapter: bool
     assert forward.path == "packed"
     outputs = forward(batch)
     assert outputs.logprobs.dtype == torch.float32
-    assert float((outputs.logprobs.detach().cpu() - expected).abs().max()) < 2e-5
+    assert_close(outputs.logprobs.detach().cpu(), expected, atol=2e-5, rtol=0)
     assert float(expected.min()) < -5
 
 
@@ -129,10 +130,10 @@ def test_gradients_on_cuda_are_those_of_the_cpu(family: str) -> None:
         loss, metrics = accumulate(Method(Forward(model), objective, aggregate), ragged_batch(), TrainSection())
         gradient = torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
         found[name] = (loss, metrics, gradient)
-    assert found["gpu"][0] == pytest.approx(found["cpu"][0], abs=1e-5)
-    assert found["gpu"][1]["entropy"] == pytest.approx(found["cpu"][1]["entropy"], abs=1e-4)
+    assert found["gpu"][0] == approx(found["cpu"][0], abs=1e-5)
+    assert found["gpu"][1]["entropy"] == approx(found["cpu"][1]["entropy"], abs=1e-4)
     scale = float(found["cpu"][2].abs().max())
-    assert float((found["gpu"][2] - found["cpu"][2]).abs().max()) / scale < 1e-4
+    assert_close(found["gpu"][2], found["cpu"][2], atol=1e-4 * scale, rtol=0)
 
 
 def test_gradients_on_cuda_do_not_depend_on_the_split() -> None:
@@ -146,7 +147,8 @@ def test_gradients_on_cuda_do_not_depend_on_the_split() -> None:
         accumulate(Method(forward, objective, aggregate), ragged_batch(), TrainSection(**options))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     scale = float(gradients[0].abs().max())
-    assert all(float((g - gradients[0]).abs().max()) / scale < 1e-4 for g in gradients)
+    for gradient in gradients:
+        assert_close(gradient, gradients[0], atol=1e-4 * scale, rtol=0)
 
 
 @pytest.mark.parametrize("model", [{}, {"adapter": {"rank": 4}}], ids=["full", "lora"])
@@ -182,8 +184,8 @@ def test_a_run_on_cuda_stops_and_resumes(model: dict[str, Any], tmp_path: Path) 
     assert (second.step, second.reason) == (4, "finished")
     whole, cut = (MetricsLog(tmp_path / name / "metrics.jsonl").read() for name in ("whole", "cut"))
     assert [r.step for r in whole] == [r.step for r in cut] == [1, 2, 3, 4]
-    assert cut[3].metrics["loss"] == pytest.approx(whole[3].metrics["loss"], abs=1e-3)
-    assert cut[3].metrics["trained_tokens"] == pytest.approx(whole[3].metrics["trained_tokens"], rel=0.2)
-    assert abs(whole[0].metrics["kl_sampler"]) < 1e-6
-    assert whole[0].metrics["kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert cut[3].metrics["loss"] == approx(whole[3].metrics["loss"], abs=1e-3)
+    assert cut[3].metrics["trained_tokens"] == approx(whole[3].metrics["trained_tokens"], rel=0.2)
+    assert whole[0].metrics["kl_sampler"] == approx(0.0, abs=1e-6)
+    assert whole[0].metrics["kl_ref"] == approx(0.0, abs=1e-6)
     assert cut[3].timing["peak_memory_bytes"] > 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from closeness import approx
 from posttrain.errors import UsageError
 from posttrain.graders.rewards import xml_count, xml_format, xml_soft
 
@@ -66,8 +67,8 @@ def test_count_looks_at_marks_alone() -> None:
 
 def test_count_deducts_what_trails() -> None:
     assert xml_count(f"{GOOD} \n", THINK) == 1.0
-    assert xml_count(GOOD + "x" * 100, THINK) == pytest.approx(0.8)
-    assert xml_count(GOOD + "x" * 100, THINK, trailing=0.001) == pytest.approx(0.9)
+    assert xml_count(GOOD + "x" * 100, THINK) == approx(0.8)
+    assert xml_count(GOOD + "x" * 100, THINK, trailing=0.001) == approx(0.9)
     assert xml_count(GOOD + "x" * 10_000, THINK) == 0.0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeness import allclose, approx
 from posttrain.interpret.differences.causal import (
     Added,
     Trial,
@@ -49,7 +50,7 @@ def test_factors_scale_a_feature_along_its_direction(made: SparseAutoencoder) ->
     x = states()
     features = made.encode(x)
     expected = 1.5 * (features[:, 2:3] * made.W_dec[2] + features[:, 6:7] * made.W_dec[6])
-    assert torch.allclose(scale_features(made, [2, 6], 2.5)(x, x), expected, atol=1e-5)
+    assert allclose(scale_features(made, [2, 6], 2.5)(x, x), expected, atol=1e-5)
     assert float(expected.abs().max()) > 0.1
 
 
@@ -58,7 +59,7 @@ def test_moving_a_feature_brings_it_to_where_the_patch_source_has_it(made: Spars
     change = made.encode(patch_source) - made.encode(x)
     for factor in (1.0, 0.5):
         expected = factor * (change[:, [1, 4]] @ made.W_dec[[1, 4]])
-        assert torch.allclose(move_features(made, [1, 4], factor)(x, patch_source), expected, atol=1e-5)
+        assert allclose(move_features(made, [1, 4], factor)(x, patch_source), expected, atol=1e-5)
     assert float(expected.abs().max()) > 0.1
 
 
@@ -111,7 +112,7 @@ def test_try_factors_changed_and_random_features_side_by_side() -> None:
 )
 def test_the_verdict_is_students(differences: list[float], half_width: Any, separates: bool | None) -> None:
     verdict = judge(differences)
-    assert verdict["half_width"] == (None if half_width is None else pytest.approx(half_width, abs=1e-4))
+    assert verdict["half_width"] == (None if half_width is None else approx(half_width, abs=1e-4))
     assert verdict["separates"] is separates
 
 
@@ -206,7 +207,7 @@ def test_interventions_see_the_same_tokens_of_both_models(writer: Any, patch_sou
     read = [*prompt, *ids[:-1]]
     for index, model in enumerate((writer, patch_source)):
         rows = torch.cat([pair[index] for pair in seen])
-        assert torch.allclose(rows, families.activations_of(model, [read], ["resid.2"])["resid.2"].float(), atol=1e-4)
+        assert allclose(rows, families.activations_of(model, [read], ["resid.2"])["resid.2"].float(), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

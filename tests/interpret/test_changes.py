@@ -10,6 +10,7 @@ import torch
 from planted import plant, plant_change
 from torch import Tensor
 
+from closeness import allclose, approx
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.differences.changes import (
     Changes,
@@ -41,16 +42,16 @@ def changes_of(base: Tensor, post: Tensor, documents: Tensor, **options) -> Chan
 def test_a_small_case_by_hand() -> None:
     """Sums by document: base (1, 3, 0), post (3, 5, 1); fires base (1, 2, 0), post (2, 2, 1); tokens (2, 3, 1)."""
     found = changes_of(BASE, POST, DOCUMENTS, min_documents=1)
-    assert found.base[:, 0].tolist() == pytest.approx([3 / 6, 4 / 6])
-    assert found.post[:, 0].tolist() == pytest.approx([5 / 6, 9 / 6])
-    assert found.ratio[:, 0].tolist() == pytest.approx([5 / 3, 9 / 4])
+    assert found.base[:, 0].tolist() == approx([3 / 6, 4 / 6])
+    assert found.post[:, 0].tolist() == approx([5 / 6, 9 / 6])
+    assert found.ratio[:, 0].tolist() == approx([5 / 3, 9 / 4])
     delta = 5 / 6
     spread = sum((d - delta * n) ** 2 for d, n in ((2, 2), (2, 3), (1, 1)))
-    assert float(found.error[1, 0]) == pytest.approx(math.sqrt(1.5 * spread) / 6)
+    assert float(found.error[1, 0]) == approx(math.sqrt(1.5 * spread) / 6)
     log_error = math.sqrt(1.5 * sum((p / 9 - b / 4) ** 2 for p, b in ((3, 1), (5, 3), (1, 0))))
     # three documents: Student's t with two degrees of freedom
-    assert float(found.low[1, 0]) == pytest.approx(9 / 4 * math.exp(-4.302653 * log_error), rel=1e-6)
-    assert float(found.high[1, 0]) == pytest.approx(9 / 4 * math.exp(4.302653 * log_error), rel=1e-6)
+    assert float(found.low[1, 0]) == approx(9 / 4 * math.exp(-4.302653 * log_error), rel=1e-6)
+    assert float(found.high[1, 0]) == approx(9 / 4 * math.exp(4.302653 * log_error), rel=1e-6)
     assert found.documents.tolist() == [3]
 
 
@@ -58,7 +59,7 @@ def test_the_p_is_students_with_the_documents_that_it_fires_in() -> None:
     found = changes_of(BASE, POST, DOCUMENTS, min_documents=1)
     t = float(found.change[1, 0] / found.error[1, 0])
     # two degrees of freedom: P(|T| > t) = 1 − t/√(2 + t²)
-    assert float(found.p[1, 0]) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9)
+    assert float(found.p[1, 0]) == approx(1 - t / math.sqrt(2 + t * t), rel=1e-9)
 
 
 def test_a_rare_feature_is_judged_by_the_documents_that_know_it() -> None:
@@ -69,7 +70,7 @@ def test_a_rare_feature_is_judged_by_the_documents_that_know_it() -> None:
     found = changes_of(base, post, torch.arange(200), min_documents=2)
     t = float(found.change[1, 0] / found.error[1, 0])
     assert 2.0 < t < 2.4
-    assert float(found.p[1, 0]) == pytest.approx(float(two_sided_p(torch.tensor([t]).double(), torch.tensor([4]))))
+    assert float(found.p[1, 0]) == approx(float(two_sided_p(torch.tensor([t]).double(), torch.tensor([4]))))
     assert float(found.p[1, 0]) > 0.08
 
 
@@ -106,8 +107,8 @@ def test_unpaired_errors_are_those_of_two_independent_means() -> None:
     one = torch.arange(500)
     found = unpaired_changes(*((sum_by_document(x, one), torch.ones(500)) for x in (a, b)))
     welch = (a.double().var(0) / 500 + b.double().var(0) / 500).sqrt()
-    assert torch.allclose(found.error[1], welch, rtol=1e-9)
-    assert torch.allclose(found.change[1], (b.double().mean(0) - a.double().mean(0)))
+    assert allclose(found.error[1], welch, rtol=1e-9)
+    assert allclose(found.change[1], (b.double().mean(0) - a.double().mean(0)))
 
 
 def planted_changes(seed: int = 0) -> tuple[Changes, Tensor, Tensor, Tensor]:
@@ -131,7 +132,7 @@ def test_planted_changes_are_read_and_nothing_else() -> None:
     planted[added] = True
     assert found.changed.tolist() == planted.tolist()
     amplified = factors == 1.8
-    assert torch.allclose(found.ratio[1][amplified], torch.tensor(1.8, dtype=torch.float64), rtol=1e-5)
+    assert allclose(found.ratio[1][amplified], torch.tensor(1.8, dtype=torch.float64), rtol=1e-5)
     assert float(amplification[amplified].min()) > 1.62
     assert float(amplification[amplified].max()) < 1.98
     assert float(amplification[factors == 0].abs().max()) < 0.1
@@ -160,7 +161,7 @@ def test_rare_features_are_not_tested() -> None:
 
 def test_holm_by_hand() -> None:
     p = torch.tensor([0.04, 0.01, 0.03], dtype=torch.float64)
-    assert holm(p).tolist() == pytest.approx([0.06, 0.03, 0.06])
+    assert holm(p).tolist() == approx([0.06, 0.03, 0.06])
     assert holm(torch.tensor([0.6, 0.7], dtype=torch.float64)).tolist() == [1.0, 1.0]
 
 
@@ -187,8 +188,8 @@ def test_latent_scaling_is_that_of_least_squares() -> None:
     beta = present / (energy * directions.double().square().sum(1))
     for j in range(6):
         own = features[:, j : j + 1] * directions[j]
-        assert abs(float(beta[j]) - least_squares(features[:, j], directions[j], errors + own)) < 1e-5
-    assert float(energy[0]) == pytest.approx(float(features[:, 0].double().square().sum()))
+        assert float(beta[j]) == approx(least_squares(features[:, j], directions[j], errors + own), abs=1e-5)
+    assert float(energy[0]) == approx(float(features[:, 0].double().square().sum()))
 
 
 def test_random_features_did_not_change_and_are_a_function_of_the_seed() -> None:
@@ -215,9 +216,9 @@ def test_overlap_by_hand() -> None:
     chosen = torch.tensor([0, 3, 4])
     found = overlap((first, second), (chosen, torch.tensor([3, 0])), (rose, signs))
     assert found["count"] == 3
-    assert found["share"] == pytest.approx(1 / 3)  # 0 alone: 3 has another sign, 4 no partner
-    assert found["by_chance"] == pytest.approx(1 / 5)
-    assert found["cosine"] == pytest.approx(2 / 3)
+    assert found["share"] == approx(1 / 3)  # 0 alone: 3 has another sign, 4 no partner
+    assert found["by_chance"] == approx(1 / 5)
+    assert found["cosine"] == approx(2 / 3)
     nothing = overlap((first, second), (torch.tensor([], dtype=torch.long), torch.tensor([3])), (rose, signs))
     assert math.isnan(nothing["share"])
 
@@ -266,19 +267,19 @@ def see(store: ActivationStore) -> Seen:
 def test_what_changed_is_seen_and_the_nulls_are_silent(store: ActivationStore) -> None:
     seen = see(store)
     assert seen.changes.changed.tolist() == [True, True, True] + [False] * 5
-    assert float(seen.changes.ratio[1, 0]) == pytest.approx(2.0, rel=1e-6)
-    assert float(seen.changes.ratio[0, 0]) == pytest.approx(1.0)  # as often, twice as strongly
+    assert float(seen.changes.ratio[1, 0]) == approx(2.0, rel=1e-6)
+    assert float(seen.changes.ratio[0, 0]) == approx(1.0)  # as often, twice as strongly
     assert {name: null.num_changed for name, null in seen.nulls.items()} == {"itself": 0, "swapped": 0, "halves": 0}
     assert {name: int(null.tested.sum()) for name, null in seen.nulls.items()}["swapped"] == 8
     # seven coordinates are above 0 in the base; in post one of them is gone, and a sixth of the tokens have the new one
-    assert seen.quality["base"]["l0"] == pytest.approx(7.0)
+    assert seen.quality["base"]["l0"] == approx(7.0)
     assert 6.0 < seen.quality["post"]["l0"] < 6.3
 
 
 def test_scaling_reads_the_factors(store: ActivationStore) -> None:
     amplification = see(store).amplification
-    assert float(amplification[0]) == pytest.approx(2.0, rel=1e-5)
-    assert amplification[3:].tolist() == pytest.approx([1.0] * 5, rel=1e-5)
+    assert float(amplification[0]) == approx(2.0, rel=1e-5)
+    assert amplification[3:].tolist() == approx([1.0] * 5, rel=1e-5)
 
 
 def test_contexts_are_where_it_changed_most(store: ActivationStore) -> None:
@@ -305,5 +306,5 @@ def test_mean_differences_by_hand(store: ActivationStore) -> None:
     assert names == ["answers", "answers, token 1"]  # these documents have no prompts
     rows = torch.arange(store.num_rows)
     delta = store.gather(rows, "resid.2", "post") - store.gather(rows, "resid.2", "base")
-    assert torch.allclose(means[0], delta.mean(0), atol=1e-5)
-    assert torch.allclose(means[1], delta[::LENGTH].mean(0), atol=1e-5)
+    assert allclose(means[0], delta.mean(0), atol=1e-5)
+    assert allclose(means[1], delta[::LENGTH].mean(0), atol=1e-5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from closeness import assert_close
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.interpret.activations.shards import write_tensors
@@ -40,8 +41,8 @@ def test_load_dictionary_gives_what_was_saved(kind: str, tmp_path: Path) -> None
     save_sae(sae, tmp_path / "new" / "folder", {"model_name": "tiny", "layer": 2})
     loaded = load_sae(tmp_path / "new" / "folder")
     assert loaded.kind == kind
-    torch.testing.assert_close(loaded(x), sae(x), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(loaded.encode(x) * sae.input_scale, sae.encode(x), rtol=1e-4, atol=1e-4)
+    assert_close(loaded(x), sae(x), rtol=1e-4, atol=1e-3)
+    assert_close(loaded.encode(x) * sae.input_scale, sae.encode(x), rtol=1e-4, atol=1e-4)
     for name, value in sae.state_dict().items():
         assert torch.equal(value, before[name]), f"saving changed {name}"
     assert read_metadata(tmp_path / "new" / "folder").model_name == "tiny"
@@ -83,8 +84,8 @@ def test_saelens_loads_ours(kind: str, tmp_path: Path) -> None:
     sae, x = trained(kind)
     save_sae(sae, tmp_path, {"model_name": "tiny", "hook_name": "blocks.1.hook_resid_post"})
     theirs, ours = sae_lens.SAE.load_from_disk(tmp_path, device="cpu"), load_sae(tmp_path)
-    torch.testing.assert_close(theirs.encode(x), ours.encode(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(theirs(x), ours(x), rtol=1e-5, atol=1e-5)
+    assert_close(theirs.encode(x), ours.encode(x), rtol=1e-5, atol=1e-5)
+    assert_close(theirs(x), ours(x), rtol=1e-5, atol=1e-5)
     assert theirs.cfg.metadata.hook_name == "blocks.1.hook_resid_post"
 
 
@@ -107,8 +108,8 @@ def test_we_load_those_of_saelens(architecture: str, tmp_path: Path) -> None:
     made.W_dec.data.mul_(torch.linspace(0.5, 2, F)[:, None])
     made.save_model(tmp_path)
     x, loaded = torch.randn(30, D), load_sae(tmp_path)
-    torch.testing.assert_close(loaded.encode(x), made.encode(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(loaded(x), made(x), rtol=1e-5, atol=1e-5)
+    assert_close(loaded.encode(x), made.encode(x), rtol=1e-5, atol=1e-5)
+    assert_close(loaded(x), made(x), rtol=1e-5, atol=1e-5)
 
 
 # Two numbers at a token, three features. pre = (x - b_dec) @ W_enc + b_enc

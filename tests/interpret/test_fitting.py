@@ -11,6 +11,7 @@ import torch
 from planted import Planted, PlantedChange, TensorRows, plant, plant_change
 from torch import Tensor
 
+from closeness import allclose, approx
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.activations.sites import replaced
@@ -83,7 +84,7 @@ def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
     rows = StoreRows(store)
     assert (rows.source, rows.d, rows.num_rows) == ("model", 2, 30)
     assert rows.gather(torch.tensor([1])).dtype == torch.float32
-    assert median_norm(rows) == pytest.approx(float(X.bfloat16().float().norm(dim=1).sort().values[14]))
+    assert median_norm(rows) == approx(float(X.bfloat16().float().norm(dim=1).sort().values[14]))
     with pytest.raises(UsageError, match="there is no 'difference'; these activations have model"):
         StoreRows(store, None, "difference")
 
@@ -128,8 +129,8 @@ def test_a_frozen_decoder_stays_random_and_explains_less(planted: tuple[Planted,
     kind = word("batchtopk", 6, 96)
     frozen = fit_sae(rows, ROWS, kind, settings(120), seed=1, frozen_decoder=True)
     start = SparseAutoencoder(64, 96, kind="batchtopk", options={"k": 6}, seed=1)
-    assert torch.allclose(frozen.W_dec, start.W_dec, atol=1e-6)
-    assert not torch.allclose(frozen.W_enc, start.W_enc, atol=1e-2)
+    assert allclose(frozen.W_dec, start.W_dec, atol=1e-6)
+    assert not allclose(frozen.W_enc, start.W_enc, atol=1e-2)
     learnt = fit_sae(rows, ROWS, kind, settings(120), seed=1)
     x = rows.gather(torch.arange(4000))
     assert measure(learnt, [x]).fvu < 0.6 * measure(frozen, [x]).fvu
@@ -148,12 +149,12 @@ def test_fvu_has_one_mean_for_all_rows() -> None:
     x = torch.tensor([[2.0, 3.0], [4.0, 5.0], [0.0, 1.0], [-2.0, 3.0]])
     # errors: 0, 2² (second), 2² (second), 2² (first) = 12; about the mean (1, 3): 1+9+1+9 and 0+4+4+0 = 28
     quality = measure(sae, [x[:1], x[1:]])
-    assert quality.fvu == pytest.approx(12 / 28)
+    assert quality.fvu == approx(12 / 28)
     assert quality.l0 == 0.5
     assert quality.dense == 1.0
     assert quality.silent == 0.0
     assert quality.rows == 4
-    assert measure(sae, [x]).fvu == pytest.approx(quality.fvu)
+    assert measure(sae, [x]).fvu == approx(quality.fvu)
 
 
 def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
@@ -162,7 +163,7 @@ def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
     with torch.no_grad():
         sae.b_dec.copy_(x.float().double().mean(0))
         sae.W_dec.zero_()
-    assert measure(sae, x.float().split(100)).fvu == pytest.approx(1.0, rel=1e-4)
+    assert measure(sae, x.float().split(100)).fvu == approx(1.0, rel=1e-4)
 
 
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
@@ -185,13 +186,13 @@ def test_recover_a_dictionary_that_loses_nothing_recovers_all(
     model = tiny_random(architecture)
     numbers = recover(model, exact(64), "resid.1", DOCUMENTS)
     assert numbers["tokens"] == 4 + 2
-    assert numbers["ce_spliced"] == pytest.approx(numbers["ce"], abs=1e-4)
-    assert numbers["ce_recovered"] == pytest.approx(1, abs=1e-3)
+    assert numbers["ce_spliced"] == approx(numbers["ce"], abs=1e-4)
+    assert numbers["ce_recovered"] == approx(1, abs=1e-3)
     expected = 0.0
     for ids in DOCUMENTS[:2]:
         log_probs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         expected -= sum(log_probs[i, token].item() for i, token in enumerate(ids[1:]))
-    assert numbers["ce"] == pytest.approx(expected / 6, rel=1e-5)
+    assert numbers["ce"] == approx(expected / 6, rel=1e-5)
     nothing = exact(64)
     with torch.no_grad():
         nothing.W_dec.zero_()
@@ -209,7 +210,7 @@ def test_recover_first_tokens_and_outliers_stay(tiny_random: Callable[..., Any])
     with replaced(model, "resid.1", erase):
         log_probs = model(input_ids=torch.tensor([DOCUMENTS[0]])).logits[0].log_softmax(-1)
     expected = -sum(log_probs[i, token].item() for i, token in enumerate(DOCUMENTS[0][1:])) / 4
-    assert recover(model, exact(64), "resid.1", DOCUMENTS[:1])["ce_zero"] == pytest.approx(expected, rel=1e-5)
+    assert recover(model, exact(64), "resid.1", DOCUMENTS[:1])["ce_zero"] == approx(expected, rel=1e-5)
     found = recover(model, exact(64), "resid.1", DOCUMENTS, limit=1e-6)
     assert found["ce_zero"] == found["ce"]
     with pytest.raises(UsageError, match="a document of two tokens"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from closeness import allclose, approx, assert_close
 from posttrain.cli import main
 from posttrain.data.base import build_task
 from posttrain.data.render import encode_plain, encode_prompt
@@ -80,7 +81,7 @@ def test_record_rows_are_the_hidden_states_without_first_tokens(tiny, tmp_path: 
         assert store.positions(own).tolist() == list(range(skipped, len(ids)))
         for layer in (2, 3):
             found = store.gather(own, f"resid.{layer}")
-            torch.testing.assert_close(found, states(tiny, ids, layer)[skipped:], rtol=1e-5, atol=1e-5)
+            assert_close(found, states(tiny, ids, layer)[skipped:], rtol=1e-5, atol=1e-5)
         assert store.document_tokens(number) == ids
     assert torch.equal(rows, store.documents(rows).argsort(stable=True))  # the order of the documents
     assert (store.index.sources[0].model, store.index.sources[0].weights_hash) == ("tiny", weights_hash("tiny"))
@@ -98,9 +99,9 @@ def test_record_an_adapters_folder_with_its_adapter(tmp_path: Path) -> None:
     ids = some_documents()[0]
     store = record(str(tmp_path / "adapter"), [ids], ["resid.2"], tmp_path / "s", dtype="fp32")
     found = store.gather(torch.arange(store.num_rows))
-    torch.testing.assert_close(found, states(model, ids, 2)[1:], rtol=1e-5, atol=1e-5)
+    assert_close(found, states(model, ids, 2)[1:], rtol=1e-5, atol=1e-5)
     with model.disable_adapter():
-        assert not torch.allclose(found, states(model, ids, 2)[1:], rtol=1e-2, atol=1e-2)
+        assert not allclose(found, states(model, ids, 2)[1:], rtol=1e-2, atol=1e-2)
     assert store.index.sources[0].weights_hash not in ("", weights_hash("tiny"))
 
 
@@ -116,7 +117,7 @@ def test_record_pairs_are_the_same_tokens_in_both_models(
     for row in (0, 17, both.num_rows - 1):
         ids = both.document_tokens(int(both.documents(torch.tensor([row]))))
         expected = states(tiny, ids, 2)[int(both.positions(torch.tensor([row])))]
-        torch.testing.assert_close(both.gather(torch.tensor([row]), source="base")[0], expected, rtol=1e-5, atol=1e-5)
+        assert_close(both.gather(torch.tensor([row]), source="base")[0], expected, rtol=1e-5, atol=1e-5)
     assert both.index.sources[0].weights_hash != both.index.sources[1].weights_hash
     tiny.save_pretrained(tmp_path / "m")
     small_tokenizer.save_pretrained(tmp_path / "m")
@@ -152,7 +153,7 @@ def test_record_the_limit_is_that_of_the_first_shard(tmp_path: Path) -> None:
     rows = torch.arange(whole.num_rows)
     norms = whole.gather(rows).norm(dim=1)
     limit = 1.2 * float(norms[whole.documents(rows) < first.stop].median())
-    assert kept.limit("resid.2", "model") == pytest.approx(limit, rel=1e-6)
+    assert kept.limit("resid.2", "model") == approx(limit, rel=1e-6)
     assert kept.index.dropped["outlier"] == int((norms > limit).sum()) > 3
 
 
@@ -317,7 +318,7 @@ def test_activations_prompts_of_a_task(tiny, here: Path, capsys: pytest.CaptureF
     }  # fmt: skip
     rows = torch.arange(store.num_rows)
     found = store.gather(rows[store.documents(rows) == 1], "resid.3")
-    torch.testing.assert_close(found, states(tiny, store.document_tokens(1), 3)[1:], rtol=1e-5, atol=1e-5)
+    assert_close(found, states(tiny, store.document_tokens(1), 3)[1:], rtol=1e-5, atol=1e-5)
     assert main([*command, "--quiet"]) == 0  # all of it is there
     assert capsys.readouterr().out == ""
     assert "another `outliers`: 10.0 there, 3.0 now" in refused(capsys, *command[1:], "--outliers", "3")

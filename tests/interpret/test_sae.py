@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import approx, assert_close
+
 pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
 
 from planted import TensorRows, match, plant
@@ -114,8 +116,8 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     assert [step for step, _ in evaluated] == [8, 16, 24]
     assert evaluated[-1][1]["eval/held_out/fvu"] == trained.quality.fvu
     last = recorded[-2][1]
-    assert last["loss"] == pytest.approx(last["squared_error"] + last["auxk"])  # no penalty
-    assert last["l0"] == pytest.approx(4, abs=1.5)
+    assert last["loss"] == approx(last["squared_error"] + last["auxk"])  # no penalty
+    assert last["l0"] == approx(4, abs=1.5)
     assert events[0] == ("start", {"steps": 24, "num_examples": 1244, "resumed_from": None, "dropped": {}})
     assert events[-1] == ("finish", {"step": 24, "reason": "finished"})
     assert [info["step"] for event, info in events if event == "checkpoint"] == [5, 10, 15, 20, 24]
@@ -126,19 +128,19 @@ def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
     rates = [metrics["lr"] for _, metrics in metrics_of(tmp_path) if "lr" in metrics]
     # the rate that the next step has: warm-up over 4 steps, decay over the last 10
     expected = [0.01 * min(1, (step + 1) / 4, (20 - step) / 10) for step in range(1, 21)]
-    assert rates == pytest.approx(expected)
-    assert recipe().train.learning_rate(2**16) == pytest.approx(1.5e-4)
+    assert rates == approx(expected)
+    assert recipe().train.learning_rate(2**16) == approx(1.5e-4)
     assert recipe().train.learning_rate(64) == 1e-3
 
 
 def test_decoder_rows_keep_norm_one_and_dead_features_are_counted(tmp_path: Path) -> None:
     trained = train(tmp_path, recipe(dead_after=1e-9))
     decoder = trained.dictionary.W_dec.detach()
-    torch.testing.assert_close(decoder.norm(dim=1), torch.ones(64))
+    assert_close(decoder.norm(dim=1), torch.ones(64))
     since = trained.dictionary.since_fired
     assert set(since.tolist()) <= set(range(0, 24 * 64 + 1, 64))
     last = [metrics for _, metrics in metrics_of(tmp_path) if "dead" in metrics][-1]
-    assert last["dead"] == pytest.approx(float((since > 1).double().mean()))
+    assert last["dead"] == approx(float((since > 1).double().mean()))
 
 
 def test_a_checkpoint_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_planted_directions_are_found(tmp_path: Path) -> None:
     mean, _ = match(trained.dictionary.W_dec.detach(), planted.directions)
     assert mean > 0.85
     assert trained.quality.fvu < 0.12
-    assert trained.quality.l0 == pytest.approx(3, abs=0.3)
+    assert trained.quality.l0 == approx(3, abs=0.3)
 
 
 def test_kill_9_and_resume_gives_identical_weights(tmp_path: Path) -> None:

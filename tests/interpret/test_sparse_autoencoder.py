@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeness import approx, assert_close
 from posttrain.errors import UsageError
 from posttrain.interpret.saes.fitting import sae_loss
 from posttrain.interpret.saes.sae import SparseAutoencoder, batchtopk, keep_largest, l1, topk
@@ -29,9 +30,9 @@ def test_encoding_and_decoding_by_hand() -> None:
     sae = by_hand()
     x = torch.tensor([[3.0, 1.0], [0.0, -2.0]])  # about b_dec: (2, 2) and (−1, −1)
     features = sae.encode(x)
-    torch.testing.assert_close(features, torch.tensor([[2.0, 2.5, 1.8], [0.0, 0.0, 0.0]]))
-    torch.testing.assert_close(sae.decode(features), torch.tensor([[4.08, 2.94], [1.0, -1.0]]))
-    torch.testing.assert_close(sae(x), sae.decode(features))
+    assert_close(features, torch.tensor([[2.0, 2.5, 1.8], [0.0, 0.0, 0.0]]))
+    assert_close(sae.decode(features), torch.tensor([[4.08, 2.94], [1.0, -1.0]]))
+    assert_close(sae(x), sae.decode(features))
 
 
 def test_encode_reads_each_row_by_itself() -> None:
@@ -52,7 +53,7 @@ def test_encode_reads_each_row_by_itself() -> None:
 def test_first_weights_are_unit_rows_and_a_function_of_the_seed() -> None:
     sae = SparseAutoencoder(16, 40, seed=3)
     rows = sae.W_dec.detach()
-    torch.testing.assert_close(rows.norm(dim=1), torch.ones(40))
+    assert_close(rows.norm(dim=1), torch.ones(40))
     assert torch.equal(sae.W_enc.detach(), rows.T)
     assert torch.equal(SparseAutoencoder(16, 40, seed=3).W_dec, rows)
     assert not torch.equal(SparseAutoencoder(16, 40, seed=4).W_dec, rows)
@@ -63,8 +64,8 @@ def test_prepare_scale_and_mean_are_those_of_the_sample() -> None:
     sae = SparseAutoencoder(9, 20)
     sae.prepare(x)
     scaled = sae.scaled(x)
-    assert float(scaled.norm(dim=1).mean()) == pytest.approx(math.sqrt(9))
-    torch.testing.assert_close(sae.b_dec.detach(), scaled.mean(0))
+    assert float(scaled.norm(dim=1).mean()) == approx(math.sqrt(9))
+    assert_close(sae.b_dec.detach(), scaled.mean(0))
     with pytest.raises(UsageError, match="all zero"):
         sae.prepare(torch.zeros(4, 9))
 
@@ -81,9 +82,9 @@ def test_fold_changes_nothing_but_the_unit_of_features(kind: str) -> None:
     before, features, scale = sae(x), sae.encode(x), sae.input_scale.clone()
     sae.fold()
     assert sae.input_scale.tolist() == [1.0]
-    torch.testing.assert_close(sae(x), before, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(sae.encode(x), features / scale, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(sae.W_dec.detach().norm(dim=1), torch.ones(30))
+    assert_close(sae(x), before, rtol=1e-4, atol=1e-3)
+    assert_close(sae.encode(x), features / scale, rtol=1e-4, atol=1e-3)
+    assert_close(sae.W_dec.detach().norm(dim=1), torch.ones(30))
 
 
 PRE = torch.tensor([[3.0, -1.0, 0.5, 2.0], [1.0, 4.0, -2.0, 0.25]])
@@ -93,10 +94,10 @@ ZERO = torch.zeros(4)
 def test_l1() -> None:
     codes = l1(PRE, ZERO, 1.0, coefficient=0.1)
     assert codes.features.tolist() == [[3, 0, 0.5, 2], [1, 4, 0, 0.25]]
-    assert float(codes.penalty or 0) == pytest.approx(0.1 * (5.5 + 5.25) / 2)
+    assert float(codes.penalty or 0) == approx(0.1 * (5.5 + 5.25) / 2)
     assert codes.threshold is None
-    assert float(l1(PRE, ZERO, 0.01, coefficient=0.1, warmup=0.05).penalty or 0) == pytest.approx(0.1 * 5.375 / 5)
-    assert float(l1(PRE, ZERO, 0.0, coefficient=0.1, warmup=0.0).penalty or 0) == pytest.approx(0.1 * 5.375)
+    assert float(l1(PRE, ZERO, 0.01, coefficient=0.1, warmup=0.05).penalty or 0) == approx(0.1 * 5.375 / 5)
+    assert float(l1(PRE, ZERO, 0.0, coefficient=0.1, warmup=0.0).penalty or 0) == approx(0.1 * 5.375)
 
 
 def test_topk_keeps_so_many_of_each_row() -> None:
@@ -157,13 +158,13 @@ def test_loss_and_gradients_are_those_of_the_formula(kind: str) -> None:
     sae.zero_grad()
     expected = plain_loss(sae, x)
     expected.backward()
-    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
     theirs = {name: p.grad for name, p in sae.named_parameters()}
     assert set(ours) == set(theirs) == {"W_enc", "W_dec", "b_enc", "b_dec"}
     for name, gradient in theirs.items():
         assert gradient is not None
         assert float(gradient.abs().max()) > 0, name
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-14, msg=name)
+        assert_close(ours[name], gradient, rtol=1e-9, atol=1e-14, msg=name)
 
 
 @pytest.mark.parametrize("num_dead", [1, 3, 20])
@@ -177,10 +178,10 @@ def test_auxk_teaches_dead_features_what_is_left_of_the_error(num_dead: int) -> 
     sae.zero_grad()
     expected = plain_loss(sae, x, 0.25, dead)
     expected.backward()
-    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
     assert float(measured.auxiliary) > 0
     for gradient, parameter in zip(ours, sae.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-14)
+        assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-14)
 
 
 def test_bf16_products_give_nearly_the_same_gradients() -> None:

@@ -11,6 +11,7 @@ import torch
 from families import activations_of
 from torch import Tensor
 
+from closeness import assert_close, rounding
 from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering, load_steering
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
@@ -53,7 +54,7 @@ def test_directions_are_added_at_the_site(architecture: str, site: str, tiny_ran
     expected = before + 3 * rows[7] / rows[7].norm() - 0.5 * rows[40] / rows[40].norm()
     steering = Steering(model, sae, site, {7: 3.0, 40: -0.5, 9: 0.0})
     with steering.applied():
-        torch.testing.assert_close(activations_of(model, DOCUMENTS, [site])[site], expected)
+        assert_close(activations_of(model, DOCUMENTS, [site])[site], expected)
     assert torch.equal(activations_of(model, DOCUMENTS, [site])[site], before)
 
 
@@ -68,7 +69,8 @@ def test_a_feature_is_taken_out_and_the_others_are_untouched(kind: str, tiny_ran
         after = activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"]
     rest = features.clone()
     rest[:, gone] = 0
-    torch.testing.assert_close(after - before, (sae.decode(rest) - sae.decode(features)).detach())
+    bound = rounding(torch.float32, size=float(before.abs().max()), terms=features.shape[1])
+    assert_close(after - before, (sae.decode(rest) - sae.decode(features)).detach(), atol=bound, rtol=0)
     idle = (features[:, gone] == 0).all(1)
     assert torch.equal(after[idle], before[idle])  # where the features are silent nothing moves, not by rounding either
 
@@ -78,7 +80,7 @@ def test_what_is_taken_out_is_read_before_anything_is_added(tiny_random: Callabl
     features, rows = sae.encode(x.reshape(-1, D)).detach(), sae.W_dec.detach()
     steering = Steering(tiny_random("qwen3"), sae, "resid.1", {7: 30.0, 5: None})
     expected = x.reshape(-1, D) + 30 * rows[7] / rows[7].norm() - features[:, 5:6] * rows[5]
-    torch.testing.assert_close(steering.change(x), expected.reshape(x.shape))
+    assert_close(steering.change(x), expected.reshape(x.shape))
 
 
 def test_strength_nothing_is_the_model_itself(tiny_random: Callable[..., Any]) -> None:
@@ -143,10 +145,10 @@ def test_from_a_folder(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
     for made in (steering, same):
         with made.applied():
             changed.append(activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"])
-    torch.testing.assert_close(changed[0], changed[1])
+    assert_close(changed[0], changed[1])
     rows = sae.W_dec.detach()
     features = sae.encode(before).detach()[:, 2:3]
-    torch.testing.assert_close(changed[0], before + 3 * rows[7] - features * rows[2] / 4)
+    assert_close(changed[0], before + 3 * rows[7] - features * rows[2] / 4)
 
 
 def test_what_cannot_be_steered(tiny_random: Callable[..., Any], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from closeness import logprob_rounding
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.lora import apply_adapter
@@ -44,6 +45,10 @@ OWN_ATTENTION = {
     "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=2.0),
     "gpt_oss": lambda: GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
 }
+
+
+# Of the models of these families (two layers), whose log-probabilities go down to -7.
+LOGPROBS = logprob_rounding(2, size=7.0)
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from closeness import OF_EMBEDDED, allclose
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model
@@ -22,7 +23,7 @@ def test_a_run_with_eager_attention_has_the_numbers_of_sdpa(tmp_path: Any) -> No
     rows = [[r.completion for r in recorded(tmp_path / name)[0]] for name in ("sdpa", "eager")]
     assert rows[0] == rows[1]
     losses = [[(row["loss"], row["grad_norm"]) for row in steps_of(tmp_path / name)] for name in ("sdpa", "eager")]
-    assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-6)
+    assert allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=OF_EMBEDDED)
 
 
 def test_an_implementation_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from small_models import gradients, random_model, relative_difference
 from torch import Tensor
 
+from closeness import allclose, approx, assert_close
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.packing import MIN_TOKENS, Run, pack, plan_buckets
 from posttrain.types import Batch, Sample, collate
@@ -80,7 +81,7 @@ def test_attention_in_buckets_is_that_of_each_run():
         own = F.scaled_dot_product_attention(*views, attn_mask=b.allowed, is_causal=b.allowed is None)
         parts.append(own.transpose(1, 2).flatten(0, 1)[b.filled])
     assert order is not None
-    assert torch.allclose(torch.cat(parts)[order], attention_of_each_run(RAGGED, q, k, v), atol=1e-12)
+    assert allclose(torch.cat(parts)[order], attention_of_each_run(RAGGED, q, k, v), atol=1e-12)
 
 
 LONG = stream_of([3, 40], [(90, 0), (61, 1), (77, 1), (90, 0), (64, 1)])
@@ -114,6 +115,6 @@ def test_the_forward_pass_and_its_gradients_do_not_notice():
         outputs = forward(batch)
         (outputs.logprobs * torch.linspace(0.5, 1.5, batch.mask.shape[1])).sum().backward()
         found[path] = (outputs.logprobs.detach(), gradients(model), forward.last_slots / forward.last_tokens)
-    assert float((found["packed"][0] - found["padded"][0]).abs().max()) < 1e-5
-    assert relative_difference(found["packed"][1], found["padded"][1]) < 1e-5
+    assert_close(found["packed"][0], found["padded"][0], atol=1e-5, rtol=0)
+    assert relative_difference(found["packed"][1], found["padded"][1]) == approx(0.0, abs=1e-5)
     assert found["packed"][2] < 1.35 < 1.75 < found["padded"][2], "slots of attention for each token"

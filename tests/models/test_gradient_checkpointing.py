@@ -10,6 +10,7 @@ import torch
 from small_models import SHAPE, gradients, ragged_batch, random_model, relative_difference
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from closeness import approx
 from posttrain.models.forward import linear
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.linear import ONEDNN_LEAST
@@ -60,7 +61,7 @@ def test_gradients_are_the_same_and_less_is_kept(family: str, path: str):
     loss, expected, kept = learn(model, path, on=False)
     again, found, less = learn(model, path, on=True)
     assert again == loss
-    assert relative_difference(found, expected) < 1e-6
+    assert relative_difference(found, expected) == approx(0.0, abs=1e-6)
     assert less < 0.75 * kept
 
 
@@ -73,7 +74,7 @@ def test_an_adapters_dropout_is_drawn_alike_both_times():
     loss, expected, _ = learn(model, "packed", on=False)
     again, found, _ = learn(model, "packed", on=True)
     assert again == loss
-    assert relative_difference(found, expected) < 1e-6
+    assert relative_difference(found, expected) == approx(0.0, abs=1e-6)
     without, _ = accumulate(Method(Forward(model), nll, mean_over_tokens), ragged_batch(), TrainSection(), learns=False)
     assert abs(without - loss) > 1e-4, "dropout acts where gradients are computed"
 
@@ -91,5 +92,5 @@ def test_layers_that_are_wide_enough_for_onednn_are_computed_alike_both_times(
     loss, expected, kept = learn(model, path, on=False)
     again, recomputed, less = learn(model, path, on=True)
     assert again == loss
-    assert relative_difference(recomputed, expected) < 1e-6
+    assert relative_difference(recomputed, expected) == approx(0.0, abs=1e-6)
     assert less < 0.5 * kept

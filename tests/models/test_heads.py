@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from small_models import gradients, ragged_batch, random_model, relative_difference, unshared
 
+from closeness import allclose, approx, assert_close
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.heads import ScalarHead
 from posttrain.types import Batch, Sample, collate
@@ -53,10 +54,10 @@ def test_a_head_is_a_function_of_its_seed_and_leaves_other_randomness_alone():
     assert torch.equal(heads[0].weight, heads[1].weight)
     assert not torch.equal(heads[0].weight, heads[2].weight)
     assert heads[0].weight.shape == (3, 4096)
-    assert float(heads[0].weight.detach().std()) == pytest.approx(0.02, rel=0.03)
+    assert float(heads[0].weight.detach().std()) == approx(0.02, rel=0.03)
     assert [name for name, _ in heads[0].named_parameters()] == ["weight"]
     wide = ScalarHead(4096, 3, seed=1, init_std=0.5)
-    assert torch.allclose(wide.weight, heads[0].weight * 25, rtol=1e-6)
+    assert allclose(wide.weight, heads[0].weight * 25, rtol=1e-6)
     assert not ScalarHead(8, init_std=0.0).weight.any()
 
 
@@ -99,14 +100,16 @@ def test_scores_equal_each_row_alone(family: str, path: str, reads: str, outputs
             scores = outputs_found.scores
             assert scores.dtype == torch.float32
             assert scores.shape == (batch.tokens.shape if outputs == 1 else (*batch.tokens.shape, outputs))
-            assert float((scores.view(expected.shape) - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+            assert_close(
+                scores.view(expected.shape).double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=0
+            )
             assert not scores[~batch.mask].any()
             assert torch.equal(forward.read_scores(rows), scores)
             if scores_only:
                 assert outputs_found.entropy is None
                 assert torch.equal(outputs_found.logprobs, torch.zeros(batch.tokens.shape))
             else:
-                assert float((outputs_found.logprobs - plain(rows).logprobs).abs().max()) < 1e-5
+                assert_close(outputs_found.logprobs, plain(rows).logprobs, atol=1e-5, rtol=0)
                 assert outputs_found.entropy is not None
     spread = expected[batch.mask].std(dim=0)
     assert float(spread.min()) > 1, "scores must tell positions apart"
@@ -141,7 +144,7 @@ def test_gradients_of_scores_and_of_both_together(family: str, path: str, reads:
             assert outputs.scores.dtype == torch.float64
             with forward.backward_context():
                 ((outputs.scores * on_scores).sum() + weight * (outputs.logprobs * on_logprobs).sum()).backward()
-            assert relative_difference(gradients(model, head), expected) < TOLERANCE[family]
+            assert relative_difference(gradients(model, head), expected) == approx(0.0, abs=TOLERANCE[family])
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])
@@ -165,7 +168,7 @@ def test_rows_of_one_own_token_and_rows_without_a_trained_one(path: str):
         forward.path = path
         scores = forward(batch).scores
         expected = reference_scores(model, head, batch, reads)[..., 0]
-        assert float((scores - expected).abs().max()) < 1e-4
+        assert_close(scores.double(), expected, atol=1e-4, rtol=0)
         assert (scores != 0).sum() == 4
     forward = Forward(model, head=head)
     forward.path = path
@@ -173,8 +176,8 @@ def test_rows_of_one_own_token_and_rows_without_a_trained_one(path: str):
     assert torch.equal(values[0, 3], values[1, 3]), "the same state before two answers"
     assert (values != 0).sum() == 4
     last = torch.stack([hidden_alone(model, batch, b)[-1] for b in range(batch.num_rows)])
-    assert float((final - head(last)).abs().max()) < 1e-4
-    assert float(final[6] - values[0, 3]) == pytest.approx(0, abs=1e-4), "after the prompt is before the answer"
+    assert_close(final, head(last), atol=1e-4, rtol=0)
+    assert float(final[6] - values[0, 3]) == approx(0, abs=1e-4), "after the prompt is before the answer"
     nothing = forward(collate([Sample([1, 2, 3], [False] * 3), Sample([4, 5], [False] * 2, group=1)]))
     assert not nothing.scores.any()
     assert not nothing.logprobs.any()
@@ -201,8 +204,8 @@ def test_values_of_states_and_of_the_state_after_the_last_token(family: str, pat
             assert final.shape == (batch.num_rows,)
             assert not values.requires_grad
             assert not final.requires_grad
-            assert float((values - expected).abs().max()) < 1e-4
-            assert float((final - finals).abs().max()) < 1e-4
+            assert_close(values.double(), expected, atol=1e-4, rtol=0)
+            assert_close(final.double(), finals, atol=1e-4, rtol=0)
             assert not values[~batch.mask].any()
     assert float(finals.std()) > 1
 
@@ -238,7 +241,7 @@ def test_actor_and_critic_side_by_side(family: str, path: str):
     assert slots == 2 * both.policy.last_slots
     assert tokens == 2 * both.policy.last_tokens
     (alone.logprobs.sum() + alone.entropy.sum() + 2 * values.scores.sum()).backward()
-    assert relative_difference(found, gradients(actor, critic)) < 1e-12
+    assert relative_difference(found, gradients(actor, critic)) == approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("paths", [("packed", "packed"), ("packed", "padded")])
@@ -268,7 +271,7 @@ def test_recomputed_activations_of_both_models(paths: tuple[str, str]):
         model.train()
     calls = []
     actor.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert relative_difference(run(), kept) < 1e-12
+    assert relative_difference(run(), kept) == approx(0.0, abs=1e-12)
     assert len(calls) == 2, "once forward, once recomputed"
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from closeness import allclose
 from posttrain.models.forward import linear
 from posttrain.models.forward.linear import ONEDNN_LEAST, OneDnnLinear, fast_linear
 
@@ -52,11 +53,11 @@ def test_values_and_gradients_against_float64(rows: tuple[int, ...], out: int, i
     F.linear(exact[0], exact[1], exact[2] if bias else None).backward(gradient.double())
     ours = [t.requires_grad_() for t in (x, weight, offset)]
     result = OneDnnLinear.apply(ours[0], ours[1], ours[2] if bias else None)
-    assert torch.allclose(result.double(), F.linear(exact[0], exact[1], exact[2] if bias else None), atol=1e-4)
+    assert allclose(result.double(), F.linear(exact[0], exact[1], exact[2] if bias else None), atol=1e-4)
     result.backward(gradient)
     for got, expected in list(zip(ours, exact, strict=True))[: 3 if bias else 2]:
         assert got.grad.is_contiguous()
-        assert torch.allclose(got.grad.double(), expected.grad, atol=1e-3)
+        assert allclose(got.grad.double(), expected.grad, atol=1e-3)
 
 
 def test_only_large_fp32_products_take_it(monkeypatch: pytest.MonkeyPatch):
@@ -79,4 +80,4 @@ def test_a_frozen_weight_gets_no_gradient():
     x.requires_grad_()
     OneDnnLinear.apply(x, weight, None).backward(gradient)
     assert weight.grad is None
-    assert torch.allclose(x.grad, gradient @ weight, atol=1e-3)
+    assert allclose(x.grad, gradient @ weight, atol=1e-3)

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
+from closeness import OF_TINY_RANDOM, assert_close
 from posttrain.data.render import decode_response, end_id, stop_ids
 from posttrain.data.render.template import further_ends
 from posttrain.data.render.templates import plain
@@ -107,10 +108,10 @@ def test_an_adapter_on_an_adapter_finds_both_again(folder, small_tokenizer):
     first, expected_first = make_adapter("first", folder, 0.02, small_tokenizer)
     merged = load_model(ModelSection(name=str(first), device="cpu", adapter=AdapterSection(rank=2)), seed=0).model
     assert not has_adapter(merged)
-    torch.testing.assert_close(logits(merged), expected_first, atol=1e-5, rtol=0)
+    assert_close(logits(merged), expected_first, atol=OF_TINY_RANDOM, rtol=0)
     second, expected_second = make_adapter("second", first, -0.03, small_tokenizer)
     loaded = load_model(ModelSection(name=str(second), device="cpu"), seed=0).model
-    torch.testing.assert_close(logits(loaded), expected_second, atol=1e-5, rtol=0)
+    assert_close(logits(loaded), expected_second, atol=OF_TINY_RANDOM, rtol=0)
     assert float((expected_second - expected_first).abs().max()) > 1e-2
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from closeness import assert_close
 from posttrain.errors import MissingExtra, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model, note_base_bits, num_parameters, quantized_bits
@@ -110,7 +111,7 @@ def test_int8_is_the_published_format(folders, tmp_path, small_tokenizer, archit
         assert torch.equal(stored[name].float(), numbers)
         assert torch.equal(stored[name.replace("weight", "SCB")], scale)
         ours = model.get_submodule(name.removesuffix(".weight")).dequantized(torch.float32)
-        torch.testing.assert_close(ours, numbers * scale[:, None] / 127, rtol=1e-6, atol=0)
+        assert_close(ours, numbers * scale[:, None] / 127, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -129,7 +130,7 @@ def test_nf4_is_the_published_format(folders, tmp_path, small_tokenizer, archite
         # the second quantization moves a scale by at most one step of its own 8 bits
         assert float((scales - exact_scales).abs().max()) < 0.02 * float(exact_scales.max())
         ours = model.get_submodule(name.removesuffix(".weight")).dequantized(torch.float32)
-        torch.testing.assert_close(ours, values, rtol=1e-6, atol=1e-8)
+        assert_close(ours, values, rtol=1e-6, atol=1e-8)
         # half of the widest gap of the code book, from -1 to -0.696
         assert float(((values - weight).abs() / exact_scales.repeat_interleave(64).view_as(weight)).max()) < 0.175
 
@@ -146,7 +147,7 @@ def test_nf4_of_widths_that_are_no_multiple_of_a_block(shape: tuple[int, int]) -
     expected = (torch.tensor(NF4)[indices] * scales.repeat_interleave(64))[: weight.numel()].view(shape)
     assert torch.equal(layer.dequantized(torch.float32), expected)
     x = torch.randn(4, shape[1], generator=torch.Generator().manual_seed(4))
-    torch.testing.assert_close(layer(x), x @ expected.T)
+    assert_close(layer(x), x @ expected.T)
 
 
 @pytest.mark.parametrize(("architecture", "bits"), KINDS)
@@ -175,8 +176,8 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_mode(folders, bits: int)
     x[3, 5] = 400.0
     with torch.no_grad():
         together, alone = layer(x), layer(x[:1])
-        torch.testing.assert_close(together[:1], alone, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(together, x @ layer.dequantized(torch.float32).T, atol=1e-3, rtol=1e-5)
+        assert_close(together[:1], alone, atol=1e-5, rtol=1e-5)
+        assert_close(together, x @ layer.dequantized(torch.float32).T, atol=1e-3, rtol=1e-5)
         expected = logprobs(model)
         assert torch.equal(logprobs(model.train()), expected)
 
@@ -192,7 +193,7 @@ def test_gradients_pass_through_as_through_plain_layers(folders, architecture: s
     y = x.detach().clone().requires_grad_()
     layer(x).square().sum().backward()
     plain(y, weight, layer.bias).square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-5)
+    assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-5)
     assert layer.weight.grad is None
     # what backward needs of the weights is kept in their few bits
     kept: list[Tensor] = []
@@ -206,7 +207,7 @@ def test_dequantized_layers_are_plain_again(folders, tmp_path, small_tokenizer, 
     model = load(folders[architecture], load_bits=bits)
     expected = logprobs(model)
     plain = dequantize(model)
-    torch.testing.assert_close(logprobs(plain), expected, atol=1e-4, rtol=0)
+    assert_close(logprobs(plain), expected, atol=1e-4, rtol=0)
     again = load(save(plain, tmp_path / "dequantized", small_tokenizer))
     assert quantized_bits(again) is None
     assert torch.equal(logprobs(again), logprobs(plain))
@@ -233,7 +234,7 @@ def test_the_engine_and_the_packed_forward_pass_serve_it(folders, bits: int) -> 
     with torch.no_grad():
         scored = forward(batch).logprobs[batch.mask]
     sampled = torch.tensor([x for _, c in rows for x in c.logprobs])
-    torch.testing.assert_close(scored, sampled, atol=2e-4, rtol=0)
+    assert_close(scored, sampled, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -258,7 +259,7 @@ def test_an_adapter_finds_its_base_in_the_bits_that_it_was_trained_on(
     # asked for a base with the adapter in it: weights that are no longer quantized, or that are so again
     merged = load(folder, adapter=AdapterSection())
     assert (has_adapter(merged), quantized_bits(merged)) == (False, None)
-    torch.testing.assert_close(logprobs(merged), expected, atol=1e-4, rtol=0)
+    assert_close(logprobs(merged), expected, atol=1e-4, rtol=0)
     twice = load(folder, adapter=AdapterSection(), load_bits=8)
     assert quantized_bits(twice) == 8
     assert 1e-3 < float((logprobs(twice) - expected).abs().max()) < 0.5

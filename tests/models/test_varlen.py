@@ -15,6 +15,7 @@ from test_buckets import RAGGED, attention_of_each_run, very_ragged_batch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
+from closeness import allclose, approx, assert_close
 from looped_attention import looped
 from posttrain.models.forward import attention
 from posttrain.models.forward.forward import Forward
@@ -77,7 +78,7 @@ def test_attention_and_gradients_are_those_of_each_run(key_heads: int, fake_kern
         found.append([out[:total].detach(), q.grad, k.grad, v.grad])
     assert len(fake_kernel) == 1
     for one, other in zip(*found, strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-11)
+        assert allclose(one, other, rtol=0, atol=1e-11)
 
 
 def both_ways(
@@ -106,8 +107,8 @@ def test_the_forward_pass_is_that_of_the_masks(
     batch = ragged_batch() if long is False or family == "gpt2" else very_ragged_batch()
     masked, spans = both_ways(family, batch, lambda: request.getfixturevalue("fake_kernel"))
     tolerance = 1e-10 if family == "gpt2" else 1e-6
-    assert float((masked[0] - spans[0]).abs().max()) < tolerance
-    assert relative_difference(spans[1], masked[1]) < tolerance
+    assert_close(masked[0], spans[0], atol=tolerance, rtol=0)
+    assert relative_difference(spans[1], masked[1]) == approx(0.0, abs=tolerance)
     assert len(request.getfixturevalue("fake_kernel")) > 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from test_report import NASTY, Page
 
+from closeness import approx
 from made_up_items import make_sample
 from made_up_trials import make_sweep, make_trial, two_rows
 from posttrain.evaluation.items import Item
@@ -43,7 +44,7 @@ def test_draw_svg_line_is_to_scale_and_in_the_colours_of_the_page() -> None:
                   y_range=(0.0, 1.0))  # fmt: skip
     svg = draw_svg(panel)
     (x0, y0), (x1, y1), (x2, y2) = path_of(svg, "var(--c0)")
-    assert (x1, y1) == (pytest.approx((x0 + x2) / 2), pytest.approx((y0 + y2) / 2))
+    assert (x1, y1) == (approx((x0 + x2) / 2), approx((y0 + y2) / 2))
     assert x2 > x0
     assert y0 > y2  # up is more
     assert [color for color in COLORS.values() if color in svg] == []  # variables of the style sheet, light and dark
@@ -115,9 +116,9 @@ def test_learning_panels_are_numbered_by_rank_and_leave_out_what_did_not_finish(
     assert [series.label for series in curves.series] == ["1 c", "2 a"]
     assert (curves.series[0].xs, curves.series[0].ys) == ([0.0, 2.0], [0.1, 0.7])
     band = curves.series[1]  # at the steps that all seeds have
-    assert (band.xs, band.ys) == ([0.0, 2.0], pytest.approx([0.15, 0.4]))
+    assert (band.xs, band.ys) == ([0.0, 2.0], approx([0.15, 0.4]))
     assert (band.low, band.high) == ([0.1, 0.3], [0.2, 0.5])
-    assert (drift.series[1].xs, drift.series[1].ys) == ([0.0, 0.05], pytest.approx([0.15, 0.4]))
+    assert (drift.series[1].xs, drift.series[1].ys) == ([0.0, 0.05], approx([0.15, 0.4]))
     assert curves.levels == [("start", 0.1)]
     assert panels_of([make_trial("a", 0, [0.1], "unfinished")]) == []
 
@@ -127,8 +128,8 @@ def test_learning_panels_of_many_rows_are_ranked_intervals_and_small_multiples(t
     ranked, *alone, drift = panels_of(trials)
     assert ranked.names[:2] == ["1 m7", "2 m6"]
     means = ranked.series[1]
-    assert (means.xs[0], means.ys[0]) == (0.0, pytest.approx(0.485))
-    assert means.high[0] - means.ys[0] == pytest.approx(12.7062 * 0.01, rel=1e-4)  # t of one degree, s / √2
+    assert (means.xs[0], means.ys[0]) == (0.0, approx(0.485))
+    assert means.high[0] - means.ys[0] == approx(12.7062 * 0.01, rel=1e-4)  # t of one degree, s / √2
     assert [panel.title for panel in alone] == ranked.names
     assert {panel.y_range for panel in alone} == {axis_range(alone[0])}  # one axis for all
     assert [(s.color, s.is_thin) for s in alone[0].series] == [("soft", True)] * 8 + [("c0", False)]
@@ -146,9 +147,9 @@ def test_learning_panels_over_a_number_draw_the_result_over_it() -> None:
     assert [label for _, label in first.x_ticks] == ["0.0001", "0.01"]
     seeds, means, line = first.series
     assert sorted(zip(seeds.xs, seeds.ys, strict=True)) == [
-        (1e-4, 0.6), (1e-4, pytest.approx(0.7)), (1e-2, 0.2), (1e-2, pytest.approx(0.3)),
+        (1e-4, 0.6), (1e-4, approx(0.7)), (1e-2, 0.2), (1e-2, approx(0.3)),
     ]  # fmt: skip
-    assert (means.xs, means.ys, line.ys) == ([1e-4, 1e-2], pytest.approx([0.65, 0.25]), pytest.approx([0.65, 0.25]))
+    assert (means.xs, means.ys, line.ys) == ([1e-4, 1e-2], approx([0.65, 0.25]), approx([0.65, 0.25]))
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,9 @@ def test_overoptimization_panels_have_bands_and_single_seeds() -> None:
         ("best of n", False), ("", True), ("grpo", False), ("", True), ("", True),
     ]  # fmt: skip
     assert gold.series[0].low == []  # one seed has no interval
-    assert gold.series[2].ys == pytest.approx([0.1, 0.705])
-    assert gold.series[2].high[1] - 0.705 == pytest.approx(12.7062 * 0.005, rel=1e-4)
-    assert (plane.series[1].xs, plane.series[1].ys) == ([0.0, 1.0], pytest.approx([0.1, 0.705]))
+    assert gold.series[2].ys == approx([0.1, 0.705])
+    assert gold.series[2].high[1] - 0.705 == approx(12.7062 * 0.005, rel=1e-4)
+    assert (plane.series[1].xs, plane.series[1].ys) == ([0.0, 1.0], approx([0.1, 0.705]))
     assert proxy.series[2].ys == [0.0, 1.0]
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
+from closeness import approx
 from posttrain.reports.charts import Panel, Series, axis_range
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import flatten, render, write_html
@@ -130,7 +129,7 @@ def test_panels_are_those_with_numbers() -> None:
     assert list(panels) == ["Accuracy", "Reward", "Shows reasoning", "Entropy"]
     training, held_out = panels["Accuracy"].series
     assert training.xs == [1.0, 2.0, 3.0, 4.0]
-    assert training.ys == pytest.approx([0.05, 0.10, 0.15, 0.20])
+    assert training.ys == approx([0.05, 0.10, 0.15, 0.20])
     assert (held_out.xs, held_out.ys, held_out.low, held_out.high) == ([0.0], [0.5], [0.37], [0.63])
     assert panels["Entropy"].series[0].xs == [1.0, 2.0, 4.0]  # the NaN is no point
 
@@ -144,7 +143,7 @@ def test_axis_holds_every_value_and_interval() -> None:
     assert low <= 4.0
     assert 7.0 < high < 9.0
     assert axis_range(Panel("x", "", [Series("a", [1.0], [0.9])], is_share=True)) == (0.0, 1.0)
-    assert axis_range(Panel("x", "", [Series("a", [1.0], [0.02])], is_share=True)) == pytest.approx((0.0, 0.023))
+    assert axis_range(Panel("x", "", [Series("a", [1.0], [0.02])], is_share=True)) == approx((0.0, 0.023))
 
 
 def evaluated(step: int, **results: float) -> MetricsRow:
@@ -218,7 +217,7 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
     even = {panel.title: panel for panel in choose_panels([step(k) for k in (1, 2, 3)])}
     assert [(s.label, s.ys) for s in even["Accuracy by part"].series] == [
         ("small", [0.9, 0.9, 0.9]),
-        ("large", [0.1, 0.2, pytest.approx(0.3)]),
+        ("large", [0.1, 0.2, approx(0.3)]),
     ]
     assert [s.label for s in even["Calls by part"].series] == ["small", "large"]
     held_out = {"n": 50.0, "small:accuracy": 0.9, "small:accuracy_low": 0.8, "small:accuracy_high": 0.95}

@@ -15,6 +15,7 @@ import torch
 from fake_runs import WEIGHTS, make_run, snapshot
 from safetensors.torch import load_file, save_file
 
+from closeness import allclose, assert_close
 from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Component
@@ -205,7 +206,7 @@ def test_a_merged_adapter_is_the_same_model_without_peft(adapter_run: Path, tmp_
     assert not any("adapter" in name for name in names_in(done.target))
     assert "LoRA" not in (done.target / "README.md").read_text()
     merged, adapted = logits_of(done.target), logits_of(step_folder(adapter_run / "checkpoints", 1))
-    assert torch.allclose(merged, adapted, atol=1e-4)
+    assert allclose(merged, adapted, atol=1e-4)
     assert (merged - logits_of(TINY)).abs().max() > 0.1
     assert load_file(done.target / "model.safetensors").keys() == load_file(TINY / "model.safetensors").keys()
 
@@ -215,7 +216,7 @@ def test_export_run_with_an_adapter_on_a_tied_matrix_unties_it_when_merged(tmp_p
     targets = ["lm_head", "q_proj"]
     run, expected = make_adapter_run(tmp_path / "runs", "tied", lambda p: p.add_(0.1), rank=4, targets=targets)
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
-    assert (logits_of(merged).log_softmax(-1) - expected.log_softmax(-1)).abs().max() < 1e-4
+    assert_close(logits_of(merged).log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
 
 
@@ -254,7 +255,7 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
         export_run(run.parent, run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
-    assert (logits_of(merged) - expected).abs().max() < 1e-4
+    assert_close(logits_of(merged), expected, atol=1e-4, rtol=0)
     assert (logits_of(Path(lower)) - expected).abs().max() > 0.1
     shutil.copytree(adapter_run, tmp_path / "runs" / "lower")  # its base by a relative path, exported from elsewhere
     settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"

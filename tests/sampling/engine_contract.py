@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from closeness import allclose
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Engine, Sampling, turn_key
@@ -135,7 +136,7 @@ class EngineContract:
                 assert len(completion.logprobs) == len(completion.ids)
                 expected = case.distribution(prompt, completion.ids, temperature or 1.0)
                 picked = expected[range(len(completion.ids)), list(completion.ids)]
-                assert torch.allclose(torch.tensor(completion.logprobs), picked, rtol=0, atol=case.tolerance)
+                assert allclose(torch.tensor(completion.logprobs), picked, rtol=0, atol=case.tolerance)
 
     def test_greedy_takes_the_likeliest_whatever_the_key(self, case: EngineCase) -> None:
         if not case.is_model:
@@ -183,7 +184,7 @@ class EngineContract:
                     message += len(turn) + len(reply.ids)
                 expected = case.distribution(prompt, ids, 1.0)[range(len(ids)), list(ids)]
                 expected[~torch.tensor(own)] = 0.0
-                assert torch.allclose(torch.tensor(completion.logprobs), expected, rtol=0, atol=case.tolerance)
+                assert allclose(torch.tensor(completion.logprobs), expected, rtol=0, atol=case.tolerance)
         assert max(map(len, respondent.turns.values())) > 1
         assert {c.finish for c in _flat(groups)} >= {"out_of_turns", "ended"}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_contract import EngineCase, EngineContract, keys_of, tiny_case
 
+from closeness import approx
 from fake_vllm import FakeVllm, model_answer
 from posttrain.errors import UsageError
 from posttrain.models.load import load_model
@@ -67,7 +68,7 @@ def test_a_server_with_the_native_engine_behind_it_is_the_native_engine(tiny):
     assert [[(c.ids, c.finish) for c in g] for g in found] == [[(c.ids, c.finish) for c in g] for g in expected]
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+            assert a.logprobs == approx(b.logprobs, abs=1e-4)
 
 
 def test_the_choice_is_the_keys_first_uniform_number():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from closeness import OF_TINY_RANDOM, approx, assert_close
 from posttrain.errors import EngineMismatch
 from posttrain.models.config import find_switches, shortest_window
 from posttrain.sampling.base import Sampling
@@ -28,7 +29,7 @@ def test_native_engine_with_rows_beyond_the_window_of_the_configuration_leaves_t
     engine = NativeEngine(model)
     completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=new))
     assert {chosen for chosen, _ in engine._chosen.values()} == {path}
-    assert worst_difference(model, prompts, completions) <= 1e-5
+    assert worst_difference(model, prompts, completions) == approx(0.0, abs=OF_TINY_RANDOM)
     assert ["sliding window" in notice for notice in engine.take_warnings()] == [True] * (path == "modules")
 
 
@@ -47,7 +48,7 @@ def test_native_engine_with_a_path_that_is_wrong_past_a_switch_does_not_take_it(
     for new, path in ((20, "lean"), (100, "modules")):
         completions = engine.generate([prompt], [[1, 2]], Sampling(max_tokens=new))
         assert [chosen for chosen, _ in engine._chosen.values()][-1] == path
-        assert worst_difference(model, [prompt], completions) <= 1e-5
+        assert worst_difference(model, [prompt], completions) == approx(0.0, abs=OF_TINY_RANDOM)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 100}
@@ -89,7 +90,7 @@ def test_native_engine_of_a_model_with_other_states_than_keys_and_values_samples
     sampling = Sampling(max_tokens=16, stop_ids=STOPS)
     completions = engine.generate(prompts, make_keys(4, 2), sampling)
     assert engine.path == ("reread" if architecture == "rwkv" else "plain")
-    assert worst_difference(model, prompts, completions) <= 1e-5
+    assert worst_difference(model, prompts, completions) == approx(0.0, abs=OF_TINY_RANDOM)
     assert [c.finish for g in completions for c in g] == [
         "stop" if c.ids[-1] in STOPS else "length" for g in completions for c in g
     ]
@@ -133,7 +134,7 @@ def test_native_engine_of_a_model_with_other_states_converses_as_the_model() -> 
                 table = model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
             scored = table[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
             own = torch.tensor(c.own)
-            torch.testing.assert_close(torch.tensor(c.logprobs)[own], scored[own], atol=1e-5, rtol=0)
+            assert_close(torch.tensor(c.logprobs)[own], scored[own], atol=OF_TINY_RANDOM, rtol=0)
 
 
 def test_native_engine_of_rows_that_cross_a_scale_of_positions_is_refused_with_the_reason(tiny_random):
@@ -143,6 +144,6 @@ def test_native_engine_of_rows_that_cross_a_scale_of_positions_is_refused_with_t
     model = tiny_random("phi3", rope_parameters=scale, original_max_position_embeddings=80)
     prompts, engine = make_prompts((5,)), NativeEngine(model)
     short = engine.generate(prompts, [[1]], Sampling(max_tokens=60))
-    assert worst_difference(model, prompts, short) <= 1e-5
+    assert worst_difference(model, prompts, short) == approx(0.0, abs=OF_TINY_RANDOM)
     with pytest.raises(EngineMismatch, match=r"Rows of this run may have 155 tokens .* rollout.max_tokens"):
         engine.generate(prompts, [[1]], Sampling(max_tokens=150))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from closeness import OF_EMBEDDED, assert_close
 from posttrain import registry
 from posttrain.data.render import encode_prompt, stop_ids
 from posttrain.data.render.calls import HERMES, TAGGED
@@ -348,5 +349,5 @@ def test_logprobs_of_all_turns_are_those_of_one_pass(tokenizer: Any) -> None:
         whole = logits.log_softmax(-1)[range(len(one.completion.ids)), list(one.completion.ids)]
         own = torch.tensor(one.completion.own)
         sampled = torch.tensor(one.completion.logprobs)
-        assert float((whole - sampled)[own].abs().max()) < 1e-5
+        assert_close(whole[own], sampled[own], atol=OF_EMBEDDED, rtol=0)
         assert float(sampled[~own].abs().max() if (~own).any() else 0.0) == 0.0

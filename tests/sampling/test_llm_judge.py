@@ -15,6 +15,7 @@ from fake_judge import TEXTS, FakeJudge, by_length, judgement, quoted
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeness import approx
 from fake_vllm import Reply
 from posttrain.cli import main
 from posttrain.data.render.templates import plain
@@ -89,7 +90,7 @@ def test_a_reply_is_read_strictly(reply: str, value: float | None) -> None:
         with pytest.raises(Interrupted, match=r"the reply"):
             question.read(reply)
     else:
-        assert question.read(reply) == pytest.approx(value)
+        assert question.read(reply) == approx(value)
 
 
 # Who is asked, and faults
@@ -98,7 +99,7 @@ def test_a_reply_is_read_strictly(reply: str, value: float | None) -> None:
 def test_what_is_sent_and_what_it_costs() -> None:
     with FakeJudge(by_length) as server:
         output = Judge(server.url).ask(ratings("a", "abcd"))
-    assert [one.value for one in output] == pytest.approx([0.0, 1 / 3])
+    assert [one.value for one in output] == approx([0.0, 1 / 3])
     assert [(one.tokens_in, one.tokens_out) for one in output] == [(100, 7)] * 2
     (body, _) = server.chats
     assert (body["model"], body["temperature"]) == ("small", 0.0)
@@ -289,16 +290,16 @@ def test_an_answer_that_was_not_judged_counts_neither_way(tmp_path: Path) -> Non
     texts = [("i", "a"), ("i", "abcdefg"), ("i", "FAIL"), ("k", "abcd"), ("k", "ab")]
     with FakeJudge(reply) as server:
         grades = grade(server.url, texts, tmp_path, retries=0, max_failures=0.5)
-        assert [g.reward for g in grades] == pytest.approx([0.0, 6 / 9, 3 / 9, 3 / 9, 1 / 9])
+        assert [g.reward for g in grades] == approx([0.0, 6 / 9, 3 / 9, 3 / 9, 1 / 9])
         assert [g.outcome for g in grades] == ["ungraded", "ungraded", "crash", "no_answer", "no_answer"]
         assert [g.parts["judge_failed"] for g in grades] == [0, 0, 1, 0, 0]
         assert [g.parts["judge_tokens_in"] for g in grades] == [100] * 5
-        assert grades[0].parts["judge_length"] == pytest.approx(0.93, abs=0.2)
+        assert grades[0].parts["judge_length"] == approx(0.93, abs=0.2)
         golds = {quoted(body)["question"]: quoted(body).get("known-answer") for body in server.chats}
         assert golds == {"Why i?": None, "Why k?": "42"}
         request = len(server.chats)
         again = grade(server.url, texts[:2], tmp_path)
-        assert [g.reward for g in again] == pytest.approx([0.0, 6 / 9])
+        assert [g.reward for g in again] == approx([0.0, 6 / 9])
         assert len(server.chats) == request, "the run's folder remembers"
         with pytest.raises(RunFailure, match=r"3 of 5 answers were not judged, and at most 10%"):
             grade(server.url, [("i", f"FAIL {k}" if k < 3 else "fine") for k in range(5)], retries=0)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from closeness import OF_TINY_RANDOM, approx
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Completion, Sampling, begin
 from posttrain.sampling.native import recorded
@@ -131,7 +132,7 @@ def test_recorded_steps_sample_what_the_schedule_samples(tiny_random: Any, case:
     expected, found = (completions(model, case, slots, as_recorded=way) for way in (False, True))
     assert [(c.ids, c.own, c.finish) for c in found] == [(c.ids, c.own, c.finish) for c in expected]
     for one, other in zip(found, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == approx(other.logprobs, abs=OF_TINY_RANDOM)
     assert len({len(c.ids) for c in expected}) > (1 if "stop" in {c.finish for c in expected} else 0)
 
 

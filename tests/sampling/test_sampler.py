@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from closeness import assert_close
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.sampler import draw, first_beyond, truncate
 
@@ -25,7 +26,7 @@ P = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     ],
 )
 def test_truncation(top_k, top_p, kept):
-    torch.testing.assert_close(truncate(P, top_k, top_p), torch.tensor([kept]))
+    assert_close(truncate(P, top_k, top_p), torch.tensor([kept]))
 
 
 @pytest.mark.parametrize(
@@ -34,14 +35,14 @@ def test_truncation(top_k, top_p, kept):
 def test_the_token_whose_interval_holds_u(u, token):
     ids, probability = draw(P.log(), torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1))
     assert ids.tolist() == [token]
-    torch.testing.assert_close(probability, P[0, token : token + 1])
+    assert_close(probability, P[0, token : token + 1])
 
 
 def test_u_is_stretched_over_what_truncation_keeps_and_the_probability_is_the_full_one():
     u = torch.tensor([[0.5]], dtype=torch.float64)  # below 4/7
     ids, probability = draw(P.log(), u, Sampling(max_tokens=1, top_k=2))
     assert ids.tolist() == [1]
-    torch.testing.assert_close(probability, torch.tensor([0.4]))
+    assert_close(probability, torch.tensor([0.4]))
     ids, _ = draw(P.log(), u + 0.08, Sampling(max_tokens=1, top_k=2))  # above it
     assert ids.tolist() == [3]
 
@@ -56,10 +57,10 @@ def test_a_token_without_probability_is_never_drawn():
 def test_temperature_scales_the_logits_and_greedy_does_not():
     logits, zero = torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros((1, 1), dtype=torch.float64)
     _, at_half = draw(logits, zero, Sampling(max_tokens=1, temperature=0.5))
-    torch.testing.assert_close(at_half, (logits / 0.5).softmax(-1)[:, 0])
+    assert_close(at_half, (logits / 0.5).softmax(-1)[:, 0])
     ids, greedy = draw(logits, None, Sampling(max_tokens=1, temperature=0.0))
     assert ids.tolist() == [1]
-    torch.testing.assert_close(greedy, logits.softmax(-1)[:, 1])
+    assert_close(greedy, logits.softmax(-1)[:, 1])
 
 
 @pytest.mark.parametrize("size", [8192, 8193, 12_000])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from closeness import approx
 from fake_follower import FILES, GROUP, FakeFollower, QueueGroup
 from fake_vllm import FakeVllm, model_answer
 from posttrain import registry
@@ -189,7 +190,8 @@ def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower
     rows, evaluations = recorded(tmp_path / "run")
     assert [row.version for row in rows] == [row.step - 1 for row in rows]
     assert {(row.step, row.version) for row in evaluations} == {(0, 0), (2, 2)}
-    assert all(abs(step["kl_sampler"]) < 1e-5 for step in steps_of(tmp_path / "run"))
+    for step in steps_of(tmp_path / "run"):
+        assert step["kl_sampler"] == approx(0.0, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeness import approx
 from posttrain.errors import DataError
 from posttrain.store.rollouts import RolloutStore, connect, show_turns, spans_of
 from posttrain.types import Call, Completion, Example, Message, Rollout, Turn
@@ -33,7 +34,7 @@ def test_turns_come_back_whole(tmp_path: Path) -> None:
         )
         row, plain = store.training()
     assert (row.own, row.num_tokens, row.num_own) == (OWN, 6, 3)
-    assert row.mean_sampler_logprob == pytest.approx(-1.0), "of what the model wrote"
+    assert row.mean_sampler_logprob == approx(-1.0), "of what the model wrote"
     output = Call("", "", "no \\ud800", "malformed")
     assert row.turns == (Turn(TURNS[0].text, (TURNS[0].calls[0], output), -0.25), TURNS[1])
     assert row.failures == ("the server is down",)

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 
+from closeness import approx
 from made_up_items import make_item, make_sample
 from posttrain.errors import DataError
 from posttrain.evaluation.items import Item
@@ -47,14 +48,12 @@ def test_choices_are_means_over_all_subsets() -> None:
         for item, value, any_correct in zip(items, found["orm"].values[n], found[ORACLE].values[n], strict=True):
             subsets = list(combinations(item.samples, n))
             best = [max(subset, key=lambda s: s.score or 0.0).is_correct for subset in subsets]
-            assert value == pytest.approx(statistics.fmean(best))
-            assert any_correct == pytest.approx(
-                statistics.fmean(any(s.is_correct for s in subset) for subset in subsets)
-            )
-        assert found[RANDOM].mean(n) == pytest.approx(statistics.fmean(item.share for item in items))
+            assert value == approx(statistics.fmean(best))
+            assert any_correct == approx(statistics.fmean(any(s.is_correct for s in subset) for subset in subsets))
+        assert found[RANDOM].mean(n) == approx(statistics.fmean(item.share for item in items))
     pick = found[RANDOM]
     assert pick.bounds[1] == pick.bounds[4]  # it does not depend on n
-    assert found["orm"].mean(1) == pytest.approx(found[RANDOM].mean(1))  # the best of one is a random pick
+    assert found["orm"].mean(1) == approx(found[RANDOM].mean(1))  # the best of one is a random pick
 
 
 def test_the_majority_wins_its_votes() -> None:
@@ -62,18 +61,18 @@ def test_the_majority_wins_its_votes() -> None:
     found = {c.name: c for c in choose({"orm": [[item]]})}
     assert found[MAJORITY].values[3] == [0.0]
     # of the three pairs, 7-7 is wrong and 7-1 is a tie twice: a half each
-    assert found[MAJORITY].values[2] == [pytest.approx(1 / 3)]
+    assert found[MAJORITY].values[2] == [approx(1 / 3)]
 
 
 def test_who_knows_equals_the_oracle_and_who_errs_is_below_a_random_pick() -> None:
     seeds = [random_items(seed, 40) for seed in (1, 2)]
     found = choose({"errs": [rescored(s, -1.0) for s in seeds], "knows": [rescored(s, 1.0) for s in seeds]})
     errs, knows, _, pick, oracle = found
-    assert [knows.mean(n) for n in (1, 2, 4)] == [pytest.approx(oracle.mean(n)) for n in (1, 2, 4)]
+    assert [knows.mean(n) for n in (1, 2, 4)] == [approx(oracle.mean(n)) for n in (1, 2, 4)]
     assert errs.mean(4) < pick.mean(4) < knows.mean(4)
     (gap, *_) = best_of_n_part(found, 2).data["differences"]
     assert (gap["a"], gap["b"]) == ("errs", "knows")
-    assert gap["by_n"]["4"]["difference"] == pytest.approx(knows.mean(4) - errs.mean(4))
+    assert gap["by_n"]["4"]["difference"] == approx(knows.mean(4) - errs.mean(4))
     assert gap["by_n"]["4"]["low"] > 0.2
     assert gap["by_n"]["1"]["difference"] == 0.0
 

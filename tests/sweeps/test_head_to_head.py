@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from closeness import approx
 from posttrain.errors import DataError
 from posttrain.sweeps.head_to_head import (
     Comparison,
@@ -45,18 +46,18 @@ def test_reward_gain_is_in_deviations_of_the_starts_scores_without_unscored_prom
     items = [answered(3.0, 0.0), answered(1.0, 2.0), answered(None, 50.0)]
     # gains 3 and -1, mean 1; the start's scores 0 and 2 deviate by 1
     mean, low, high = reward_gain(items, None)
-    assert mean == pytest.approx(1.0)
+    assert mean == approx(1.0)
     half = 12.706204736432095 * math.sqrt(8.0 / 2)  # variance of (3, -1) is 8, over 2 prompts
-    assert (low, high) == (pytest.approx(1.0 - half), pytest.approx(1.0 + half))
-    assert reward_gain(items, "p")[0] == pytest.approx(1.0)  # the unit doubles with the scores
+    assert (low, high) == (approx(1.0 - half), approx(1.0 + half))
+    assert reward_gain(items, "p")[0] == approx(1.0)  # the unit doubles with the scores
 
 
 def test_over_seeds_gives_students_t_and_of_one_seed_its_own_interval() -> None:
     assert over_seeds([]) is None
     assert over_seeds([(0.6, 0.5, 0.7)]) == (0.6, 0.5, 0.7)
     mean, _, high = over_seeds([(x, 0, 1) for x in (0.6, 0.7, 0.8)])
-    assert mean == pytest.approx(0.7)
-    assert high - mean == pytest.approx(4.302652729911275 * 0.1 / math.sqrt(3))
+    assert mean == approx(0.7)
+    assert high - mean == approx(4.302652729911275 * 0.1 / math.sqrt(3))
     assert over_seeds([(x, 0, 1) for x in (0.2, 0.9)], is_share=True)[1:] == (0.0, 1.0)  # a share stays one
     assert show_estimate((0.6, 0.5, 0.7), is_share=True) == "60.0% [50.0, 70.0]"
 
@@ -88,7 +89,7 @@ def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) ->
         read_comparison(tmp_path, "a", 0)
     whole = read_written(tmp_path, WRITTEN, good)
     assert whole.measures["reward_judge"][0] == 3.0
-    assert whole.measures["length_ratio"][0] == pytest.approx(100 / 90)
+    assert whole.measures["length_ratio"][0] == approx(100 / 90)
     assert whole.measures["win_rate_proxy"] == (0.6, 0.5, 0.7)
     assert whole.measures["kl"] == (0.5, 0.5, 0.5)
     changes: list[Any] = [b"{", b"[" * 100_000, b"1" * 5000, [], {"results": 7}, WRITTEN | {"others": {"p": 7}}]

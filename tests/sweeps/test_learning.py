@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from closeness import approx
 from made_up_trials import evaluation, make_sweep, make_trial, trial_rows, two_rows
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.store.metric_names import REWARD, choose_primary_metric
@@ -23,9 +24,9 @@ def test_facts_of_a_trial_by_hand() -> None:
     info = trial.info
     assert info["accuracy"] == 0.4
     assert info["start_accuracy"] == 0.1
-    assert info["gain"] == pytest.approx(0.3)
+    assert info["gain"] == approx(0.3)
     assert info["reward"] == 0.5
-    assert info["mean_accuracy"] == pytest.approx(0.275)  # (0.2 · 2 + 0.35 · 2) / 4 updates
+    assert info["mean_accuracy"] == approx(0.275)  # (0.2 · 2 + 0.35 · 2) / 4 updates
     assert info["train_seconds"] == 8.0  # four updates of two seconds
     assert info["sampled_tokens"] == 400.0  # 200 a second for half a second, four times
     assert info["trained_tokens"] == 320.0
@@ -65,9 +66,9 @@ def test_rows_are_sorted_by_mean_and_leave_out_what_did_not_finish() -> None:
     rows = rank_rows(trials, ["a", "b", "c"])
     assert [row.name for row in rows] == ["b", "a", "c"]
     assert rows[0].summaries["accuracy"].mean == 0.6  # not the unfinished seed
-    assert rows[1].summaries["accuracy"].mean == pytest.approx(0.45)
+    assert rows[1].summaries["accuracy"].mean == approx(0.45)
     half = 12.706205 * 0.05 * math.sqrt(2) / math.sqrt(2)  # t(1) · s / √2 with s = 0.05 · √2
-    assert rows[1].summaries["accuracy"].half_width == pytest.approx(half, abs=1e-6)
+    assert rows[1].summaries["accuracy"].half_width == approx(half, abs=1e-6)
     assert rows[2].summaries == {}
 
 

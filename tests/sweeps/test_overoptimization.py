@@ -9,6 +9,7 @@ from itertools import combinations
 
 import pytest
 
+from closeness import approx
 from made_up_items import make_sample
 from posttrain.evaluation.items import Item
 from posttrain.store.metrics import MetricsRow
@@ -39,13 +40,13 @@ def uniform_kl(size: int, n: int) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 64])
 def test_the_kl_of_best_of_n_is_the_limit_of_many_different_answers(n: int) -> None:
-    assert best_of_n_kl(n) == pytest.approx(uniform_kl(200_000, n), abs=1e-3)
+    assert best_of_n_kl(n) == approx(uniform_kl(200_000, n), abs=1e-3)
     gaps = [best_of_n_kl(n) - uniform_kl(size, n) for size in (5, 50, 500)]
     assert gaps[0] >= gaps[1] - 1e-9
     assert gaps[1] >= gaps[2] - 1e-9
     assert gaps[2] >= -1e-9
     assert n == 1 or gaps[0] > 0.01  # few answers: the formula is a bound
-    assert (best_of_n_kl(2), best_of_n_kl(64)) == (pytest.approx(math.log(2) - 0.5), pytest.approx(3.174508))
+    assert (best_of_n_kl(2), best_of_n_kl(64)) == (approx(math.log(2) - 0.5), approx(3.174508))
 
 
 def brute_force(item: Item, n: int) -> tuple[float, float]:
@@ -70,8 +71,8 @@ def test_best_of_n_is_the_mean_over_all_subsets(seed: int) -> None:
         items.append(scored(index, "".join(rng.choice("rwn") for _ in range(7)), scores))
     for point in best_of_n_points(items, range(1, 8)):
         found = [brute_force(item, point.at) for item in items]
-        assert point.gold == pytest.approx(statistics.fmean(g for g, _ in found))
-        assert point.proxy == pytest.approx(statistics.fmean(p for _, p in found))
+        assert point.gold == approx(statistics.fmean(g for g, _ in found))
+        assert point.proxy == approx(statistics.fmean(p for _, p in found))
         assert point.kl == best_of_n_kl(point.at)
 
 
@@ -84,7 +85,7 @@ def test_an_item_without_answers_is_left_out_and_powers_end_with_all() -> None:
 
 def test_score_scale_is_mean_and_deviation_of_all_samples() -> None:
     items = [scored(0, "rw", [1.0, 3.0]), scored(1, "rw", [5.0, None])]
-    assert score_scale(items) == (3.0, pytest.approx(math.sqrt(8 / 3)))
+    assert score_scale(items) == (3.0, approx(math.sqrt(8 / 3)))
     assert score_scale([scored(0, "rw", [2.0, 2.0])]) == (2.0, 1.0)
     assert score_scale([scored(0, "rw", [None, None])]) == (0.0, 1.0)
 
@@ -97,9 +98,9 @@ def curve(golds: list[float], kls: list[float] | None = None) -> list[Point]:
 def test_means_are_over_the_points_of_all_seeds() -> None:
     found = describe_method("made", {0: curve([0.1, 0.5, 0.9]), 1: curve([0.3, 0.7], [0.0, 4.0])}).means
     assert [(p.at, p.distance) for p in found] == [(0, 0.0), (1, 1.5)]  # mean of √1 and √4
-    assert [p.gold.mean for p in found] == [pytest.approx(0.2), pytest.approx(0.6)]
-    assert found[1].proxy.mean == pytest.approx(1.2)
-    assert found[1].gold.half_width == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t of one degree, 0.2 / √2 / √2
+    assert [p.gold.mean for p in found] == [approx(0.2), approx(0.6)]
+    assert found[1].proxy.mean == approx(1.2)
+    assert found[1].gold.half_width == approx(12.7062 * 0.1, rel=1e-4)  # t of one degree, 0.2 / √2 / √2
 
 
 def test_the_fall_from_the_peak_is_measured_where_the_other_seeds_have_theirs() -> None:
@@ -107,10 +108,10 @@ def test_the_fall_from_the_peak_is_measured_where_the_other_seeds_have_theirs() 
     assert found.peak is not None
     assert found.drop is not None
     assert found.peak.at == 1  # sums 1.3 and 1.3: the earlier one
-    assert found.peak.gold.mean == pytest.approx(0.65)
+    assert found.peak.gold.mean == approx(0.65)
     # seed 0 at the peak of seed 1 (step 2): 0.5 - 0.2; seed 1 at that of seed 0 (step 1): 0.4 - 0.3
-    assert found.drop.mean == pytest.approx(0.2)
-    assert found.drop.half_width == pytest.approx(12.7062 * 0.1, rel=1e-4)
+    assert found.drop.mean == approx(0.2)
+    assert found.drop.half_width == approx(12.7062 * 0.1, rel=1e-4)
     assert not found.is_shown
 
 
@@ -128,7 +129,7 @@ def test_a_fall_is_shown_by_seeds_that_agree(
     found = describe_method("made", {seed: curve(golds) for seed, golds in enumerate(curves)})
     assert found.peak is not None
     assert found.drop is not None
-    assert (found.peak.at, found.drop.mean, found.is_shown) == (peak_at, pytest.approx(drop), is_shown)
+    assert (found.peak.at, found.drop.mean, found.is_shown) == (peak_at, approx(drop), is_shown)
     assert describe_method("made", {0: curve([0.1])}).peak is None
 
 
@@ -172,8 +173,8 @@ def test_collect_curves_best_of_n_first_and_the_proxy_in_units_of_its_seed() -> 
     assert (best.name, grpo.name, list(grpo.curves)) == (BEST_OF_N, "grpo", [0])  # seed 1 has no scale
     points = best.curves[0]
     assert [p.at for p in points] == [1, 2, 4]
-    assert [p.gold for p in points] == [pytest.approx(0.25), pytest.approx(2 / 6), 0.0]
-    assert points[2].proxy == pytest.approx((2.0 - mean) / deviation)
+    assert [p.gold for p in points] == [approx(0.25), approx(2 / 6), 0.0]
+    assert points[2].proxy == approx((2.0 - mean) / deviation)
     assert points[1].kl == best_of_n_kl(2)
     assert grpo.curves[0][0].proxy == 0.0
 
@@ -199,8 +200,8 @@ def test_a_fall_under_a_rising_proxy_is_over_optimization() -> None:
     assert line[4:] == ["10.0%", "71.0 ± 2.5%", "1.00", "30.0%", "41.0 ± 2.5%"]
     data = part.data["methods"]["grpo"]
     assert data["is_shown"] is True
-    assert data["curves"][1][1]["gold"] == pytest.approx(0.71)
-    assert data["means"][1]["gold"]["mean"] == pytest.approx(0.71)
+    assert data["curves"][1][1]["gold"] == approx(0.71)
+    assert data["means"][1]["gold"]["mean"] == approx(0.71)
 
 
 def test_what_is_no_over_optimization_is_called_so() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from fake_runner import STUDIED, FakeRunner, doings, starts, status_of
 
+from closeness import approx
 from posttrain.cli import parse
 from posttrain.errors import DataError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
@@ -282,8 +283,8 @@ def test_from_records_to_files(make_plan: MakePlan) -> None:
     assert [p["gold"]["mean"] for p in grpo["means"]] == [0.1, 0.8, 0.3]
     # scores 1, 2, 0, 0.5: mean 0.875; the proxy is in their standard deviations
     deviation = (sum((s - 0.875) ** 2 for s in (1.0, 2.0, 0.0, 0.5)) / 4) ** 0.5
-    assert grpo["means"][2]["proxy"]["mean"] == pytest.approx((3.0 - 0.875) / deviation)
-    assert [p["gold"]["mean"] for p in data["methods"]["best of n"]["means"]] == [0.5, pytest.approx(0.5), 0.0]
+    assert grpo["means"][2]["proxy"]["mean"] == approx((3.0 - 0.875) / deviation)
+    assert [p["gold"]["mean"] for p in data["methods"]["best of n"]["means"]] == [0.5, approx(0.5), 0.0]
     assert grpo["peak"]["at"] == 1
     assert "| grpo | 2 |" in (plan.folder / "table.md").read_text()
     assert (plan.folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeness import approx
 from posttrain import registry
 from posttrain.errors import RunFailure, UsageError
 from posttrain.recipes.sections import KLInRewardSection
@@ -86,9 +87,9 @@ def test_a_completion_pays_for_the_sum_over_its_tokens(estimator: str) -> None:
     if estimator == "k1":
         assert expected == (0.875 + 0.25) / 2
     assert advantages.dtype == torch.float64
-    assert advantages[batch.mask].tolist() == pytest.approx([expected, expected, -expected], abs=1e-12)
-    assert trained(batch) == [pytest.approx([expected] * 2), pytest.approx([-expected])]
-    assert metrics == {"kl_in_reward": pytest.approx((first + second) / 2, abs=1e-12), "kl_weight": 0.5}
+    assert advantages[batch.mask].tolist() == approx([expected, expected, -expected], abs=1e-12)
+    assert trained(batch) == [approx([expected] * 2), approx([-expected])]
+    assert metrics == {"kl_in_reward": approx((first + second) / 2, abs=1e-12), "kl_weight": 0.5}
 
 
 def test_groups_stay_groups() -> None:
@@ -148,7 +149,7 @@ def test_gae_pays_a_truncated_answer_once(
     assert found[batch.mask].tolist() == [x for row in advantages for x in row]
     assert trained(batch, "returns") == returns
     assert trained(batch, "old_values") == VALUES
-    assert metrics == {"return_mean": pytest.approx(sum(x for row in returns for x in row) / 3)}
+    assert metrics == {"return_mean": approx(sum(x for row in returns for x in row) / 3)}
     assert "final_values" not in batch.fields  # nobody else reads them, so no checkpoint keeps them
 
 
@@ -171,11 +172,11 @@ def test_the_weight_adapts_after_it_was_used() -> None:
     _, metrics = word.from_batch(batch, REWARDS, ENDED, ())
     assert metrics == {"kl_in_reward": 0.375, "kl_weight": 0.5}
     assert trained(batch) == [[0.875, 0.875], [-0.25]]
-    assert word.kl_weight == pytest.approx(0.51, abs=1e-12)
+    assert word.kl_weight == approx(0.51, abs=1e-12)
     _, metrics = word.from_batch(batch, REWARDS, ENDED, ())
-    assert metrics["kl_weight"] == pytest.approx(0.51, abs=1e-12)
-    assert trained(batch)[1] == pytest.approx([-0.255])
-    assert word.kl_weight == pytest.approx(0.51 * 1.02, abs=1e-12)
+    assert metrics["kl_weight"] == approx(0.51, abs=1e-12)
+    assert trained(batch)[1] == approx([-0.255])
+    assert word.kl_weight == approx(0.51 * 1.02, abs=1e-12)
 
 
 def test_a_controller_that_cannot_go_on_fails_by_name() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from closeness import OF_EMBEDDED, allclose, approx
 from posttrain import registry
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
@@ -26,7 +27,7 @@ from small_runs import BASE, one_layer_recipe, run, save_perturbed, shallow
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
 # Two fp32 forwards of a trained model: transformers' own lies up to 2e-5 from a float64 one.
-CLOSE = 3e-5
+CLOSE = OF_EMBEDDED
 
 
 def reference_recipe(**changes: Any) -> Recipe:
@@ -71,10 +72,10 @@ def test_sampler_and_trainer_agree_about_the_old_logprobs(model: dict[str, Any],
     sampler, trainer = batch.fields["sampler_logprobs"], batch.fields["old_logprobs"]
     assert not torch.equal(sampler, trainer)  # computed anew
     assert not trainer.requires_grad
-    assert difference(sampler, trainer) < CLOSE
-    assert float((sampler - trainer).abs()[batch.mask].mean()) < 2e-6
+    assert difference(sampler, trainer) == approx(0.0, abs=CLOSE)
+    assert float((sampler - trainer).abs()[batch.mask].mean()) == approx(0.0, abs=CLOSE / 8), "one deviation"
     expected = plain_logprobs(parts.model, batch, temperature)
-    assert difference(trainer, expected) < CLOSE
+    assert difference(trainer, expected) == approx(0.0, abs=CLOSE)
     assert float(expected.min()) < -1  # the model is sure of some tokens and not of others
 
 
@@ -83,7 +84,8 @@ def test_the_reference_is_the_initial_model_also_after_updates() -> None:
     parts = prepare(recipe)
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
-        assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE, step
+        expected = plain_logprobs(initial_model(), batch)
+        assert difference(batch.fields["ref_logprobs"], expected) == approx(0.0, abs=CLOSE), step
     moved = difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch))
     assert moved > 0.1
     assert not any(p is q for p in parts.model.parameters() for _, q in parts.parameters if not q.requires_grad)
@@ -99,7 +101,7 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
     start = prepare(recipe).model
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
-        assert difference(batch.fields["ref_logprobs"], plain_logprobs(start, batch)) < CLOSE, step
+        assert difference(batch.fields["ref_logprobs"], plain_logprobs(start, batch)) == approx(0.0, abs=CLOSE), step
     assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch)) > 0.05
     assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch)) > 0.05
     assert all(p.grad is None and p.requires_grad for _, p in parts.parameters)
@@ -180,7 +182,7 @@ def test_batch_field_of_a_user_is_filled_and_read(advantage: str) -> None:
         assert bool(expected.any()) == (step == 2)  # the weights have moved
         _, metrics = accumulate(parts.method, batch, recipe.train)
         mean = float((expected.double()[:, None] * batch.mask).sum()) / int(batch.mask.sum())
-        assert metrics["moved"] == pytest.approx(mean, rel=1e-12)
+        assert metrics["moved"] == approx(mean, rel=1e-12)
         apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-2, 1.0, 0.0, step)
         rollout_buffer = parts.source.rollout_buffer(step)
         assert rollout_buffer is None if step == 2 else "stream.distance" not in rollout_buffer
@@ -274,7 +276,7 @@ def test_batch_fields_do_not_depend_on_micro_batches() -> None:
     batch = pieces.source(1).batch
     assert torch.equal(batch.tokens, whole.tokens)
     for name in ("old_logprobs", "ref_logprobs"):
-        assert difference(batch.fields[name], whole.fields[name]) < CLOSE
+        assert difference(batch.fields[name], whole.fields[name]) == approx(0.0, abs=CLOSE)
         assert bool((batch.fields[name][batch.mask] < 0).all())
         assert not bool(batch.fields[name][~batch.mask].any())
 
@@ -291,11 +293,11 @@ def test_a_correction_is_its_component_applied_to_trainer_minus_sampler() -> Non
     batch = parts.source(1).batch
     assert batch is not None
     trainer = plain_logprobs(parts.model, batch)
-    assert difference(batch.fields["old_logprobs"], trainer) < CLOSE
+    assert difference(batch.fields["old_logprobs"], trainer) == approx(0.0, abs=CLOSE)
     mismatch = trainer - batch.fields["sampler_logprobs"]
     assert 0.05 < float(mismatch.abs().max()) < 0.5
     expected = registry.find("correction", "icepop").bind({"low": 0.9, "high": 1.1})(mismatch, batch.mask)
-    assert difference(batch.fields["correction"], expected) < 1e-3
+    assert difference(batch.fields["correction"], expected) == approx(0.0, abs=1e-3)
     weights = batch.fields["correction"]
     assert weights[~batch.mask].tolist() == [1.0] * int((~batch.mask).sum())
     assert len({round(w, 2) for w in weights[batch.mask].tolist()}) > 3
@@ -330,13 +332,13 @@ def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path)
     assert ids.shape == logprobs.shape == (*batch.mask.shape, 7)
     for b in range(batch.num_rows):
         with torch.no_grad():
-            table = (teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0]).log_softmax(
-                -1
-            )  # at temperature 1
+            logits = teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0]
+        table = logits.log_softmax(-1)  # at temperature 1
         for t in batch.mask[b].nonzero()[:, 0].tolist():
             best = table[t - 1].topk(7)
-            assert difference(logprobs[b, t], best.values) < CLOSE
-            assert difference(table[t - 1][ids[b, t]], best.values) < CLOSE  # ties may come in another order
+            assert difference(logprobs[b, t], best.values) == approx(0.0, abs=CLOSE)
+            given = table[t - 1][ids[b, t]]  # ties may come in another order
+            assert difference(given, best.values) == approx(0.0, abs=CLOSE)
     assert not bool(ids[~batch.mask].any())
     assert not bool(logprobs[~batch.mask].any())
     assert not any(p is q for p in teacher.parameters() for _, q in parts.parameters)
@@ -351,7 +353,7 @@ def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     batch = parts.source(2).batch
     assert batch is not None
     teacher = AutoModelForCausalLM.from_pretrained(name).eval()
-    assert difference(batch.fields["teacher_logprobs"], plain_logprobs(teacher, batch)) < CLOSE
+    assert difference(batch.fields["teacher_logprobs"], plain_logprobs(teacher, batch)) == approx(0.0, abs=CLOSE)
     assert difference(batch.fields["teacher_logprobs"], batch.fields["old_logprobs"]) > 0.05
 
 
@@ -408,7 +410,8 @@ def test_teacher_and_student_with_padded_embeddings_are_compared_over_the_tokeni
     expected = exact_divergence(student, teacher, batch, n, divergence)
     assert difference(found.double(), expected) < 2e-4
     for field in (outputs.candidate_logprobs, batch.fields["teacher_candidate_logprobs"]):
-        assert difference(field.exp().sum(-1)[batch.mask], torch.ones(())) < 1e-4  # no mass on padding
+        masses = field.exp().sum(-1)[batch.mask]
+        assert allclose(masses, torch.ones_like(masses), rtol=0, atol=1e-4)  # no mass on padding
     whole = exact_divergence(student, teacher, batch, min(sizes), divergence)
     if larger == "both":
         assert difference(whole, expected) > 2e-3  # padding counted, too
@@ -469,7 +472,7 @@ def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[st
     for b, rollout in enumerate(draw.rollouts):
         values, after = plain_values(scorer, head, batch, b)
         trained = batch.mask[b].nonzero()[:, 0].tolist()
-        assert difference(batch.fields["old_values"][b, trained], values) < CLOSE
+        assert difference(batch.fields["old_values"][b, trained], values) == approx(0.0, abs=CLOSE)
         rewards = [-float(kl[b, t]) for t in trained]
         unpaid = bootstrap and rollout.completion.finish == "length"
         rewards[-1] += 0.0 if unpaid else rollout.reward
@@ -477,8 +480,8 @@ def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[st
         errors = [r + 0.9 * nxt - float(v) for r, nxt, v in zip(rewards, following, values, strict=True)]
         for i, t in enumerate(trained):
             advantage = sum(e * (0.9 * 0.8) ** k for k, e in enumerate(errors[i:]))
-            assert float(batch.fields["advantages"][b, t]) == pytest.approx(advantage, abs=2e-4)
-            assert float(batch.fields["returns"][b, t]) == pytest.approx(advantage + float(values[i]), abs=2e-4)
+            assert float(batch.fields["advantages"][b, t]) == approx(advantage, abs=2e-4)
+            assert float(batch.fields["returns"][b, t]) == approx(advantage + float(values[i]), abs=2e-4)
     assert float(batch.fields["old_values"].abs().max()) > 0.05
     if trunk == "separate":
         policy, critic = (dict(m.named_parameters()) for m in (parts.model, scorer))

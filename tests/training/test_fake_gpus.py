@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import approx, logprob_rounding
 from fake_gpu import CUDA, MPS, apple_gpu, nvidia_gpu
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import choose_device, load_model
@@ -60,14 +61,20 @@ def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
 
 
-# Of a sum over the tokens of an answer of what is 0 but for the rounding of log-probabilities near -6 in fp32.
-ROUNDING = SHORT["max_tokens"] * 2**-21
+SAMPLED = 8.0  # a log-probability of a sampled token is about as large
+LOGPROB = logprob_rounding(1, size=SAMPLED)
 
 
 def check_row(row: dict[str, float], other: dict[str, float]) -> None:
+    """Compare two rows of metrics: means of log-probabilities and of their differences, which have the same rounding.
+
+    ``kl_in_reward`` is a sum over the tokens of an answer, of differences that are near 0 as the policy is near its
+    reference; what rounds one token's rounds the next one's likewise.
+    """
     own, others = dict(row), dict(other)
-    assert own.pop("kl_in_reward", 0.0) == pytest.approx(others.pop("kl_in_reward", 0.0), rel=2e-4, abs=ROUNDING)
-    assert own == pytest.approx(others, rel=2e-4, abs=2e-6)
+    of_answers = SHORT["max_tokens"] * LOGPROB
+    assert own.pop("kl_in_reward", 0.0) == approx(others.pop("kl_in_reward", 0.0), rel=2e-4, abs=of_answers)
+    assert own == approx(others, rel=2e-4, abs=LOGPROB)
 
 
 @pytest.mark.parametrize(("case", "device"), [*((case, "mps") for case in CASES), ("grpo", "cuda")])
@@ -118,7 +125,9 @@ def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
         rows, _ = trained("16 bits", "cuda", tmp_path / "cuda")
     assert counts["flash backward"] >= 2, "one layer, in two updates"
     assert counts["flash"] >= counts["flash backward"]
-    assert 0 < rows[-1]["kl_sampler"] < 1e-3
+    assert rows[-1]["kl_sampler"] != 0
+    one_deviation = logprob_rounding(1, size=SAMPLED, dtype=torch.bfloat16) / 8
+    assert rows[-1]["kl_sampler"] == approx(0.0, abs=one_deviation**2 / 2)
 
 
 def test_an_apple_gpu_that_is_not_there_is_named() -> None:

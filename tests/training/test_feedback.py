@@ -8,6 +8,7 @@ import torch
 from small_sources import groups_of
 from transformers import AutoModelForCausalLM
 
+from closeness import OF_EMBEDDED, assert_close
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.encoding import markers_of
 from posttrain.training.build import prepare
@@ -124,9 +125,7 @@ def test_the_teacher_reads_the_rewritten_prompt_and_its_words_stand_at_the_stude
             trained = batch.mask[b]
             assert int(trained.sum()) == len(table)
             ids = batch.fields["teacher_ids"][b, trained]
-            torch.testing.assert_close(
-                batch.fields["teacher_candidate_logprobs"][b, trained], best, atol=3e-5, rtol=0.0
-            )
-            torch.testing.assert_close(table.gather(1, ids), best, atol=3e-5, rtol=0.0)
+            assert_close(batch.fields["teacher_candidate_logprobs"][b, trained], best, atol=OF_EMBEDDED, rtol=0)
+            assert_close(table.gather(1, ids), best, atol=OF_EMBEDDED, rtol=0)
     assert batch.fields["has_feedback"].tolist() == shares
     assert 0 < sum(shares) < len(shares)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, encode_response, end_id
 from posttrain.data.render.templates import r1_zero
@@ -83,9 +84,9 @@ def test_pairs_equal_a_loop_over_the_models_own_forward_pass() -> None:
         losses.append(math.log1p(math.exp(rejected - chosen)))
         wins.append(float(chosen > rejected))
     assert results["n"] == 7.0
-    assert results["loss"] == pytest.approx(sum(losses) / 7, rel=1e-4)
-    assert results["margin"] == pytest.approx(sum(margins) / 7, abs=1e-4)
-    assert results["pair_accuracy"] == pytest.approx(sum(wins) / 7)
+    assert results["loss"] == approx(sum(losses) / 7, rel=1e-4)
+    assert results["margin"] == approx(sum(margins) / 7, abs=1e-4)
+    assert results["pair_accuracy"] == approx(sum(wins) / 7)
     assert (results["pair_accuracy_low"], results["pair_accuracy_high"]) == wilson_interval(sum(wins), 7)
     assert "accuracy" not in results  # nobody was asked for a right answer
     assert results["rows_dropped"] == 0.0
@@ -102,7 +103,7 @@ def test_judged_answers_are_counted_one_by_one() -> None:
     every = [(e, r) for e in chosen for r in e.responses]
     units = [every[i] for i in held_out_indices(14, 7)]
     correct = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
-    assert results["answer_accuracy"] == pytest.approx(sum(correct) / 7)
+    assert results["answer_accuracy"] == approx(sum(correct) / 7)
     assert results["n"] == 7.0
 
 
@@ -122,9 +123,9 @@ def test_steps_are_averaged_over_steps_and_the_interval_over_solutions() -> None
             positive.append(label)
         assert end_id(parts.tokenizer, template) not in ids
     assert len(correct) > 7
-    assert results["step_accuracy"] == pytest.approx(sum(correct) / len(correct))
-    assert results["positive_share"] == pytest.approx(sum(positive) / len(positive))
-    assert (results["step_accuracy_low"], results["step_accuracy_high"]) == pytest.approx(
+    assert results["step_accuracy"] == approx(sum(correct) / len(correct))
+    assert results["positive_share"] == approx(sum(positive) / len(positive))
+    assert (results["step_accuracy_low"], results["step_accuracy_high"]) == approx(
         wilson_interval(results["step_accuracy"] * 7, 7)
     )
 
@@ -134,15 +135,15 @@ def test_a_policy_is_its_own_reference_at_the_start_and_not_after() -> None:
     recipe = recipe_of({"name": "dpo", "beta": 0.1}, "pair")
     parts = prepare(recipe)
     before = evaluated(parts, recipe)
-    assert before["loss"] == pytest.approx(math.log(2.0), rel=1e-5)
-    assert (before["pair_accuracy"], before["margin"]) == (0.5, pytest.approx(0.0, abs=1e-5))
+    assert before["loss"] == approx(math.log(2.0), rel=1e-5)
+    assert (before["pair_accuracy"], before["margin"]) == (0.5, approx(0.0, abs=1e-5))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in parts.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.02)
     after = evaluated(parts, recipe)
     assert abs(after["margin"]) > 1e-3
-    assert after["loss"] != pytest.approx(before["loss"], rel=1e-4)
+    assert after["loss"] != approx(before["loss"], rel=1e-4)
 
 
 def test_kto_reads_its_baseline_at_the_moment() -> None:

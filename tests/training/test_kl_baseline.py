@@ -12,6 +12,7 @@ import torch
 from test_batch_fields import TEMPERATURE, plain_logprobs, update
 from transformers import AutoModelForCausalLM
 
+from closeness import approx
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.training.batch_fields import BatchFields, mismatch_answers
@@ -65,11 +66,11 @@ def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_
         assert len(set(batch.fields["kl_baseline"].tolist())) == 1
         expected = kl_of_mismatched(batch, parts.model, initial_model(), temperature=1.0)  # a likelihood
         found.append(float(batch.fields["kl_baseline"][0]))
-        assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-4)
+        assert found[-1] == approx(max(0.0, expected), abs=1e-4)
         rollout_buffer = parts.source.rollout_buffer(step)
         assert rollout_buffer is None if step == 3 else "stream.kl_baseline" not in rollout_buffer
         update(parts, recipe, step, lr=2e-3)
-    assert found[0] == pytest.approx(0.0, abs=1e-4)
+    assert found[0] == approx(0.0, abs=1e-4)
     assert max(found[1:]) > 0.01
     assert found[1] != found[2]
 
@@ -88,7 +89,7 @@ def test_the_kl_baseline_is_never_negative() -> None:
         fields = BatchFields(frozenset({"kl_baseline"}), recipe, policy, 1 << 20, reference=fixed)  # type: ignore[arg-type]
         given = replace(batch, fields={})
         rows = fields.before_step(given).fields["kl_baseline"]
-        assert rows[0].item() == pytest.approx(expected, abs=1e-4)
+        assert rows[0].item() == approx(expected, abs=1e-4)
         assert given.fields == {}
 
 

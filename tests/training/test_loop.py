@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from closeness import allclose, approx
 from posttrain.algorithms.objectives import primitives
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices
@@ -153,8 +154,8 @@ def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
     for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
         assert "reward" in fresh
         assert "reward" not in stale
-        assert abs(fresh["kl_sampler"]) < 1e-8
-        assert fresh["ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert fresh["kl_sampler"] == approx(0.0, abs=1e-8)
+        assert fresh["ratio"] == approx(1.0, abs=1e-5)
         assert stale["kl_sampler"] > 1e-4
     steps = [row.step for row in recorded(tmp_path)[0]]
     assert sorted(set(steps)) == [1, 3]
@@ -171,9 +172,9 @@ def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
         rows[dropout] = steps_of(folder)
     # B = 0 at first: the dropout shows in the gradient of B, not in the log-probabilities
     assert rows[0.0][0]["reward"] == rows[0.5][0]["reward"]
-    assert abs(rows[0.5][0]["kl_sampler"]) < 1e-8
+    assert rows[0.5][0]["kl_sampler"] == approx(0.0, abs=1e-8)
     assert abs(rows[0.5][0]["grad_norm"] / rows[0.0][0]["grad_norm"] - 1) > 0.02
-    assert abs(rows[0.0][1]["kl_sampler"]) < 1e-8
+    assert rows[0.0][1]["kl_sampler"] == approx(0.0, abs=1e-8)
     assert rows[0.5][1]["kl_sampler"] > 1e-6
 
 
@@ -321,7 +322,7 @@ def test_an_objective_from_outside_the_package(tmp_path: Path, monkeypatch: pyte
     scaled = one_layer_recipe("grpo", objective={"name": "my_objectives:pushing_from_outside", "scale": 2.0})
     run(tmp_path / "scaled", scaled, stop_after=1)
     once, twice = (steps_of(tmp_path / n)[0]["grad_norm"] for n in ("reinforce", "scaled"))
-    assert twice == pytest.approx(2 * once, rel=1e-4)
+    assert twice == approx(2 * once, rel=1e-4)
 
 
 def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
@@ -332,19 +333,17 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
         mine = [r for r in rollouts if r.step == step]
         assert len(mine) == 16
         assert row["trained_tokens"] == sum(r.num_tokens for r in mine)
-        assert row["completion_length"] == pytest.approx(row["trained_tokens"] / 16)
-        assert row["reward"] == pytest.approx(sum(r.reward for r in mine) / 16)
+        assert row["completion_length"] == approx(row["trained_tokens"] / 16)
+        assert row["reward"] == approx(sum(r.reward for r in mine) / 16)
         advantages = torch.tensor([r.advantage for r in mine], dtype=torch.float64)
-        assert row["advantage_std"] == pytest.approx(float(advantages.std(correction=0)), rel=1e-5)
+        assert row["advantage_std"] == approx(float(advantages.std(correction=0)), rel=1e-5)
         assert row["truncated"] == sum(r.finish == "length" for r in mine) / 16
         for group in range(4):
             rewards = torch.tensor([r.reward for r in mine[4 * group : 4 * group + 4]], dtype=torch.float64)
             expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            assert torch.allclose(advantages[4 * group : 4 * group + 4], expected, atol=1e-9)
+            assert allclose(advantages[4 * group : 4 * group + 4], expected, atol=1e-9)
         weighted = sum(r.mean_sampler_logprob * r.num_tokens for r in mine if r.mean_sampler_logprob is not None)
-        assert -weighted / row["trained_tokens"] == pytest.approx(
-            row["entropy"], rel=0.5
-        )  # the same quantity, one draw each
+        assert -weighted / row["trained_tokens"] == approx(row["entropy"], rel=0.5)  # the same quantity, one draw each
     assert all(re.fullmatch(r"[a-z_/:]+", name) for name in rows[0])
     assert math.isfinite(sum(rows[0].values()))
 

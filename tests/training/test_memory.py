@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from closeness import approx
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.sampling.base import Reply, Sampling
@@ -207,11 +208,11 @@ def test_parts_are_what_is_alive(kind: str, model: str, folders: dict[str, str])
     parts.optimizer.step()
     state = [x for values in parts.optimizer.state.values() for x in values.values()]
     assert num_bytes(state) == message.optimizer
-    assert message.activations == pytest.approx(kept["activations"], rel=0.15)
+    assert message.activations == approx(kept["activations"], rel=0.15)
     assert kept["logits"] < message.logits
     parts.optimizer.zero_grad(set_to_none=True)
-    assert message.activations + message.logits == pytest.approx(peak_of(parts, recipe, batch), rel=0.15)
-    assert message.update == pytest.approx(
+    assert message.activations + message.logits == approx(peak_of(parts, recipe, batch), rel=0.15)
+    assert message.update == approx(
         message.weights
         + message.reference
         + message.optimizer
@@ -228,7 +229,7 @@ def test_recomputed_activations_are_those_of_one_layer(folders: dict[str, str]) 
     assert isinstance(usual, Memory)
     assert message.activations < 0.5 * usual.activations
     measured = peak_of(prepare(recipe), recipe, longest_batch("grpo"))
-    assert message.activations + message.logits == pytest.approx(measured, rel=0.15)
+    assert message.activations + message.logits == approx(measured, rel=0.15)
 
 
 def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
@@ -247,7 +248,7 @@ def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
     with keeping([*parts.model.parameters(), *learned]) as kept:
         accumulate(Method(parts.method.forward, value_error, lambda mask: mask / mask.sum()), batch, ppo.train)
     assert message.activations == 2 * without.activations
-    assert message.activations == pytest.approx(kept["activations"], rel=0.15)
+    assert message.activations == approx(kept["activations"], rel=0.15)
     rm = load_recipe("tiny/rm", [("model.name", folders["qwen3"])]).resolve()
     scorer = estimate_memory(rm)
     assert isinstance(scorer, Memory)
@@ -286,7 +287,7 @@ def test_the_cache_of_sampling(group: int, folders: dict[str, str], cache_bytes:
     engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders["llama"]).eval())
     keys = [[100 * p + i for i in range(group)] for p in range(prompts)]
     engine.generate([[5 + p] * PROMPT for p in range(prompts)], keys, Sampling(max_tokens=300, temperature=1.0))
-    assert message.kv_cache == pytest.approx(max(cache_bytes), rel=0.15)
+    assert message.kv_cache == approx(max(cache_bytes), rel=0.15)
     assert message.sampling == message.weights + message.optimizer + message.reference + message.kv_cache
 
 
@@ -374,4 +375,4 @@ def test_plan_of_an_update_is_within_15_percent_of_what_an_h100_took(
     config = AutoConfig.for_model("qwen3", **QWEN3, **QWEN3_SHAPES[size], tie_word_embeddings=size == "0.6b")
     measured = json.loads((RESULTS / "gpu-nvidia-h100-80gb-hbm3.json").read_text())["rows"][row]["peak_gib"]
     planned = memory_of(validate_recipe(recipe).resolve(), config, int(79.18 * 2**30)).update / 2**30
-    assert planned == pytest.approx(measured, rel=0.15)
+    assert planned == approx(measured, rel=0.15)

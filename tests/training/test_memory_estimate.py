@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from closeness import approx
 from posttrain.cli import main
-from posttrain.models.published import PUBLISHED as SHIPPED
-from posttrain.models.published import published_config
+from posttrain.models.published.configs import PUBLISHED as SHIPPED
+from posttrain.models.published.configs import published_config
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.file import training_recipe_names
 from posttrain.training import memory
@@ -137,4 +138,4 @@ def test_a_loaded_adapter_and_few_bits(tmp_path: Path) -> None:
     assert fresh.gradients == adapter
     embedding = 4 * 768 * 128
     linear = plain.weights - embedding
-    assert few.weights - adapter - embedding == pytest.approx(linear * 0.516 / 4, rel=0.03)
+    assert few.weights - adapter - embedding == approx(linear * 0.516 / 4, rel=0.03)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from closeness import approx
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
 from small_runs import (
@@ -201,6 +202,6 @@ def test_a_critic_of_its_own_is_another_model_by_the_end(tmp_path: Path) -> None
     name = "model.layers.0.mlp.up_proj.weight"
     moved, critic_moved = (policy[name] - start[name]).abs().max(), (critic[f"critic.{name}"] - start[name]).abs().max()
     assert float(moved) > 1e-4
-    assert float(critic_moved) == pytest.approx(3 * float(moved), rel=0.2)  # Adam's steps are as long as their rate
+    assert float(critic_moved) == approx(3 * float(moved), rel=0.2)  # Adam's steps are as long as their rate
     assert critic["head.weight"].shape == (1, 128)
     assert "critic.lm_head.weight" not in critic  # it is tied to the embedding, which is there once

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from closeness import approx
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.training.build import prepare
@@ -50,8 +51,8 @@ def test_prompts_by_part_in_rollouts_that_replace_groups_and_resume(tmp_path: Pa
         for name in ("one", "two") if "one:prompts" in row else ():
             rollouts = [r for r in training if r.step == step and r.example_id.startswith(f"{name}/")]
             assert row[f"{name}:prompts"] == len(rollouts) / 2 >= row[f"{name}:trained"]
-            assert row[f"{name}:reward"] == pytest.approx(sum(r.reward for r in rollouts) / len(rollouts))
-            assert row[f"{name}:completion_length"] == pytest.approx(sum(r.num_own for r in rollouts) / len(rollouts))
+            assert row[f"{name}:reward"] == approx(sum(r.reward for r in rollouts) / len(rollouts))
+            assert row[f"{name}:completion_length"] == approx(sum(r.num_own for r in rollouts) / len(rollouts))
             assert row[f"{name}:accuracy"] == sum(r.outcome == "right" for r in rollouts) / len(rollouts)
     run(tmp_path / "cut", recipe, stop_after=3)
     run(tmp_path / "cut", recipe, resume=True)

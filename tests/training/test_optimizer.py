@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
+from closeness import approx, assert_close
 from posttrain.errors import CheckpointError
 from posttrain.training.optimizer import (
     adamw,
@@ -55,8 +56,8 @@ def test_adamw_step_by_hand(make: Make) -> None:
         v = 0.99 * v + 0.01 * gradient**2
         value -= 0.1 * 0.5 * value
         value -= 0.1 * (m / (1 - 0.9**step)) / (math.sqrt(v / (1 - 0.99**step)) + 1e-8)
-        assert p.item() == pytest.approx(value, abs=2e-6)
-    assert value == pytest.approx(1.663, abs=1e-3)  # 2 * 0.95 - 0.1 = 1.8; 1.8 * 0.95 - 0.1 * 1.368 / 2.909 = 1.663
+        assert p.item() == approx(value, abs=2e-6)
+    assert value == approx(1.663, abs=1e-3)  # 2 * 0.95 - 0.1 = 1.8; 1.8 * 0.95 - 0.1 * 1.368 / 2.909 = 1.663
 
 
 @pytest.mark.parametrize("make", [adamw, muon])
@@ -69,7 +70,7 @@ def test_weight_decay_spares_norms(make: Make) -> None:
     optimizer.step()
     for name, p in named:
         kept = 1.0 if "norm" in name else 0.95
-        torch.testing.assert_close(p.detach(), before[name] * kept, rtol=1e-6, atol=0)
+        assert_close(p.detach(), before[name] * kept, rtol=1e-6, atol=0)
 
 
 def test_orthogonalize_moves_singular_values_to_one() -> None:
@@ -89,7 +90,7 @@ def test_orthogonalize_moves_singular_values_to_one() -> None:
     u, _, vt = torch.linalg.svd(well, full_matrices=False)
     inner = u.T @ orthogonalize(well) @ vt.T
     off_diagonal = inner - torch.diag(torch.diag(inner))
-    assert float(off_diagonal.abs().max()) < 1e-4
+    assert_close(off_diagonal, torch.zeros_like(inner), atol=1e-4, rtol=0)
 
 
 def test_orthogonalize_is_the_quintic() -> None:
@@ -98,7 +99,7 @@ def test_orthogonalize_is_the_quintic() -> None:
     x = values / values.norm()
     for _ in range(5):
         x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
-    torch.testing.assert_close(orthogonalize(torch.diag(values), 5), torch.diag(x), rtol=1e-4, atol=1e-5)
+    assert_close(orthogonalize(torch.diag(values), 5), torch.diag(x), rtol=1e-4, atol=1e-5)
 
 
 def test_muon_step_by_hand() -> None:
@@ -116,7 +117,7 @@ def test_muon_step_by_hand() -> None:
             expected[i] = expected[i] - 0.02 * 2.0 * direction  # sqrt(12 / 3) = 2
         optimizer.step()
     for w, want in zip(weights, expected, strict=True):
-        torch.testing.assert_close(w.detach(), want, rtol=1e-5, atol=1e-6)
+        assert_close(w.detach(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_scales_by_what_is_out_also_where_a_layer_keeps_in_first() -> None:
@@ -132,9 +133,9 @@ def test_muon_scales_by_what_is_out_also_where_a_layer_keeps_in_first() -> None:
         mark_input_first(module)
         linear.weight.grad, conv.weight.grad = gradient.clone(), gradient.T.clone()
         muon([(n, p) for n, p in module.named_parameters() if p.ndim == 2], 0.02).step()
-        torch.testing.assert_close(conv.weight.detach().T, linear.weight.detach(), rtol=1e-5, atol=1e-6)
+        assert_close(conv.weight.detach().T, linear.weight.detach(), rtol=1e-5, atol=1e-6)
         moved = (linear.weight.detach() - before).norm() / orthogonalize(gradient).norm()
-        assert float(moved) == pytest.approx(0.02 * max(1.0, num_out / num_in) ** 0.5, rel=1e-4)
+        assert float(moved) == approx(0.02 * max(1.0, num_out / num_in) ** 0.5, rel=1e-4)
 
 
 def test_muon_takes_hidden_matrices_only_and_rates_follow_lr_ratio() -> None:

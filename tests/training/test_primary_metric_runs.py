@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import Evaluation, Questions
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
@@ -81,9 +82,9 @@ def test_the_held_out_loss_by_hand(pairs: Path) -> None:
             tokens += 1
     results = evaluation.results
     assert (results["loss_tokens"], results["loss_rows"]) == (tokens, len(chosen.units))
-    assert results["loss"] == pytest.approx(total / tokens, rel=1e-5)
-    assert results["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
-    assert results["token_accuracy"] == pytest.approx(likeliest / tokens)
+    assert results["loss"] == approx(total / tokens, rel=1e-5)
+    assert results["perplexity"] == approx(math.exp(total / tokens), rel=1e-4)
+    assert results["token_accuracy"] == approx(likeliest / tokens)
     assert "accuracy" not in results
 
 
@@ -118,7 +119,7 @@ def test_a_policy_without_gold_answers_is_measured_by_its_reward(pairs: Path, tm
     evaluations = events.of("evaluation")
     assert {info["primary_metric"] for info in evaluations} == {REWARD}
     results = {info["step"]: info["results"] for info in evaluations}
-    assert results[0]["kl_initial"] == pytest.approx(0.0, abs=1e-6)
+    assert results[0]["kl_initial"] == approx(0.0, abs=1e-6)
     assert all(r["reward_low"] <= r["reward"] <= r["reward_high"] for r in results.values())
     best = max((2, 4), key=lambda step: (results[step]["reward"], step))
     assert best_of(tmp_path / "run") == f"step-{best:06d}"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from test_batch_fields import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
+from closeness import approx
 from posttrain.training.batch_fields import Scorer
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import load_checkpoint, restore_model
@@ -55,7 +56,7 @@ def test_they_are_those_of_the_start_model_also_after_updates() -> None:
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
         expected = plain_logprobs(initial_model(), batch, 1.0)
-        assert difference(batch.fields["ref_logprobs"], expected) < CLOSE
+        assert difference(batch.fields["ref_logprobs"], expected) == approx(0.0, abs=CLOSE)
         assert not bool(batch.fields["ref_logprobs"][~batch.mask].any())
     assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
 
@@ -72,10 +73,8 @@ def test_they_are_computed_once_and_read_back(tmp_path: Path, monkeypatch: pytes
     assert same_reference(first, again)
     monkeypatch.undo()
     alone = batches(prepare(recipe))  # without a folder, in one part
-    assert all(
-        difference(a.fields["ref_logprobs"], b.fields["ref_logprobs"]) < CLOSE
-        for a, b in zip(first, alone, strict=True)
-    )
+    for one, other in zip(first, alone, strict=True):
+        assert difference(one.fields["ref_logprobs"], other.fields["ref_logprobs"]) == approx(0.0, abs=CLOSE)
 
 
 @pytest.mark.parametrize("change", ["rows", "model", "adapter"])
@@ -111,5 +110,6 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
         restore_model(parts.model, found.path)
         batch = parts.source(3).batch
         assert batch is not None
-        assert difference(batch.fields["ref_logprobs"], plain_logprobs(initial_model(), batch, 1.0)) < CLOSE
+        expected = plain_logprobs(initial_model(), batch, 1.0)
+        assert difference(batch.fields["ref_logprobs"], expected) == approx(0.0, abs=CLOSE)
         assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1

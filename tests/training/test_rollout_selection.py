@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from small_sources import groups_of, mostly_uniform, rows_of, sampled, sums
 from transformers import AutoModelForCausalLM
 
+from closeness import approx
 from posttrain.data.render import encode_prompt
 from posttrain.registry import register
 from posttrain.training.sources.rollouts import NO_GOLD, NOTHING_SELECTED
@@ -106,7 +107,7 @@ def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
     assert draw.fresh
     assert len(draw.rollouts) == 6
     assert draw.metrics["selected"] == 0.0
-    assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / 6)
+    assert draw.metrics["reward"] == approx(sum(r.reward for r in draw.rollouts) / 6)
     assert source.rollout_buffer(1) is None
     assert source.take_warnings() == [NOTHING_SELECTED]
     again = source(2)
@@ -148,7 +149,7 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         weights = load_file(folder / "model.safetensors")
         same = all(torch.equal(states[-1][name], tensor) for name, tensor in weights.items())
-        assert row["lr"] == pytest.approx(1e-3 * min(step, 4) / 4)
+        assert row["lr"] == approx(1e-3 * min(step, 4) / 4)
         if row["trained_tokens"] == 0:
             idle += 1
             assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)

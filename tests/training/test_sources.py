@@ -19,6 +19,7 @@ from small_sources import (
     uniform,
 )
 
+from closeness import approx
 from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, encode_response
 from posttrain.data.render.rows import Shape
@@ -289,10 +290,10 @@ def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
         assert int(batch.prefix[b]) == prompt
         group = draw.rollouts[3 * (b // 3) : 3 * (b // 3) + 3]
         expected = float(rollout.text[-1]) - sum(float(r.text[-1]) for r in group) / 3
-        assert rollout.advantage == pytest.approx(expected, abs=1e-12)
-        assert batch.fields["advantages"][b].tolist() == pytest.approx([expected if on else 0.0 for on in trained])
+        assert rollout.advantage == approx(expected, abs=1e-12)
+        assert batch.fields["advantages"][b].tolist() == approx([expected if on else 0.0 for on in trained])
         assert batch.fields["sampler_logprobs"][b].tolist() == [-2.0 if on else 0.0 for on in trained]
-    assert draw.metrics["reward"] == pytest.approx(sum(float(r.text[-1]) for r in draw.rollouts) / 6)
+    assert draw.metrics["reward"] == approx(sum(float(r.text[-1]) for r in draw.rollouts) / 6)
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 3), (2, 3), (3, 1)])
@@ -345,8 +346,8 @@ def test_groups_are_drawn_until_enough_of_them_vary(tokenizer, template) -> None
     assert all(r.advantage is None for group in groups for r in group if uniform(group))
     assert draw.metrics["accepted_groups"] == len(varied) / len(groups)
     # what is reported is about all that was sampled, else the reward would be that of the survivors
-    assert draw.metrics["uniform_groups"] == pytest.approx(1 - len(varied) / len(groups))
-    assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / len(draw.rollouts))
+    assert draw.metrics["uniform_groups"] == approx(1 - len(varied) / len(groups))
+    assert draw.metrics["reward"] == approx(sum(r.reward for r in draw.rollouts) / len(draw.rollouts))
     # the next batch does not depend on how many rounds this one took
     assert [g[0].prompt_index for g in groups] == prompts_drawn(source, 0, rounds)
     following = groups_of(source(2).rollouts, 6)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_turns import game_recipe
 
+from closeness import approx
 from posttrain import registry
 from posttrain.algorithms.advantages import normalized, turn_normalized
 from posttrain.recipes.sections import KLInRewardSection
@@ -91,10 +92,10 @@ def test_each_turn_is_compared_with_those_who_came_to_it() -> None:
     root = math.sqrt(0.5)
     expected = [[1.0, 0.5 / root, 0.0], [0.0, -0.5 / root, 0.0], [-1.0, 0.0, 0.0]]
     found = turn_normalized(rewards, taken, epsilon=0.0)
-    assert [row.tolist() for row in found] == [pytest.approx(row) for row in expected]
+    assert [row.tolist() for row in found] == [approx(row) for row in expected]
     halved = turn_normalized(rewards, taken, gamma=0.5, epsilon=0.0)  # returns 1.75, 1.5, 1 and 1.5, 1
     mean, std = 4.25 / 3, math.sqrt(((1.75 - 4.25 / 3) ** 2 + (1.5 - 4.25 / 3) ** 2 + (1 - 4.25 / 3) ** 2) / 2)
-    assert halved[:, 0].tolist() == pytest.approx([(r - mean) / std for r in (1.75, 1.5, 1.0)])
+    assert halved[:, 0].tolist() == approx([(r - mean) / std for r in (1.75, 1.5, 1.0)])
 
 
 def test_with_one_turn_it_is_that_of_the_group() -> None:
@@ -113,7 +114,7 @@ def test_turns_of_two_groups_worked_by_hand() -> None:
     up = math.sqrt(0.5)  # of two, each is half of their distance from the mean, and the deviation is √½ of it
     # group 1: returns 1.2, 1 and 0, 0; group 2: 2 and 1.5, 1, where the second turn is compared with nobody
     expected = [[up, 0, up, up], [-up, -up, 0, -up], [up, 0, 0, 0], [-up, 0, 0, 0]]
-    assert [row[1:].tolist() for row in advantages] == [pytest.approx(row) for row in expected]
+    assert [row[1:].tolist() for row in advantages] == [approx(row) for row in expected]
     assert not bool(advantages[:, 0].any())
     assert torch.equal(batch.field("advantages"), advantages.float())
 
@@ -134,10 +135,10 @@ def test_a_penalty_is_paid_in_the_turn_in_which_it_arises() -> None:
     word = advantage_estimator("turn_normalized", 0.5, epsilon=0.0)
     advantages, _ = word.from_batch(batch, rewards, torch.zeros(2, dtype=torch.bool), ())
     up = math.sqrt(0.5)
-    assert advantages[:, 1:].tolist() == [pytest.approx([-up, 0, -up]), pytest.approx([up, 0, up])]
+    assert advantages[:, 1:].tolist() == [approx([-up, 0, -up]), approx([up, 0, up])]
     batch.fields["ref_logprobs"] = torch.tensor([[0.0, -2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])  # and now in turn 1
     advantages, _ = word.from_batch(batch, rewards, torch.zeros(2, dtype=torch.bool), ())
-    assert advantages[:, 1:].tolist() == [pytest.approx([-up, 0, 0]), pytest.approx([up, 0, 0])]
+    assert advantages[:, 1:].tolist() == [approx([-up, 0, 0]), approx([up, 0, 0])]
 
 
 # --- of an environment ---
@@ -168,8 +169,8 @@ def test_an_environment_pays_turns_and_the_credit_is_that_of_the_recipe(tmp_path
         message = [turn.reward for turn in rollout.turns]
         numbers = [int(turn.calls[0].raw_arguments) if turn.calls else None for turn in rollout.turns]
         assert message == [None if n is None else n / 10 for n in numbers]
-        assert rollout.parts["turn_rewards"] == pytest.approx(sum(n / 10 for n in numbers if n is not None))
-        assert rollout.reward == pytest.approx(rollout.parts["environment"] + 0.5 * rollout.parts["turn_rewards"])
+        assert rollout.parts["turn_rewards"] == approx(sum(n / 10 for n in numbers if n is not None))
+        assert rollout.reward == approx(rollout.parts["environment"] + 0.5 * rollout.parts["turn_rewards"])
         turns = number_turns(draw.batch.mask)[b][draw.batch.mask[b]].tolist()
         assert len(set(turns)) == len(rollout.turns)
         advantages = draw.batch.field("advantages")[b][draw.batch.mask[b]].tolist()
@@ -181,7 +182,7 @@ def test_an_environment_pays_turns_and_the_credit_is_that_of_the_recipe(tmp_path
                 values = torch.tensor(others, dtype=torch.float64)
                 expected = float((mine - values.mean()) / (values.std() + 1e-4))
             found = [a for a, turn in zip(advantages, turns, strict=True) if turn == k]
-            assert found == pytest.approx([expected] * len(found), abs=1e-6)
+            assert found == approx([expected] * len(found), abs=1e-6)
     run(tmp_path, recipe)
     assert [r.turns for r in recorded(tmp_path)[0]] == [r.turns for r in draw.rollouts]
 

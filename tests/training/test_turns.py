@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from closeness import allclose, approx
 from posttrain.commands.runs import _last_episode
 from posttrain.errors import RunFailure
 from posttrain.sampling.environments.contract import EnvironmentFailed
@@ -100,22 +101,22 @@ def test_the_gradient_is_that_of_the_model_s_own_tokens_worked_by_hand() -> None
                 if own:
                     by_hand = by_hand - (rollout.reward - mean) * logprob / total
     by_hand.backward()
-    assert loss == pytest.approx(float(by_hand.detach()), abs=1e-6)
+    assert loss == approx(float(by_hand.detach()), abs=1e-6)
     assert abs(loss) > 1e-3
     for grad, parameter in zip(ours, parts.model.parameters(), strict=True):
-        assert torch.allclose(grad, parameter.grad, atol=1e-6)
+        assert allclose(grad, parameter.grad, atol=1e-6)
     assert int(drawn.batch.mask.sum()) == total
 
 
 def test_ratios_are_one_on_the_first_pass_and_lengths_are_the_models_own(tmp_path: Path) -> None:
     run(tmp_path, game_recipe(train={"steps": 2, "lr": 1e-4}))
     first = steps_of(tmp_path)[0]
-    assert first["ratio"] == pytest.approx(1.0, abs=1e-4)
-    assert first["kl_sampler"] == pytest.approx(0.0, abs=1e-6)
+    assert first["ratio"] == approx(1.0, abs=1e-4)
+    assert first["kl_sampler"] == approx(0.0, abs=1e-6)
     rows = [row for row in recorded(tmp_path)[0] if row.step == 1]
-    assert first["completion_length"] == pytest.approx(sum(row.num_own for row in rows) / len(rows))
+    assert first["completion_length"] == approx(sum(row.num_own for row in rows) / len(rows))
     assert first["trained_tokens"] == sum(row.num_own for row in rows)
-    assert first["num_turns"] == pytest.approx(sum(len(row.turns) for row in rows) / len(rows))
+    assert first["num_turns"] == approx(sum(len(row.turns) for row in rows) / len(rows))
     for row in rows:
         assert row.token_ids is not None
         assert row.own is not None
@@ -149,7 +150,7 @@ def test_a_failed_completion_is_left_out_and_the_rest_of_its_group_compared() ->
             continue
         rewards = torch.tensor([r.reward for r in played], dtype=torch.float64)
         expected = (rewards - rewards.mean()) * (len(played) / (len(played) - 1))
-        assert [r.advantage for r in played] == pytest.approx(expected.tolist())
+        assert [r.advantage for r in played] == approx(expected.tolist())
         trained += played
     assert all(r.advantage is None for r in failed)
     assert drawn.batch is not None
@@ -157,8 +158,8 @@ def test_a_failed_completion_is_left_out_and_the_rest_of_its_group_compared() ->
     assert rows == [(*r.prompt_ids, *r.completion.ids) for r in trained]
     assert len({len([r for r in g if not r.has_failed]) for g in groups.values()}) > 1, "groups of several sizes"
     share = len(failed) / len(drawn.rollouts)
-    assert drawn.metrics["environment_failures"] == drawn.metrics["played_again"] == pytest.approx(share)
-    assert drawn.metrics["reward"] == pytest.approx(
+    assert drawn.metrics["environment_failures"] == drawn.metrics["played_again"] == approx(share)
+    assert drawn.metrics["reward"] == approx(
         sum(r.reward for r in drawn.rollouts if not r.has_failed) / (len(drawn.rollouts) - len(failed))
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import OF_EMBEDDED, approx
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.training.build import prepare
@@ -138,8 +139,8 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
         with torch.no_grad():
             table = parts.model(ids).logits[0].double().log_softmax(-1)
         nll += [-float(table[t - 1, ids[0, t]]) for t in range(ids.shape[1]) if batch.mask[b, t]]
-    assert loss == pytest.approx(sum(nll) / len(nll), abs=1e-5)
-    assert metrics["nll"] == pytest.approx(loss, abs=1e-6)
+    assert loss == approx(sum(nll) / len(nll), abs=OF_EMBEDDED)
+    assert metrics["nll"] == approx(loss, abs=OF_EMBEDDED)
 
 
 @pytest.mark.parametrize(

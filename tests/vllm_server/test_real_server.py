@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from closeness import approx
 from posttrain.cli import main
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
@@ -50,7 +51,7 @@ def test_many_at_once_are_what_they_are_alone(tiny_server):
     sampling = Sampling(32, temperature=0.7, stop_ids=case.stops)
     keys = keys_of([4] * len(prompts))
     together = case.engine.generate(prompts, keys, sampling)
-    assert worst_difference(case, prompts, together, 0.7) <= 1e-4
+    assert worst_difference(case, prompts, together, 0.7) == approx(0.0, abs=1e-4)
     alone = VllmEngine(tiny_server.url, concurrency=1).generate(prompts[:8], keys[:8], sampling)
     same = [a.ids == b.ids for g, h in zip(alone, together, strict=False) for a, b in zip(g, h, strict=True)]
     assert sum(same) >= 30, f"{sum(same)} of {len(same)}"
@@ -63,7 +64,7 @@ def test_greedy_tokens_are_the_native_engines(tiny_server):
     found = case.engine.generate(prompts, keys, greedy)
     expected = NativeEngine(tiny_server.loaded.model).generate(prompts, keys, greedy)
     assert [(g[0].ids, g[0].finish) for g in found] == [(g[0].ids, g[0].finish) for g in expected]
-    assert worst_difference(case, prompts, found, 1.0) <= 1e-4
+    assert worst_difference(case, prompts, found, 1.0) == approx(0.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])

@@ -243,6 +243,7 @@ def merge_adapter(model: Model) -> Any:
     base = model.get_base_model()
     refuse_bias_without_place(base, "model.name", "Load it as an adapter, or train one without lora_bias")
     tied = tied_adapters(base)
+    is_one_adapter = bool(_adapter_memory(base.get_input_embeddings()) & _adapter_memory(base.get_output_embeddings()))
     for name in tied:
         module = base.get_submodule(name.rpartition(".")[0])
         module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
@@ -252,10 +253,17 @@ def merge_adapter(model: Model) -> Any:
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is None:
         return merged
-    if tied and head.weight.shape == embedding.weight.shape and head.weight.equal(embedding.weight):
+    # The two products of one adapter that both places share need not round alike.
+    if tied and (is_one_adapter or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     note_ties(merged)
     return merged
+
+
+def _adapter_memory(module: nn.Module | None) -> set[int]:
+    """Return where the adapter's tensors of a module lie."""
+    named = module.named_parameters() if module is not None else ()
+    return {p.untyped_storage().data_ptr() for name, p in named if name.startswith("lora_")}
 
 
 def _check_settings(place: Path, config_type: Any) -> None:

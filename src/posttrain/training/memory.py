@@ -38,7 +38,7 @@ from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_l
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import choose_device, read_config
-from posttrain.models.published import published_config
+from posttrain.models.published.configs import published_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection

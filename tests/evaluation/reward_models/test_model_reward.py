@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from closeness import approx
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evaluation.reward_models import scoring as module
@@ -45,7 +46,7 @@ def test_the_reward_is_the_models_score(judge: str) -> None:
     assert values(judge, TEXTS[:2]) == model.score([EXAMPLE] * 2, TEXTS[:2], ["stop"] * 2)
     assert values(judge, TEXTS[:2], "length") == model.score([EXAMPLE] * 2, TEXTS[:2], ["length"] * 2)
     assert values(judge, TEXTS[:2], "length") != values(judge, TEXTS[:2])
-    assert word(judge)({"example": EXAMPLE, "text": TEXTS[0], "finish": "stop"}) == pytest.approx(
+    assert word(judge)({"example": EXAMPLE, "text": TEXTS[0], "finish": "stop"}) == approx(
         values(judge, TEXTS[:2])[0], abs=1e-5
     )
 
@@ -62,10 +63,10 @@ def test_normalized_scores_of_the_held_out_answers_have_mean_0_and_deviation_1(j
     model = module.open_run(judge)
     task = registry.find("task", "small_runs:judged_sums").bind({}, "task")()
     scores = [s for e in task.examples for s in model.score_responses([e, e], e.responses)]
-    assert statistics.fmean((s - mean) / std for s in scores) == pytest.approx(0.0, abs=1e-5)
-    assert statistics.stdev((s - mean) / std for s in scores) == pytest.approx(1.0, abs=1e-5)
+    assert statistics.fmean((s - mean) / std for s in scores) == approx(0.0, abs=1e-5)
+    assert statistics.stdev((s - mean) / std for s in scores) == approx(1.0, abs=1e-5)
     plain, normal = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], normalize=True)
-    assert normal == pytest.approx([(s - mean) / std for s in plain])
+    assert normal == approx([(s - mean) / std for s in plain])
 
 
 def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ended(judge: str) -> None:
@@ -82,7 +83,7 @@ def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: 
     run(tmp_path, recipe)
     steps = steps_of(tmp_path)
     assert len(steps) == 2
-    assert all(step["reward"] == pytest.approx(step["reward/reward_model"]) for step in steps)
+    assert all(step["reward"] == approx(step["reward/reward_model"]) for step in steps)
     assert {step["reward/unscored"] for step in steps} == {0.0}
     longer = one_layer_recipe("grpo", rewards=rewards, train={"steps": 3, "lr": 1e-3})
     run(Path(judge), one_layer_recipe("judged", train={"steps": 4, "lr": 3e-3}), resume=True)

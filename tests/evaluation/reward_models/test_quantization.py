@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from closeness import approx
 from posttrain import registry
 from posttrain.data.base import Task
 from posttrain.data.render import encode_prompt
@@ -74,10 +75,10 @@ def test_policies_are_compared_on_the_answers_of_the_first(tokenizer, template) 
             p, q = (m(tokens).logits[0].double().log_softmax(-1)[len(prompt) - 1 : -1] for m in (before, after))
             kl.append(float((p.exp() * (p - q)).sum()))
     assert (found["num_tokens"], found["num_answers"]) == (num_tokens, 12)
-    assert found["kl_per_token"] == pytest.approx(math.fsum(kl) / num_tokens, rel=1e-3)
-    assert found["kl"] == pytest.approx(math.fsum(kl) / 12, rel=1e-3)
+    assert found["kl_per_token"] == approx(math.fsum(kl) / num_tokens, rel=1e-3)
+    assert found["kl"] == approx(math.fsum(kl) / 12, rel=1e-3)
     # the interval: 2.200985 is t of 11 degrees of freedom
-    assert found["kl_high"] - found["kl"] == pytest.approx(2.200985 * statistics.stdev(kl) / math.sqrt(12), rel=1e-2)
+    assert found["kl_high"] - found["kl"] == approx(2.200985 * statistics.stdev(kl) / math.sqrt(12), rel=1e-2)
     tasks = [sums(40).examples[i] for i in held_out_indices(40, 12)]
     assert [list(p) for p, _ in answers] == [encode_prompt(tokenizer, template, e.messages) for e in tasks]
 
@@ -110,12 +111,12 @@ def test_scorers_by_hand(tokenizer, template) -> None:
         correct.append([float(a > b) for a, b in zip(scores[0::2], scores[1::2], strict=True)])
     found = compare_scorers(before, after, task, n=100)
     assert found["num_items"] == 30
-    assert found["accuracy_before"] == pytest.approx(sum(correct[0]) / 30)
-    assert found["accuracy_after"] == pytest.approx(sum(correct[1]) / 30)
-    assert found["change"] == pytest.approx((sum(correct[1]) - sum(correct[0])) / 30)
+    assert found["accuracy_before"] == approx(sum(correct[0]) / 30)
+    assert found["accuracy_after"] == approx(sum(correct[1]) / 30)
+    assert found["change"] == approx((sum(correct[1]) - sum(correct[0])) / 30)
     assert found["change_low"] <= found["change"] <= found["change_high"]
     same = sum(a == b for a, b in zip(*correct, strict=True)) / 30
-    assert found["same_verdict"] == pytest.approx(same)
+    assert found["same_verdict"] == approx(same)
     assert 0.0 < same < 1.0
     nothing = compare_scorers(before, with_trunk(before, tiny()), task, n=100)
     assert (nothing["change"], nothing["same_verdict"]) == (0.0, 1.0)

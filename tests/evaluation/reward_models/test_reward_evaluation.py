@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from closeness import approx
 from posttrain import registry
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
@@ -77,10 +78,10 @@ def test_pairs_by_hand() -> None:
     results = found.results
     assert (results["n"], results["dropped"]) == (4.0, 3.0)
     assert found.dropped == {"all responses have the same score": 1, "too long": 1, "no given responses": 1}
-    assert results["pair_accuracy"] == pytest.approx(2.5 / 4)
+    assert results["pair_accuracy"] == approx(2.5 / 4)
     assert (results["pair_accuracy_low"], results["pair_accuracy_high"]) == wilson_interval(2.5, 4)
-    assert results["margin"] == pytest.approx((1.0 + 1.5 - 0.5 + 0.0) / 4)
-    assert results["chosen_score"] == pytest.approx((2.0 + 0.5 + 0.25 + 1.0) / 4)
+    assert results["margin"] == approx((1.0 + 1.5 - 0.5 + 0.0) / 4)
+    assert results["chosen_score"] == approx((2.0 + 0.5 + 0.25 + 1.0) / 4)
     assert [item["right"] for item in found.items] == [1.0, 1.0, 0.0, 0.5]
     assert [(item["chosen"], item["rejected"]) for item in found.items][1] == ("score 0.5", "score -1.0")
     assert found.kinds["subset"] == {
@@ -88,8 +89,8 @@ def test_pairs_by_hand() -> None:
         "b": {
             "n": 2.0,
             "pair_accuracy": 0.25,
-            "pair_accuracy_low": pytest.approx(wilson_interval(0.5, 2)[0]),
-            "pair_accuracy_high": pytest.approx(wilson_interval(0.5, 2)[1]),
+            "pair_accuracy_low": approx(wilson_interval(0.5, 2)[0]),
+            "pair_accuracy_high": approx(wilson_interval(0.5, 2)[1]),
         },
     }
     assert {value: row["n"] for value, row in found.kinds["level"].items()} == {"1": 3.0, "2": 1.0}
@@ -99,7 +100,7 @@ def test_pairs_by_hand() -> None:
 def test_ratings_of_a_process_model_are_pairs() -> None:
     found = evaluated("process", [problem(i, message(0.9, 1.0), message(0.2 + i, 2.0)) for i in range(3)])
     assert found.view == "pairs"  # ratings, and no steps
-    assert found.results["pair_accuracy"] == pytest.approx(2 / 3)
+    assert found.results["pair_accuracy"] == approx(2 / 3)
 
 
 JUDGED = [
@@ -115,13 +116,14 @@ def test_judged_answers_by_hand() -> None:
     assert found.view == "judged answers"
     assert (results["n"], results["num_problems"], found.dropped) == (8.0, 3.0, {"too long": 1})
     correct, wrong = [2.0, 0.5, -2.0], [1.0, -1.0, 0.5, -3.0, 0.0]
-    assert results["auc"] == pytest.approx(area_under_curve(correct, wrong)) == pytest.approx((5 + 3.5 + 1) / 15)
-    assert results["correct_share"] == pytest.approx(3 / 8)
+    assert results["auc"] == approx(area_under_curve(correct, wrong))
+    assert results["auc"] == approx((5 + 3.5 + 1) / 15)
+    assert results["correct_share"] == approx(3 / 8)
     # by the sign of the score: right, wrong, right; wrong, right, wrong; right, a tie
     assert [item["right"] for item in found.items] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, None]
-    assert results["answer_accuracy"] == pytest.approx(4.5 / 8)
-    assert results["top_one"] == pytest.approx((1.0 + 0.5 + 0.0) / 3)
-    assert results["random_one"] == pytest.approx((1 / 3 + 2 / 3 + 1 / 3) / 3)
+    assert results["answer_accuracy"] == approx(4.5 / 8)
+    assert results["top_one"] == approx((1.0 + 0.5 + 0.0) / 3)
+    assert results["random_one"] == approx((1 / 3 + 2 / 3 + 1 / 3) / 3)
     assert results["oracle"] == 1.0
     assert [item["id"] for item in found.items][:4] == ["p/0#0", "p/0#1", "p/0#2", "p/1#0"]
     json.dumps(found.items, allow_nan=False)
@@ -132,7 +134,7 @@ def test_preferences_over_judged_answers_state_no_probability() -> None:
     assert found.view == "judged answers"  # three to a problem
     assert "answer_accuracy" not in found.results
     assert [item["right"] for item in found.items] == [None] * 9
-    assert found.results["top_one"] == pytest.approx(0.5)
+    assert found.results["top_one"] == approx(0.5)
 
 
 def test_single_answers_are_no_choice() -> None:
@@ -163,15 +165,15 @@ def test_steps_by_hand() -> None:
     assert found.dropped == {"too long": 1, "no labelled steps": 2, "an empty step": 1}
     predicted = [(item["predicted_error"], item["first_error"]) for item in found.items]
     assert predicted == [(1, 1), (None, None), (0, 1), (None, None), (1, None)]
-    assert results["solution_accuracy"] == pytest.approx(3 / 5)
+    assert results["solution_accuracy"] == approx(3 / 5)
     assert results["accuracy_erroneous"] == 0.5
-    assert results["accuracy_correct"] == pytest.approx(2 / 3)
-    assert results["error_f1"] == pytest.approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
+    assert results["accuracy_correct"] == approx(2 / 3)
+    assert results["error_f1"] == approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
     probabilities = [0.9, 0.2, 0.8, 0.7, 0.4, 0.9, 0.1, 0.6, 0.5, 0.9]  # the unlabelled step counts nowhere
     good = [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
     assert results["labelled_steps"] == 10.0
-    assert results["step_accuracy"] == pytest.approx((1 + 1 + 1 + 1 + 0 + 0 + 1 + 1 + 0.5 + 1) / 10)
-    assert results["positive_share"] == pytest.approx(0.7)
+    assert results["step_accuracy"] == approx((1 + 1 + 1 + 1 + 0 + 0 + 1 + 1 + 0.5 + 1) / 10)
+    assert results["positive_share"] == approx(0.7)
     pairs = list(zip(probabilities, good, strict=True))
     assert results["step_auc"] == area_under_curve([p for p, z in pairs if z], [p for p, z in pairs if not z])
     assert {value: row["n"] for value, row in found.kinds["subset"].items()} == {"x": 2.0, "y": 3.0}
@@ -193,14 +195,14 @@ def test_a_share_over_clusters() -> None:
     values = [float(rng.random() < 0.3) for _ in range(40)]
     assert effective_number(values, range(40)) == 40.0
     copies, clusters = [v for v in values for _ in range(3)], [i for i in range(40) for _ in range(3)]
-    assert effective_number(copies, clusters) == pytest.approx(40.0)
+    assert effective_number(copies, clusters) == approx(40.0)
     assert effective_number([1.0] * 6, [0, 0, 0, 1, 1, 1]) == 2.0
     assert effective_number([0.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"]) == 2.0
     results: dict[str, float] = {}
     add_share(results, "x", copies, clusters)
     share = sum(values) / 40
     low, high = wilson_interval(share * 40, 40)
-    assert results == {"x": pytest.approx(share), "x_low": pytest.approx(low), "x_high": pytest.approx(high)}
+    assert results == {"x": approx(share), "x_low": approx(low), "x_high": approx(high)}
     add_share(results, "nothing", [])
     assert "nothing" not in results
 
@@ -235,5 +237,5 @@ def test_models_are_compared_on_the_problems_that_both_have_scored() -> None:
 def test_answers_to_one_problem_are_one_item_of_a_comparison() -> None:
     outcome = evaluated("outcome", JUDGED)
     found = shared_verdicts(outcome.items, outcome.items)
-    assert found == [(pytest.approx(2 / 3),) * 2, (pytest.approx(1 / 3),) * 2, (0.75, 0.75)]
+    assert found == [(approx(2 / 3),) * 2, (approx(1 / 3),) * 2, (0.75, 0.75)]
     assert shared_verdicts(outcome.items, evaluated("preference", JUDGED).items) == []  # which says no verdict

@@ -10,6 +10,7 @@ import pytest
 import torch
 from reward_runs import make_recipe, make_run, open_run, save_step
 
+from closeness import OF_EMBEDDED, approx
 from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, end_id
 from posttrain.data.render.encoding import markers_of
@@ -86,7 +87,7 @@ def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metric
     found = evaluate_reward_model(models[name], task, n=recipe.eval.num_examples)
     assert found.results["n"] == trained.results["n"] >= 12
     for ours, theirs in metrics.items():
-        assert found.results[ours] == pytest.approx(trained.results[theirs], rel=1e-4), ours
+        assert found.results[ours] == approx(trained.results[theirs], rel=1e-4), ours
     assert 0.0 < found.results[ACCURACIES[found.view]] < 1.0  # of weights like these, all right would say nothing
     assert found.dropped == {}
 
@@ -98,10 +99,8 @@ def test_an_answer_that_was_cut_off_is_not_shown_as_one_that_ended(runs, models)
         ended, cut, empty = model.score([example] * 3, ["It is 5."] * 2 + [""], ["stop", "length", "length"])
         prompt = encode_prompt(model.tokenizer, model.template, example.messages)
         ids = [*prompt, *encode_plain(model.tokenizer, "It is 5.")]
-        assert cut == pytest.approx(float(at_the_end(parts, ids)), abs=1e-4)
-        assert ended == pytest.approx(
-            float(at_the_end(parts, [*ids, end_id(model.tokenizer, model.template)])), abs=1e-4
-        )
+        assert cut == approx(float(at_the_end(parts, ids)), abs=1e-4)
+        assert ended == approx(float(at_the_end(parts, [*ids, end_id(model.tokenizer, model.template)])), abs=1e-4)
         assert ended != cut
         assert empty is None
 
@@ -120,9 +119,9 @@ def test_a_step_is_read_at_its_last_token(runs, models, name: str) -> None:
         numbers = at_the_end(parts, ids)
         negative = 1.0 - numbers.sigmoid()[0] if name == "steps" else numbers.softmax(0)[0]
         expected.append(1.0 - float(negative))
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert found == approx(expected, abs=OF_EMBEDDED / 4)
     assert len({round(p, 3) for p in expected}) == 2
-    assert model.score_responses([example], [Response("", 0.0, steps)]) == [pytest.approx(min(expected), abs=1e-5)]
+    assert model.score_responses([example], [Response("", 0.0, steps)]) == [approx(min(expected), abs=OF_EMBEDDED / 4)]
 
 
 @pytest.mark.parametrize("name", ["pair", "three"])
@@ -140,7 +139,7 @@ def test_scores_depend_neither_on_the_batch_nor_on_the_order(models, runs, name:
     small = score(replace(model, tokens_per_micro=200), request)
     backward = score(model, request[::-1])[::-1]
     for other in (alone, small, backward):
-        assert other == pytest.approx(together, abs=1e-5)
+        assert other == approx(together, abs=OF_EMBEDDED)
 
 
 def test_a_row_that_is_too_long_has_no_score_and_the_others_keep_theirs(models) -> None:
@@ -153,7 +152,7 @@ def test_a_row_that_is_too_long_has_no_score_and_the_others_keep_theirs(models) 
         free, found = (getattr(m, ask)([example] * 3, given, *ended) for m in (model, short))
         assert None not in free
         assert found[1] is None
-        assert [found[0], found[2]] == pytest.approx([free[0], free[2]], abs=1e-5)
+        assert [found[0], found[2]] == approx([free[0], free[2]], abs=OF_EMBEDDED)
         assert "60 tokens" in short.unscored
     exact = replace(model, kind="preference")
     prompt = encode_prompt(exact.tokenizer, exact.template, example.messages)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from closeness import approx
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.sampling.environments.built_in import NumberGuess, search
@@ -89,7 +90,7 @@ def test_halving_is_the_best_play(high: int, guesses: int | None, best: float) -
         game.reset(seed=0)
         game.number = number
         rewards.append(halve(game))
-    assert sum(rewards) / high == pytest.approx(best)
+    assert sum(rewards) / high == approx(best)
 
 
 def test_a_seed_is_a_game() -> None:

@@ -66,6 +66,7 @@ class Task:
     open_rows: list[int] = field(default_factory=list)  # numbers of the rows whose end was not passed on
 
     longest: int = 0  # tokens of a row with its prompt
+    error: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.given = [0] * len(self.rows)
@@ -95,6 +96,7 @@ class Share:
     key: Hashable
     tasks: list[Task]
     used: float = 0.0
+    error: BaseException | None = None
 
 
 class Turns:
@@ -225,7 +227,8 @@ class Turns:
         try:
             generation = self.engine.begin_generation(first.prompts, first.rows, first.sampling, slots=slots)
         except Exception as error:  # noqa: BLE001  # of the model's code, which may raise anything
-            first.finish(error)
+            first.error = error
+            first.finish(first.error)
             return rest
         used = min((share.used for share in self._shares), default=0.0) - self._head_start
         self._head_start = 0.0
@@ -242,21 +245,20 @@ class Turns:
             spent = time.perf_counter() - began
             return self._has_news or share.used + spent / max(1, len(share.tasks)) > rival + SLICE_SECONDS
 
-        error: BaseException | None = None
         num_tasks = max(1, len(share.tasks))
         try:
             share.generation.run(is_enough)
         except Exception as problem:  # noqa: BLE001  # its requests get it, the server goes on
-            error = problem
+            share.error = problem
         spent = time.perf_counter() - began
         share.used += spent / num_tasks
         self._head_start = min(HEAD_START_SECONDS, self._head_start + spent)
-        if error is not None:
+        if share.error is not None:
             for task in share.tasks:
-                task.finish(error)
+                task.finish(share.error)
             share.tasks.clear()
         self._pass_on(share)
-        if error is not None or share.generation.is_done:
+        if share.error is not None or share.generation.is_done:
             self._shares.remove(share)
 
     def _pass_on(self, share: Share) -> None:
