@@ -124,7 +124,7 @@ def candidate_columns(
         DataError: ``choices_key`` is no list of options, or no gold answer fits to it.
     """
     is_named = rows[0].has(answer_key)
-    is_asked = choices_key is not None or first_index is not None
+    is_wanted = choices_key is not None or first_index is not None
     golds = [answer_key] if is_named else _scalar_columns(rows, excluded)
     if choices_key is None:
         groups = [*_list_columns(rows, excluded), *_spread_columns(rows, excluded | {answer_key})]
@@ -139,7 +139,7 @@ def candidate_columns(
         ChoiceColumns(keys, gold, kind)
         for keys in groups
         for gold in golds
-        if gold not in keys and (kind := _kind_of(rows, keys, gold, is_asked=is_asked)) is not None
+        if gold not in keys and (kind := _kind_of(rows, keys, gold, is_wanted=is_wanted)) is not None
     ]
     if choices_key is not None and not found:
         raise rows[0].fail(
@@ -369,10 +369,10 @@ def _spread_columns(rows: Sequence[Row], excluded: frozenset[str]) -> Iterator[t
                     break
 
 
-def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_asked: bool) -> GoldKind | None:
-    """What the gold answers are, the same in every row; None where they fit the options in no way.
+def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_wanted: bool) -> GoldKind | None:
+    """Return the form of the gold answers, the same in every row; None if they do not fit the options.
 
-    ``is_asked``: the recipe says that there are options.
+    ``is_wanted``: the recipe says that there are options.
     """
     kinds: tuple[GoldKind, ...] = ("label", "text", "letter", "index")
     is_about = len(keys) == 1 and _ABOUT_QUESTION.fullmatch(keys[0])
@@ -382,7 +382,7 @@ def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_asked:
                 return kind
         elif not is_about:
             fitting = [first for first in (0, 1) if _fits_from(rows, keys, gold, first)]
-            is_sure = is_asked or len(fitting) == 1 or len(keys) > 1 or _OPTIONS_NAME.search(keys[0])
+            is_sure = is_wanted or len(fitting) == 1 or len(keys) > 1 or _OPTIONS_NAME.search(keys[0])
             return kind if fitting and is_sure else None
     return None
 

@@ -145,7 +145,7 @@ def _collect(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows become examples: ``keys`` are the options' names of the parts."""
+    """The reading of rows as examples: ``keys`` are the options' names of the parts."""
 
     keys: Mapping[str, str]
     prompt_format: PromptFormat | None = None

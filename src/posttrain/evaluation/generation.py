@@ -83,12 +83,12 @@ def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
 
 
 def question_of(example: Example) -> Hashable:
-    """What makes a question: two examples that agree in it are one."""
+    """Return the identity of a question: two examples that agree in it are one."""
     return example.messages, example.answer, repr(sorted(example.variables.items()))
 
 
 def content_of(example: Example) -> Hashable:
-    """What makes an example with given answers."""
+    """Return the identity of an example with given answers."""
     e = example
     return question_of(e), e.solution, e.demonstration, e.turns, e.responses, e.conversation
 

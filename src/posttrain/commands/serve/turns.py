@@ -75,7 +75,7 @@ class Task:
 
     @property
     def key(self) -> Hashable:
-        """What rows of one batch have in common."""
+        """The options of sampling that all rows of a batch share."""
         return replace(self.sampling, max_tokens=1)
 
     @property

@@ -189,7 +189,7 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         if not "".join(p.text for p in whole).startswith(prompt):
             return []
         behind = drop_text(whole, len(prompt))
-        if all(piece.trusted for piece in behind):  # what is the answer's cannot be told apart
+        if all(piece.trusted for piece in behind):  # the answer cannot be found in it
             return []
         parts = [""]
         for piece in behind:

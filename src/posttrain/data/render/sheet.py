@@ -280,7 +280,7 @@ class Sheet:
         return pieces
 
     def _shown(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[list[Piece]] | None:
-        """What is shown in each place: its text, stripped as the template does it, or changed by it."""
+        """Return the pieces that are shown in each place: its text, stripped or changed as the template does it."""
         stripped = _kept(shape, texts, rendered)
         if stripped is not None:
             found = []
@@ -342,7 +342,7 @@ def _strippings(text: str) -> list[tuple[int, int]]:
 
 
 def _kept(shape: Shape, texts: Sequence[str], rendered: str) -> list[tuple[int, int]] | None:
-    """How many characters the template strips from both ends of each text; None where it does something else."""
+    """Return the numbers of characters that the template strips from both ends of each text; None if it changes one."""
     at, spans = len(shape.fixed[0]), list[tuple[int, int]]()
     if not rendered.startswith(shape.fixed[0]):
         return None

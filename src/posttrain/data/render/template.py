@@ -177,7 +177,7 @@ def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Mess
 
 @dataclass(frozen=True)
 class Ending:
-    """What a chat template writes behind an answer, up to and including its last special token.
+    """The text that a chat template writes after an answer, up to and including its last special token.
 
     Attributes:
         text: behind the last answer of a conversation.
