@@ -522,3 +522,26 @@ def test_sweep_trains_every_value_and_seed(tmp_path: Path):
     assert sorted(run.name for run in done.runs) == names
     assert done.report is not None
     assert done.report.is_file()
+
+
+def test_sweep_takes_over_rows_and_seeds_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    monkeypatch.setattr("posttrain.api.sweep.carry_out", lambda plan, *_, **__: plans.append(plan))
+    pt.sweep("tiny/grpo", over={"train.lr": [1e-5, 1e-4]}, seeds=2, runs_dir=tmp_path)
+    pt.sweep({"recipe": "tiny/grpo", "over": {"train.lr": [1e-5, 1e-4]}, "seeds": 2}, runs_dir=tmp_path)
+    pt.sweep("tiny/grpo", over={"train.lr": [1e-5, 1e-4]}, runs_dir=tmp_path)
+    by_name, in_mapping, one_seed = plans
+    assert [trial.name for trial in by_name.trials] == [trial.name for trial in in_mapping.trials]
+    assert by_name.folder == in_mapping.folder
+    assert len(by_name.trials) == 4
+    assert len(one_seed.trials) != len(by_name.trials)
+
+
+@pytest.mark.parametrize(("progress", "num_lines"), [(True, 1), (False, 0)])
+def test_generate_without_progress_says_nothing(
+    progress: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr("posttrain.api.measure.say_template", lambda *given: said.append(given))
+    pt.generate("tiny", "What is 3 plus 4?", max_tokens=2, progress=progress)
+    assert len(said) == num_lines

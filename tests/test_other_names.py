@@ -222,6 +222,23 @@ def test_components_of_the_table_exist() -> None:
     assert {(kind, ours) for kind, ours in first if ours not in registry.names(kind)} == set()
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("use_flash_attention", "model.attention: flash_attention_2"),
+        ("grad_accumulation", "data.batch_size"),
+        ("beta_1", "optimizer.betas"),
+        ("ppo_clip_eps", "objective.clip_low"),
+        ("actor_num_nodes", "scale.processes"),
+        ("entropy_coeffs", "regularize.entropy_coef"),
+        ("n_gpus", "scale.processes"),
+    ],
+)
+def test_another_spelling_of_a_name_of_the_table_is_answered(name: str, ours: str) -> None:
+    assert name not in OTHER_NAMES
+    assert ours in answer_other_name(name)
+
+
 def test_a_name_has_one_answer() -> None:
     tables = (KEYS, SAID, NOT_NEEDED, OPTIONS, METHODS, TERMS)
     listed = [name for table in tables for names in table.values() for name in names.split()]

@@ -224,7 +224,7 @@ _OPTIONS = {
     ),
     "recipes": Options(_LISTED, option("name", nargs="?", help="the recipe to show")),
     "explain": Options(
-        option("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all names")
+        option("name", nargs="*", help="such as grpo, correct, KL penalty, train; without it: all names")
     ),
     "data": Options(
         _LISTED,

@@ -75,6 +75,10 @@ def test_examples_are_values_of_their_keys() -> None:
         ("uniform_groups", ["uniform_groups  metric, share; better: lower", "no signal"]),
         ("kl_ref", ["kl_ref  metric, nats", "KL to the reference model per token"]),
         ("lora", ["model.adapter.kind  key of a recipe"]),
+        ("QLoRA", ["model.load_bits: 4, with model.adapter", "model.load_bits  key of a recipe"]),
+        ("pass@k", ["eval.samples  key of a recipe"]),
+        ("RLHF", ["posttrain sweep hh-gpt2"]),
+        ("gdpo", ["not offered", "gspo"]),
         ("rewards.0.weight", ["rewards.0.weight  key of a recipe", "default: 1.0", "example: --rewards.0.weight 1.0"]),
     ],
 )
@@ -82,6 +86,11 @@ def test_explain_answers(name: str, answers: list[str], capsys: pytest.CaptureFi
     assert main(["explain", name]) == 0
     printed = " ".join(capsys.readouterr().out.split("\n"))
     assert [answer for answer in answers if answer not in printed] == []
+
+
+def test_explain_takes_a_term_of_several_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "KL", "penalty"]) == 0
+    assert "regularize.kl_coef  key of a recipe" in capsys.readouterr().out
 
 
 def test_meanings_are_those_of_the_docstring() -> None:

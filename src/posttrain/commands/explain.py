@@ -70,6 +70,8 @@ class Option:
         return f"{self.type}, {default}" + (f": {self.meaning}" if self.meaning else "")
 
 
+_KEY = re.compile(r"(?<![`\w.])[a-z]\w*(?:\.[a-z]\w*)+")  # of a recipe, in a sentence
+_MOST_KEYS = 3  # of a sentence that are explained
 _ARGUMENTS = re.compile(r"\n*^Args:\n((?:    .*(?:\n|\Z)|\n(?=    ))*)", re.MULTILINE)
 
 
@@ -277,8 +279,8 @@ def recipes_called(name: str) -> list[str]:
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Print what a component or a section is; without a name, everything that can be named."""
-    console, name = open_console(), arguments.name
-    if name is None:
+    console, name = open_console(), " ".join(arguments.name)
+    if not name:
         for kind in KINDS:
             _print_kind(console, kind)
         console.print(Text("sections of a recipe", style="bold"))
@@ -292,8 +294,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
     recipes, shown, metric = recipes_called(name), [name] if name in sections() else [], find_metric(name)
     is_known = named or kinds or recipes or shown
     keys, having = ({}, []) if is_known else (keys_with(name), components_with(name))
-    answer = "" if is_known or keys else answer_other_name(name)
-    keys |= keys_with(OTHER_NAMES.get(name, "")) if answer else {}
+    is_ours = is_known or keys or (having and name not in OTHER_NAMES)
+    answer = "" if is_ours else answer_other_name(name)
+    if answer:
+        listed = section_keys()
+        keys |= {key: listed[key] for key in _KEY.findall(answer)[:_MOST_KEYS] if key in listed}
     if not (is_known or keys or having or metric or answer):
         if name in GONE:
             raise UnknownComponent(f"{name!r} was removed. Use {GONE[name]}.")

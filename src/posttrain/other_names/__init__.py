@@ -63,6 +63,7 @@ _CHANGES = [
     )
 ]
 _SECTIONS = {key.partition(".")[0] for key in KEYS}
+_OURS = {key.rpartition(".")[2] for key in KEYS}  # they are no misspelling
 
 
 def short_dtype(value: object) -> Any:
@@ -114,7 +115,7 @@ def _find(name: str) -> str:
     if parts[0] not in _SECTIONS and parts[-1] in _WITHOUT_MEANING:
         tried += parts[-2:-1]
     found = next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
-    if found or parts[-1] in _WITHOUT_MEANING:
+    if found or parts[-1] in _WITHOUT_MEANING or parts[-1] in _OURS:
         return found
     return next((OTHER_NAMES[one] for one in _spellings(parts[-1]) if one in OTHER_NAMES), "")
 

@@ -177,7 +177,7 @@ TERMS = {
     ),
     "track: wandb": "weights_and_biases weights_biases wandb_logging",
     "recipes rl/expert-iteration and rl/rejection-sampling": (
-        "expert_iteration_rl self_taught_reasoner rest_em filtered_bc sil"
+        "expert_iteration_rl star self_taught_reasoner rest_em filtered_bc sil"
     ),
     "tasks with chosen and rejected answers (preferences, hh_rlhf, ultrafeedback) and the recipes preference/*": (
         "preference_optimization preference_learning preference_tuning preference_data pairwise alignment "
