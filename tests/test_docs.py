@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,18 +15,14 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain import cli
+from page_commands import BLOCK, PAGES, ROOT, check, commands, is_recipe_key, write_files
+from page_python import faults_of_python, python_of
+from posttrain.errors import PosttrainError
 from posttrain.evaluation.plan import EVALUATIONS
 from posttrain.interpret.saes.recipe import load_sae_recipe
-from posttrain.recipes.document import recipe_names
-from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.document import known_keys
+from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.plan import load_sweep
-from posttrain.untrusted import declare_code
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:posttrain|make) [^`\n]+)`")
 
 
 @cache
@@ -52,58 +47,91 @@ def _folder_with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     sys.modules.pop("my_rewards", None)
 
 
-def commands() -> list[tuple[str, str]]:
-    """(place, command) of every posttrain and make command in the documents and in the help."""
-    found = []
-    for page in PAGES:
-        found += [(page.name, command) for command in INLINE.findall(page.read_text(encoding="utf-8"))]
-    for name, text in blocks("bash"):
-        found += [(name, line) for line in text.splitlines()]
-    parser, subparsers = cli.build_parser()
-    for owner in (parser, *subparsers.values()):
-        found += [("help", line.strip()) for line in (owner.epilog or "").splitlines() if "posttrain " in line]
-    cleaned = [(place, re.split(r"\s+#|\s{3,}", command.strip())[0]) for place, command in found]
-    return [(place, command) for place, command in dict.fromkeys(cleaned) if command and "NAME" not in command]
-
-
 COMMANDS = commands()
+PLACES = {command: place for place, command in reversed(COMMANDS)}  # each command once
 
 
-def test_shell_commands_in_the_documents_are_known() -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for place, command in COMMANDS:
-        program, *words = command.split()
-        assert program in ("posttrain", "make", "pip", "export", "source", "cd", "echo"), f"{place}: {command}"
-        assert program != "make" or words[0] in targets, f"{place}: {command}"
-    assert {"make demo", "make test", "posttrain demo", "posttrain explain grpo"} <= {c for _, c in COMMANDS}
+def test_commands_are_found_wherever_a_page_or_a_help_has_one() -> None:
+    found = set(COMMANDS)
+    assert {
+        ("README.md", "make demo"),
+        ("docs/how-to/manage-runs.md", "posttrain runs delete 'test-*'"),  # of a console
+        ("docs/troubleshooting.md", "posttrain train grpo-gsm8k --dry-run --memory"),  # of a table or a sentence
+        ("docs/explanation/exactness.md", "python benchmarks/parity.py"),
+        ("docs/coming-from/trl.md", "python benchmarks/parity.py"),
+        ("help", "posttrain runs delete tiny-grpo --step 100"),
+        ("benchmarks/parity.py", "python benchmarks/parity.py --word grpo"),
+    } <= found
+    assert len(PLACES) > 550
 
 
-OWN = [(place, command) for place, command in COMMANDS if command.startswith("posttrain ")]
+@pytest.mark.parametrize("command", PLACES)
+def test_command_in_the_documents_can_be_typed(command: str, tmp_path: Path) -> None:
+    write_files(PLACES[command], tmp_path)
+    check(command, tmp_path)
 
 
-@pytest.mark.parametrize(("place", "command"), OWN, ids=[c for _, c in OWN])
-def test_command_in_the_documents_can_be_typed(place: str, command: str) -> None:
-    words = shlex.split(re.split(r" [|>] ", command)[0])
-    if words[-1] == "--help" and len(words) > 2:
-        assert words[1] in cli.COMMANDS
-        return
-    if words[1].startswith("-"):
-        assert words[1] in cli.build_parser()[0].format_help()
-        return
-    if words[1] in cli.COMMANDS and (len(words) == 2 or words[1:] == ["runs", "export"]):  # named in a sentence
-        return
-    namespace = cli.parse(words[1:])
-    if namespace.command == "sweep" and not namespace.recipe.endswith(".yaml"):
-        wanted = {"over": namespace.over, "rows": namespace.rows}
-        assert load_sweep(namespace.recipe, namespace.overrides, folder="unused", **wanted).trials
-    elif namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
-        declare_code([value for _, value in namespace.overrides], Path.cwd())  # as the command line does
-        resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
-        assert resolved.objective.name
-    elif namespace.command == "recipes" and namespace.action == "show":
-        assert namespace.name in recipe_names()
-    elif namespace.command == "explain" and namespace.name is not None:
-        assert cli.main(words[1:]) == 0, f"{place}: nothing is called that"
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python benchmarks/parity_trl.py",  # of another script: it prints nothing
+        "python benchmarks/no_such_script.py",
+        "python benchmarks/parity.py --words grpo",
+        "posttrain activations tiny --layer 2 --no-such-option 3",
+        "posttrain train tiny/grpo --objective.no_such_key 3",
+        "posttrain train mine.yaml --train.learn 3",
+        "posttrain runs resume mine --scale.processes 1",
+        "posttrain evaluate tiny --task stories --task.no_such_key 1",
+        "posttrain evaluate tiny --task no_such_task",
+        "posttrain sweep ppo-grpo-dpo --rows no-such-row",
+        "posttrain sae train tiny/sae --dictionary.no_such_key 1",
+        "posttrain explain no-such-word-at-all",
+        "make no-such-target",
+        "pip install -e '.[no-such-extra]'",
+    ],
+)
+def test_check_of_a_dead_command_fails(command: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, PosttrainError, SystemExit)):
+        check(command, tmp_path)
+
+
+KEY = re.compile(r"(?<!`)`(?:--)?((?:" + "|".join(known_keys(Recipe, [])) + r")\.[a-z_][\w.]*)(?::? [^`\n]*)?`(?!`)")
+NO_KEYS = {"reward.py", "prompt.txt", "model.safetensors", "eval.jsonl"}  # files
+
+
+def test_keys_of_recipes_in_prose_and_tables_are_known() -> None:
+    keys = [
+        (page.relative_to(ROOT).as_posix(), key)
+        for page in PAGES
+        if page.parent.name != "coming-from"  # whose tables name keys of others
+        for key in KEY.findall(BLOCK.sub("", page.read_text(encoding="utf-8")))
+    ]
+    assert len(keys) > 100
+    unknown = [(place, key) for place, key in keys if not is_recipe_key(key)]
+    assert unknown == []
+
+
+def test_python_in_the_documents_compiles_and_its_names_and_arguments_exist() -> None:
+    faults = [f"{page.name}: {fault}" for page in PAGES for fault in faults_of_python(python_of(page))]
+    assert faults == []
+    assert sum(len(python_of(page)) for page in PAGES) > 30
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import posttrain as pt\npt.trian('tiny/grpo')", "trian"),
+        ("import posttrain as pt\npt.train('tiny/grpo', no_such_key_of_all=1)", "no_such_key_of_all"),
+        ("import posttrain as pt\npt.evaluate('tiny', no_such=1)", "no_such"),
+        ("from posttrain.types import NoSuchName", "NoSuchName"),
+        ("from posttrain.no_such_module import name", "no_such_module"),
+        ("print(nobody_made_this)", "nobody_made_this"),
+        ("def f(:", "invalid syntax"),
+    ],
+)
+def test_faults_of_python_of_a_dead_snippet_are_named(text: str, named: str) -> None:
+    (fault,) = faults_of_python([text])
+    assert named in fault
 
 
 def test_runs_that_pages_make_have_names_of_their_own() -> None:
