@@ -1,4 +1,4 @@
-"""What this process is doing, and a line about it when nothing else was printed for a while.
+"""The work of this process at this moment, and a line about it when nothing else was printed for a while.
 
 Whatever may take long says so with ``phase``; it costs a list entry. ``heartbeat`` starts the thread that reads them.
 """

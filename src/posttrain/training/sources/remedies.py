@@ -1,4 +1,4 @@
-"""What would take rows of which none can be used: each key is tried on the rows before it is suggested."""
+"""Keys that would take rows of which none can be used: each key is tried on the rows before it is suggested."""
 
 from __future__ import annotations
 
