@@ -29,7 +29,10 @@ _BY_PART = ("accuracy", "reward", "num_calls", "completion_length", "pair_accura
 
 
 def meaning_of(metric: Metric, recorded: Collection[str]) -> str:
-    """Return the meaning of a metric in a run with the ``recorded`` ones: a loss is a mean over what its objective judges."""
+    """Return the meaning of a metric in a run with the ``recorded`` ones.
+
+    A loss is a mean over what its objective judges.
+    """
     if metric.name != "loss":
         return metric.meaning
     units = (
