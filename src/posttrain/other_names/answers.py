@@ -140,7 +140,8 @@ SAID = {
     "data.train_on: assistant": "assistant_only_loss roles_to_train train_on_eos train_on_eot multiturn",
     "data.train_on: all trains the prompt, too; response does not": "train_on_inputs train_on_input train_on_prompt",
     "data.train_on: assistant, response or all; a message with weight: 0 is not trained": (
-        "data_collator loss_mask data.loss_mask message_field_training completion_mask mask_history train_on_last_step_only"
+        "data_collator loss_mask data.loss_mask message_field_training completion_mask mask_history "
+        "train_on_last_step_only"
     ),
     "task, by name; a file or a data set of the hub is task.path (hf:NAME); in Python data=": (
         "dataset dataset_name train_dataset datasets train_files custom_cls.name dataset_id train_data "
