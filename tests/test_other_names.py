@@ -19,6 +19,7 @@ from posttrain.other_names.command_names import COMPONENTS
 from posttrain.other_names.keys import KEYS
 from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
+from posttrain.registry import suggest_key
 
 KEY = re.compile(r"\b(?:[a-z]\w+\.)+[a-z]\w+\b")
 
@@ -236,7 +237,7 @@ def test_components_of_the_table_exist() -> None:
 )
 def test_another_spelling_of_a_name_of_the_table_is_answered(name: str, ours: str) -> None:
     assert name not in OTHER_NAMES
-    assert ours in answer_other_name(name)
+    assert ours in suggest_key(name, Recipe.model_fields)
 
 
 def test_a_name_has_one_answer() -> None:

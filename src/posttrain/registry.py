@@ -24,7 +24,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
-from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
@@ -404,9 +404,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def suggest_key(name: str, known: Iterable[str]) -> str:
     """Return what an unknown key, option or argument is called here, or the one that was meant, or nothing.
 
-    The table of other libraries' names answers before a similar name of ours, and knows slips in their names, too.
+    The table of other libraries' names answers before a similar name of ours, and this before a similar name of theirs.
     """
-    answer = answer_other_name(name) or suggest(name, known)
+    answer = answer_other_name(name) or suggest(name, known) or answer_spelling(name)
     if answer or len(name) < LEAST_LETTERS_OF_SLIP:
         return answer
     slip = nearest(name, OTHER_NAMES)

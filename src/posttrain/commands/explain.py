@@ -20,9 +20,9 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
-from posttrain.errors import GONE, UnknownComponent
+from posttrain.errors import GONE, UnknownComponent, nearest
 from posttrain.interpret.saes.recipe import load_sae_recipe
-from posttrain.other_names import OTHER_NAMES, answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
@@ -296,6 +296,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     keys, having = ({}, []) if is_known else (keys_with(name), components_with(name))
     is_ours = is_known or keys or (having and name not in OTHER_NAMES)
     answer = "" if is_ours else answer_other_name(name)
+    if not (answer or is_ours or nearest(name, all_names())):
+        answer = answer_spelling(name)
     if answer:
         listed = section_keys()
         keys |= {key: listed[key] for key in _KEY.findall(answer)[:_MOST_KEYS] if key in listed}

@@ -102,6 +102,14 @@ def answer_other_name(name: str) -> str:
     return _sentence(named)
 
 
+def answer_spelling(name: str) -> str:
+    """Return the answer to another spelling of a name of the table (``use_lora`` for ``lora``), or nothing."""
+    last = _plain(name).rpartition(".")[2]
+    if last in _WITHOUT_MEANING or last in _OURS:
+        return ""
+    return _sentence(next((OTHER_NAMES[one] for one in _spellings(last) if one in OTHER_NAMES), ""))
+
+
 def answer_absent(name: str) -> str:
     """Return the answer about what is not offered or not needed, and nothing for a name that leads to a key."""
     is_absent = _find(name).startswith((_NOT_NEEDED, _NOT_OFFERED))
@@ -114,10 +122,7 @@ def _find(name: str) -> str:
     tried = [".".join(parts[start:]) for start in range(len(parts))]
     if parts[0] not in _SECTIONS and parts[-1] in _WITHOUT_MEANING:
         tried += parts[-2:-1]
-    found = next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
-    if found or parts[-1] in _WITHOUT_MEANING or parts[-1] in _OURS:
-        return found
-    return next((OTHER_NAMES[one] for one in _spellings(parts[-1]) if one in OTHER_NAMES), "")
+    return next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
 
 
 def _spellings(name: str) -> list[str]:

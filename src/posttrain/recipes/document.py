@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
-from posttrain.other_names import answer_other_name
+from posttrain.other_names import answer_other_name, answer_spelling
 from posttrain.recipes.sections import Component, Section
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
@@ -220,7 +220,12 @@ class Document(Generic[T]):
         inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
         meant = nearest(path[0], known) if inner != key else None
         is_slip = meant is not None and inner.partition(".")[2] in known_keys(self.model, [meant])
-        if inner != key and key not in GONE and not is_slip and (answer := answer_other_name(inner)):
+        if (
+            inner != key
+            and key not in GONE
+            and not is_slip
+            and (answer := answer_other_name(inner) or answer_spelling(inner))
+        ):
             return f"{where}{what} has no key {inner!r}.{answer}"
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
