@@ -237,8 +237,8 @@ def _check_keys(namespace: object, folder: Path) -> None:
         load_diff_recipe(about["models"], overrides).resolve()
     elif command == "recipes" and action == "show":
         assert about["name"] in recipe_names()
-    elif command == "explain" and about["name"] is not None and not _PLACEHOLDER.fullmatch(about["name"]):
-        assert cli.main(["explain", about["name"]]) == 0, "nothing is called that"
+    elif command == "explain" and about["name"] and not _PLACEHOLDER.fullmatch(" ".join(about["name"])):
+        assert cli.main(["explain", *about["name"]]) == 0, "nothing is called that"
     elif command in ("evaluate", "generate", "quantize", "activations", "data"):
         if command == "data":
             namespace = SimpleNamespace(**about, task=about["name"], template=None)
