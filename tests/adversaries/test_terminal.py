@@ -38,6 +38,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("quantize",): ["tiny", "--bits", "7"],
     ("studio",): ["no/such/model"],
     ("recipes",): ["show", "tiny/grpo"],
+    ("models",): ["list"],
     ("explain",): ["grpo"],
     ("new",): ["blocked"],
     ("exercise",): ["list"],

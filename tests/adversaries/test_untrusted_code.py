@@ -40,6 +40,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "demo": [],  # trains two recipes of its own; a taken name is compared as `train` compares it
     "explain": [],
     "exercise": [],  # runs the file that the reader names
+    "models": [],  # opens no run
     "new": [],
     "train": [
         ["tiny/grpo", "--run", "evil"],

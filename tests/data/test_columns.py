@@ -124,7 +124,7 @@ def test_prompt_format_braces_written_twice_are_text() -> None:
     assert form.fill(Row("place", 1, {"a": "{b}"}), None) == "{x} {b}"
 
 
-@pytest.mark.parametrize("option", [{"meta": ["artcle"]}, {"prompt_format": "{artcle} {question}"}])
+@pytest.mark.parametrize("option", [{"meta": ["artices"]}, {"prompt_format": "{artices} {question}"}])
 def test_name_of_a_column_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path, option: dict[str, Any]) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"question": "1 + 1?", "answer": "2", "articles": ARTICLE}])
     with pytest.raises((RecipeError, DataError), match="'articles'"):

@@ -266,8 +266,8 @@ def test_read_documents_texts_of_a_file_of_rows(small_tokenizer: Any, tmp_path: 
     path.write_text("\n".join(json.dumps({"text": question}) for question in QUESTIONS) + "\n", encoding="utf-8")
     found = read_documents(small_tokenizer, text=str(path), context_tokens=1000)
     assert found.ids == [encode_plain(small_tokenizer, question) for question in QUESTIONS]
-    path.write_text('{"text": "a"}\n{"txt": "b"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the key 'text' is missing\. Did you mean 'txt'\?"):
+    path.write_text('{"text": "a"}\n{"texr": "b"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the key 'text' is missing\. Did you mean 'texr'\?"):
         read_documents(small_tokenizer, text=str(path), context_tokens=1000)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="this is no UTF-8 text"):

@@ -165,8 +165,8 @@ def test_folders_that_hold_no_causal_language_model(tmp_path, folder):
 
 
 def test_what_a_new_model_cannot_be():
-    with pytest.raises(UsageError, match=r"transformers has no 'qwen33'. Did you mean 'qwen3'\?"):
-        load_model(init("qwen33"), seed=0, texts=iter(TEXTS))
+    with pytest.raises(UsageError, match=r"transformers has no 'qwem3'. Did you mean 'qwen3'\?"):
+        load_model(init("qwem3"), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match=r"qwen3 has no key 'hiden_size'. Did you mean 'hidden_size'\?"):
         load_model(init(hiden_size=3), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match=r"model\.init\.config\.hidden_size: a whole number from 1 to"):
