@@ -233,11 +233,13 @@ class _Worker:
         process, self.process = self.process, None
         if process is None:
             return 0
-        self._channel.close()
+        if has_ended:
+            self._channel.close()
         with suppress(ProcessLookupError, ChildProcessError):
             if has_ended:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its limits end it
             os.killpg(process.pid, signal.SIGKILL)
+        self._channel.close()  # not before it is killed: it would end by itself, with the exit code of success
         return process.wait()
 
 
