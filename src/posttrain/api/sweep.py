@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posttrain.activity import heartbeat
+from posttrain.api.arguments import check_flag, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -81,7 +81,13 @@ def sweep(
         runs/sweep-tiny-grpo-over-train.lr/report.html
     """
     stop_import()
-    content: dict[str, Any] = {"recipe": os.fspath(spec)} if isinstance(spec, str | os.PathLike) else dict(spec)
+    runs_dir = plain_path("runs_dir", runs_dir)
+    check_flag("progress", progress)
+    if isinstance(spec, Mapping):
+        with reading("spec"):
+            content: dict[str, Any] = dict(spec)
+    else:
+        content = {"recipe": plain_path("spec", spec)}
     for key in content:
         if key not in KEYS:
             raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
