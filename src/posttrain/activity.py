@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import IO
 
 from posttrain.untrusted import harmless, note_output, seconds_since_output
 
@@ -69,7 +69,7 @@ def describe_activity(default: Phase) -> str:
 
 
 @contextmanager
-def heartbeat(what: str, stream: TextIO | None, *, is_on: bool = True) -> Iterator[None]:
+def heartbeat(what: str, stream: IO[str] | None, *, is_on: bool = True) -> Iterator[None]:
     """During the block, print a line to ``stream`` whenever nothing was printed for ``QUIET_SECONDS``.
 
     Within another heartbeat this one does nothing. ``what`` is at work if no phase is.
@@ -89,7 +89,7 @@ def heartbeat(what: str, stream: TextIO | None, *, is_on: bool = True) -> Iterat
         _IS_BEATING.release()
 
 
-def _beat(default: Phase, stream: TextIO, ended: threading.Event) -> None:
+def _beat(default: Phase, stream: IO[str], ended: threading.Event) -> None:
     while not ended.wait(max(0.0, QUIET_SECONDS - seconds_since_output())):
         if seconds_since_output() < QUIET_SECONDS:
             continue

@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from posttrain import __version__
 from posttrain.activity import heartbeat, is_redirected
@@ -113,7 +113,7 @@ class Command:
     tables: bool = False
     runs: bool = True
     options: str | None = None
-    beats: Literal["stdout", "stderr", ""] = "stderr"
+    beats: str = "stderr"
 
 
 def imported(place: str) -> Any:

@@ -13,7 +13,7 @@ from posttrain.recipes.document import interpretation_names
 
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_diff_recipe(["tiny/what-did-rl-change"]).resolve()
-    assert (recipe.base.recipe, recipe.post.recipe) == ("tiny/sft", "tiny/grpo")
+    assert (recipe.base.recipe, recipe.post.recipe) == ("tiny/sft", "tiny/grpo-demo")
     pair = load_diff_recipe(["a", "b"]).resolve().changes
     assert (pair.dictionary, pair.train) == (recipe.changes.dictionary, recipe.changes.train)
     assert (pair.dictionary.options["k"], pair.train.steps, pair.train.lr) == (4, 1600, 5e-3)

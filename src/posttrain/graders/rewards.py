@@ -22,7 +22,7 @@ from pydantic import Field
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
-from posttrain.option_types import shorten
+from posttrain.option_types import written
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
 from posttrain.types import TRUNCATED, Example, Turn
@@ -259,7 +259,7 @@ def check_size(reward: float, place: str) -> float:
 
 
 def _shown(value: object) -> str:
-    text = shorten(value) if type(value) is not int else f"an integer of {value.bit_length()} bits"
+    text = written(value) if type(value) is not int else f"an integer of {value.bit_length()} bits"
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
