@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from posttrain import __version__
 from posttrain.activity import heartbeat, is_redirected
@@ -90,6 +90,7 @@ a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells
 # 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
 ANY = ("",)
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # bytes that are no UTF-8 are lone surrogates in Python
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # hyphen, and what web pages and word processors make of it
 _OTHER_DASH = re.compile(f"-*[{_DASHES[1:]}][{_DASHES}]*[A-Za-z][\\w.-]*")
 
@@ -113,7 +114,7 @@ class Command:
     tables: bool = False
     runs: bool = True
     options: str | None = None
-    beats: Literal["stdout", "stderr", ""] = "stderr"
+    beats: str = "stderr"
 
 
 def imported(place: str) -> Any:
@@ -242,7 +243,7 @@ _OPTIONS = {
     **{f"runs {name}": options for name, options in RUNS.items()},
 }  # fmt: skip
 _INPUT = ("task", "template")
-_RUN_BEATS: dict[str, Literal["stdout", ""]] = {"resume": "stdout", "manage": ""}
+_RUN_BEATS = {"resume": "stdout", "manage": ""}
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", beats="stdout"),
     "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
@@ -376,8 +377,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         SystemExit: after ``--help`` or ``--version``, and for what argparse refuses (code 2).
     """
     for argument in arguments:
-        if any("\udc80" <= char <= "\udcff" for char in argument):  # bytes that are no UTF-8, as Python keeps them
-            raise UsageError(f"{shown(argument)}: an argument must be text in UTF-8; a file of that name, rename")
+        if _NO_TEXT.search(argument):
+            raise UsageError(
+                f"{shown(argument)}: an argument must be text in UTF-8, without a character NUL. Rename a file that is "
+                "called so"
+            )
     rest = list(arguments)
     overrides: list[tuple[str, str]] = []
     name = ""

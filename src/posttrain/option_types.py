@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -176,18 +177,35 @@ def explain_type(message: str, value: object) -> str:
 def describe_value(value: object) -> str:
     """Return ``value`` as Python writes it, shortened; a mapping by its keys, a long list by its length."""
     if isinstance(value, dict):
-        keys = ", ".join(repr(key) for key in value)
+        keys = ", ".join(map(written, value))
         return f"a section with the keys {keys}"[:_SHOWN_CHARS] if value else "an empty section"
-    if isinstance(value, list) and len(repr(value)) > _SHOWN_CHARS:
+    if isinstance(value, list) and len(written(value)) > _SHOWN_CHARS:
         return f"a list of {len(value)} values"
     return shorten(value)
 
 
 def shorten(value: object) -> str:
-    """Return ``value`` as Python writes it, the middle of a long one left out."""
-    text = repr(value)
+    """Return ``value`` as Python writes it, the middle of a long one left out.
+
+    An object of a user's class is ``<Name>``: its own ``__repr__`` is code that may fail.
+    """
+    text = written(value)
     half = _SHOWN_CHARS // 2
     return text if len(text) <= _SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}"
+
+
+def written(value: object) -> str:
+    """Return ``repr(value)`` of plain values and of what comes with Python, numpy or torch."""
+    kind = type(value)
+    if kind is dict and isinstance(value, dict):
+        return "{" + ", ".join(f"{written(key)}: {written(one)}" for key, one in value.items()) + "}"
+    if kind is list and isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    if kind is tuple and isinstance(value, tuple):
+        return f"({', '.join(map(written, value))}{',' if len(value) == 1 else ''})"
+    package = kind.__module__.partition(".")[0]
+    is_known = package in sys.stdlib_module_names and package != "__main__"
+    return repr(value) if is_known or package in ("numpy", "torch", "posttrain") else f"<{kind.__name__}>"
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -15,8 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from posttrain import registry
+from posttrain.api.arguments import plain_path, reading
 from posttrain.data.reading import HUB, SUFFIXES
 from posttrain.errors import PosttrainError, RecipeError, UsageError
+from posttrain.option_types import shorten
 from posttrain.other_names import OTHER_NAMES, answer_absent, answer_option
 from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
@@ -38,6 +40,7 @@ ROWS, MODELS = ".rows", ".models"
 _COUNTED = {"limit": "limit (rows)", "samples": "samples (answers to each)"}
 
 
+@reading("data")
 def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
     """Return the task of what was given as data; rows become a file in ``runs_dir``, named by its content.
 
@@ -54,7 +57,7 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
             )
         return dict(data)
     if isinstance(data, str | os.PathLike):
-        text = os.fspath(data)
+        text = plain_path("data", data)
         is_code = ":" in text and not text.startswith(HUB) and not Path(text).exists()
         tasks = registry.names("task")
         if not (
@@ -116,6 +119,7 @@ def _plain(value: object) -> Any:
     raise TypeError(f"a {type(value).__name__} is neither text nor number, list nor mapping")
 
 
+@reading("model")
 def model_name(model: Model, runs_dir: Place) -> str:
     """Return the name of a model, or of a run its folder; a loaded one is saved in a folder named by its weights.
 
@@ -123,9 +127,10 @@ def model_name(model: Model, runs_dir: Place) -> str:
         UsageError: it is none of ``Model``.
     """
     if isinstance(model, str | os.PathLike):
-        run = Path(runs_dir) / model
-        is_run = model not in EMBEDDED_MODELS and kind_of_file(run / "recipe.yaml") == "file"
-        return str(run) if is_run else os.fspath(model)
+        name = plain_path("model", model)
+        run = Path(runs_dir) / name
+        is_run = name not in EMBEDDED_MODELS and kind_of_file(run / "recipe.yaml") == "file"
+        return str(run) if is_run else name
     if not (isinstance(model, tuple) and len(model) == 2 and all(hasattr(part, "save_pretrained") for part in model)):
         raise UsageError(
             f"model: {type(model).__name__} is no model. Give a name, a folder, a run, or a loaded model of "
@@ -148,6 +153,7 @@ def model_name(model: Model, runs_dir: Place) -> str:
     return str(folder)
 
 
+@reading("rewards")
 def reward_words(rewards: Rewards) -> list[dict[str, object]]:
     """Return the entries of ``rewards`` in a recipe: names, functions, each maybe with a weight.
 
@@ -182,7 +188,8 @@ def overrides_of(keys: Mapping[str, object]) -> list[Override]:
     Raises:
         RecipeError: no section has such a key, or several have; the message says what would do.
     """
-    pairs = refuse_repeats([pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)])
+    with reading("keys of the recipe"):
+        pairs = refuse_repeats([pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)])
     declare_code([text for _, text in pairs], os.getcwd())
     return pairs
 
@@ -200,6 +207,7 @@ def refuse_repeats(overrides: list[Override]) -> list[Override]:
     return overrides
 
 
+@reading("recipe")
 def plain_recipe(recipe: Place | Mapping[str, object]) -> str | dict[str, Any]:
     """Return the name or file of a recipe, or its content as plain data, with functions by their names.
 
@@ -210,7 +218,7 @@ def plain_recipe(recipe: Place | Mapping[str, object]) -> str | dict[str, Any]:
         return {key: json.loads(_as_json(key, value)) for key, value in recipe.items()}
     if not isinstance(recipe, str | os.PathLike):
         raise UsageError(f"recipe: {type(recipe).__name__} is none. Give a name (tiny/grpo), a YAML file, or a mapping")
-    return os.fspath(recipe)
+    return plain_path("recipe", recipe)
 
 
 def _flat(key: str, value: object) -> list[Override]:
@@ -220,10 +228,11 @@ def _flat(key: str, value: object) -> list[Override]:
 
 
 def _as_json(key: str, value: object) -> str:
-    try:
-        return json.dumps(value, default=_plain)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{key}: {error}. Give a plain value, or a function") from None
+    with reading(key):
+        try:
+            return json.dumps(value, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{key}: {error}. Give a plain value, or a function") from None
 
 
 def _whole_key(name: str) -> str:
@@ -260,7 +269,7 @@ def check_arguments(
         raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments or {})}")
     for name, value in {**needed, **{name: value for name, value in optional.items() if value is not None}}.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
-            raise UsageError(f"{name}: {value!r} is no whole number from 1 on. Give one")
+            raise UsageError(f"{name}: {shorten(value)} is no whole number from 1 on. Give one")
 
 
 def _argument_hint(name: str, arguments: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.arguments import check_flag, check_numbers, check_whole, plain_path, plain_text, reading
 from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
 from posttrain.commands.console import open_console, say_template
 from posttrain.commands.evaluate import DEFAULT_BATCH
@@ -144,7 +145,10 @@ def evaluate(
     check_arguments(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
-    runs = os.fspath(runs_dir)
+    runs = plain_path("runs_dir", runs_dir)
+    check_numbers(temperature=temperature, top_p=top_p)
+    check_whole("seed", seed)
+    check_flag("progress", progress)
     word = None if data is None else data_word(data, runs)
     if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
         word = {"split": "all"} | word  # rows are those to measure; a file has a test part
@@ -155,8 +159,8 @@ def evaluate(
         tasks=[] if word is None else [read_component(word, "data")],
         templates=[] if template is None else [read_component(template, "template")],
         engine=read_component(engine, "engine"),
-        best_of=None if best_of is None else find_source(os.fspath(best_of), runs),
-        out=None if out is None else Path(out),
+        best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
+        out=None if out is None else Path(plain_path("out", out)),
     )
     with choose_evaluation_progress(open_console(), not progress) as view:
         return Measured(carry_out(make_plan(request), view)[0])
@@ -223,7 +227,11 @@ def generate(
     """
     stop_import()
     check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
-    source = find_source(model_name(model, runs_dir), os.fspath(runs_dir))
+    check_numbers(temperature=temperature, top_p=top_p)
+    check_whole("seed", seed)
+    check_flag("progress", progress)
+    runs = plain_path("runs_dir", runs_dir)
+    source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
     word = None if template is None else complete_template(read_component(template, "template"), source)
     if progress:
@@ -272,6 +280,7 @@ def answers_to(
     return answers
 
 
+@reading("prompts")
 def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
     """Return prompts as examples; a text, or the messages of one conversation, is one prompt.
 
@@ -295,10 +304,15 @@ def example_of(prompt: Prompt, number: int) -> Example:
         UsageError: it is empty, or its messages are none.
     """
     if isinstance(prompt, str):
+        prompt = plain_text(f"prompts.{number}", prompt)
         if not prompt.strip():
             raise UsageError(f"prompts.{number}: the prompt is empty. Give a question")
         return Example(f"prompt/{number}", (Message("user", prompt),))
     if not isinstance(prompt, Sequence):
         raise UsageError(f"prompts.{number}: give a text or a list of messages, not {type(prompt).__name__}")
+    for message in prompt:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            plain_text(f"prompts.{number}", content)
     row = Row("prompts", number, {"messages": list(prompt)})
     return Example(f"prompt/{number}", read_messages(row, "messages"))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.api.arguments import plain_path
 from posttrain.errors import UsageError
+from posttrain.option_types import shorten
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, find_run
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
@@ -97,6 +99,8 @@ class Run:
         Examples:
             >>> transformers.AutoModelForCausalLM.from_pretrained(run.checkpoint("best"))
         """
+        if type(which) not in (str, int):
+            raise UsageError(f"checkpoint: {shorten(which)} is none. Give best, last or a step")
         folder = self.folder / "checkpoints"
         steps = checkpoint_steps(folder)
         last = steps[-1] if steps else None
@@ -131,7 +135,9 @@ class Run:
         """
         from posttrain.runs.export import export_run  # which no training needs
 
-        return export_run(self.folder.parent, self.folder, Path(to), weights=weights, merge=merge).target
+        return export_run(
+            self.folder.parent, self.folder, Path(plain_path("to", to)), weights=weights, merge=merge
+        ).target
 
 
 def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] = "runs") -> Run:
@@ -144,4 +150,4 @@ def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] =
         >>> pt.load_run("runs/mine").checkpoint("last")
         PosixPath('runs/mine/checkpoints/step-000050')
     """
-    return Run(find_run(os.fspath(runs_dir), os.fspath(name)))
+    return Run(find_run(plain_path("runs_dir", runs_dir), plain_path("run", name)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posttrain.activity import heartbeat
+from posttrain.api.arguments import check_flag, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -87,7 +87,13 @@ def sweep(
         runs/sweep-tiny-grpo-over-train.lr/report.html
     """
     stop_import()
-    content: dict[str, Any] = {"recipe": os.fspath(spec)} if isinstance(spec, str | os.PathLike) else dict(spec)
+    runs_dir = plain_path("runs_dir", runs_dir)
+    check_flag("progress", progress)
+    if isinstance(spec, Mapping):
+        with reading("spec"):
+            content: dict[str, Any] = dict(spec)
+    else:
+        content = {"recipe": plain_path("spec", spec)}
     for key, value in {"over": over, "rows": rows, "seeds": seeds}.items():
         if value is not None and content.get(key) is not None:
             raise RecipeError(f"{key}: given twice, in the first argument and by name. Give it once")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
+from posttrain.api.arguments import check_flag, plain_path, plain_text, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -27,6 +28,7 @@ from posttrain.api.inputs import (
 from posttrain.api.run import Run
 from posttrain.commands.progress import choose_progress
 from posttrain.errors import UsageError
+from posttrain.option_types import shorten
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
@@ -135,6 +137,10 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
+    runs_dir = plain_path("runs_dir", runs_dir)
+    if isinstance(run, str):
+        run = plain_text("run", run)
+    check_flag("progress", progress)
     name = plain_recipe(recipe)
     called = name if isinstance(name, str) else "run"
     with without_command_line():
@@ -160,7 +166,8 @@ def given(
     keys: dict[str, Any] = {}
     if model is not None:
         section = model if isinstance(model, Mapping) else {"name": model_name(model, runs_dir)}
-        keys |= {f"model.{key}": value for key, value in section.items()}
+        with reading("model"):
+            keys |= {f"model.{key}": value for key, value in section.items()}
     if data is not None:
         keys["task"] = data_word(data, runs_dir)
     if eval_data is not None:
@@ -225,7 +232,9 @@ def carry_out(
 ) -> tuple[RunResult, Path]:
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
     if not isinstance(resume := options.get("resume", False), bool):
-        raise UsageError(f"resume: {resume!r} is neither True nor False. The run to continue is named as run='mine'")
+        raise UsageError(
+            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
+        )
     result = launch(
         recipe,
         root=Path(runs_dir),

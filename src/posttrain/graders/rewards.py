@@ -22,6 +22,7 @@ from pydantic import Field
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
+from posttrain.option_types import written
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
 from posttrain.types import TRUNCATED, Example, Turn
@@ -241,7 +242,8 @@ def _check_number(value: object, place: str) -> float:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
         value = value.item()
     if not isinstance(value, Real):
-        remedy = "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
+        has_item = type(value).__module__.partition(".")[0] in ("torch", "numpy")
+        remedy = "; return a float, such as value.item() of a tensor" if has_item else "; return a float"
         if value is None:
             remedy = "; a path through it ends without return"
         elif inspect.iscoroutine(value):
@@ -273,7 +275,7 @@ def check_size(reward: float, place: str) -> float:
 
 
 def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) else f"an integer of {value.bit_length()} bits"
+    text = written(value) if type(value) is not int else f"an integer of {value.bit_length()} bits"
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
 

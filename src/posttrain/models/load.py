@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -131,7 +132,10 @@ def read_config(section: ModelSection) -> Any | None:
         source = base_of(source)
     place: Any = Path(source) / "config.json"
     if kind_of_file(source) == "nothing":
-        place = try_to_load_from_cache(source, "config.json")
+        try:
+            place = try_to_load_from_cache(source, "config.json")
+        except HFValidationError:  # no model of the hub can be called that
+            return None
     if not isinstance(place, str | Path):
         return None
     check_folder(Path(place).parent)

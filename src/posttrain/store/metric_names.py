@@ -317,7 +317,8 @@ _COUNTS = {
 _PREFERRED = ("accuracy", "pair_accuracy", "answer_accuracy", "step_accuracy", "loss")
 _AROUND = re.compile(
     r"(?:eval/.+?/(?=(?:sampled_)?reward/[^/]*$|[^/]+$))?((?:sampled|start|mean)_)?((?:.*:)?)(.*?)"
-    r"((?:_low|_high|_n|_p50|_p90|_max|_last|_per_token|@\d+)*)"
+    r"((?:_low|_high|_n|_p50|_p90|_max|_last|_per_token|@\d+)*)",
+    re.DOTALL,
 )
 
 

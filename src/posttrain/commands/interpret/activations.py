@@ -74,7 +74,10 @@ OPTIONS = Options(
             option("--quiet", action="store_true", help="print nothing but errors"),
         ),
         ".pt files of others, one tensor [rows, width] each": (
-            option("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards"),
+            option(
+                "--export-pt", type=new_place, metavar="FOLDER",
+                help="write the recorded folder MODEL_OR_RUN as .pt shards",
+            ),
             option("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site"),
         ),
     },
