@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.arguments import check_flag, check_numbers, check_whole, plain_path, plain_text, reading
+from posttrain.api.arguments import (
+    check_flag,
+    check_numbers,
+    check_whole,
+    plain_component,
+    plain_counts,
+    plain_path,
+    plain_text,
+    reading,
+)
 from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
 from posttrain.commands.console import open_console
 from posttrain.commands.evaluate import DEFAULT_BATCH
@@ -153,10 +162,12 @@ def evaluate(
     rest: dict[str, object] = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
+        drawing=choose_drawing(
+            samples=samples, k=plain_counts("k", k), temperature=temperature, top_p=top_p, top_k=top_k, **rest
+        ),
         tasks=[] if word is None else [read_component(word, "data")],
-        templates=[] if template is None else [read_component(template, "template")],
-        engine=read_component(engine, "engine"),
+        templates=[] if template is None else [read_component(plain_component("template", template), "template")],
+        engine=read_component(plain_component("engine", engine), "engine"),
         best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
         out=None if out is None else Path(plain_path("out", out)),
     )
@@ -222,12 +233,19 @@ def generate(
     """
     stop_import()
     check_arguments({"n": n}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
+    for name, number in (("temperature", temperature), ("top_p", top_p)):
+        if number is None:
+            raise UsageError(f"{name}: None is no number. Leave it out for the default")
     check_numbers(temperature=temperature, top_p=top_p)
     check_whole("seed", seed)
     runs = plain_path("runs_dir", runs_dir)
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
-    word = None if template is None else complete_template(read_component(template, "template"), source)
+    word = (
+        None
+        if template is None
+        else complete_template(read_component(plain_component("template", template), "template"), source)
+    )
     opened = open_model(source, word)
     return answers_to(
         opened, examples, n=n, seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k
