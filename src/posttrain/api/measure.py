@@ -152,10 +152,7 @@ def evaluate(
     """
     stop_import()
     check_arguments({"n": n, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE)
-    runs = plain_path("runs_dir", runs_dir)
-    check_numbers(temperature=temperature, top_p=top_p)
-    check_whole("seed", seed)
-    check_flag("progress", progress)
+    runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     word = None if data is None else data_word(data, runs)
     if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
         word = {"split": "all"} | word  # rows are those to measure; a file has a test part
@@ -178,6 +175,14 @@ def evaluate(
 def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
+
+
+def _check_drawing(temperature: object, top_p: object, seed: object, progress: object, runs_dir: object) -> str:
+    """Refuse what is no number, whole number or flag; return the folder of runs as text."""
+    check_numbers(temperature=temperature, top_p=top_p)
+    check_whole("seed", seed)
+    check_flag("progress", progress)
+    return plain_path("runs_dir", runs_dir)
 
 
 @dataclass(frozen=True)
