@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -95,3 +95,37 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise UsageError(f"{name}: {shorten(value)} is neither True nor False. Give one of them")
+
+
+def plain_counts(name: str, value: object) -> int | list[int] | None:
+    """Return a whole number, or a list of them.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Integral):
+        check_whole(name, value)
+        return int(value)
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise UsageError(f"{name}: {shorten(value)} is no whole number. Give one, or a list of them")
+    with reading(name):
+        numbers = list(value)
+    for number in numbers:
+        check_whole(name, number)
+    return numbers
+
+
+def plain_component(name: str, value: object) -> str | dict[str, object]:
+    """Return a component as its name, or as a mapping of its name and options.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(value, str):
+        return plain_text(name, value)
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name}: {type(value).__name__} is none. Give a name, or a mapping with name and options")
+    with reading(name):
+        return {str(key): one for key, one in value.items()}

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.arguments import check_flag, check_numbers, check_whole, plain_path, plain_text, reading
+from posttrain.api.arguments import (
+    check_flag,
+    check_numbers,
+    check_whole,
+    plain_component,
+    plain_counts,
+    plain_path,
+    plain_text,
+    reading,
+)
 from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
 from posttrain.commands.console import open_console, say_template
 from posttrain.commands.evaluate import DEFAULT_BATCH
@@ -145,20 +154,19 @@ def evaluate(
     check_arguments(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
-    runs = plain_path("runs_dir", runs_dir)
-    check_numbers(temperature=temperature, top_p=top_p)
-    check_whole("seed", seed)
-    check_flag("progress", progress)
+    runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     word = None if data is None else data_word(data, runs)
     if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
         word = {"split": "all"} | word  # rows are those to measure; a file has a test part
     rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
+        drawing=choose_drawing(
+            samples=samples, k=plain_counts("k", k), temperature=temperature, top_p=top_p, top_k=top_k, **rest
+        ),
         tasks=[] if word is None else [read_component(word, "data")],
-        templates=[] if template is None else [read_component(template, "template")],
-        engine=read_component(engine, "engine"),
+        templates=[] if template is None else [read_component(plain_component("template", template), "template")],
+        engine=read_component(plain_component("engine", engine), "engine"),
         best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
         out=None if out is None else Path(plain_path("out", out)),
     )
@@ -169,6 +177,14 @@ def evaluate(
 def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
+
+
+def _check_drawing(temperature: object, top_p: object, seed: object, progress: object, runs_dir: object) -> str:
+    """Refuse what is no number, whole number or flag; return the folder of runs as text."""
+    check_numbers(temperature=temperature, top_p=top_p)
+    check_whole("seed", seed)
+    check_flag("progress", progress)
+    return plain_path("runs_dir", runs_dir)
 
 
 @dataclass(frozen=True)
@@ -227,13 +243,18 @@ def generate(
     """
     stop_import()
     check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
+    for name, number in (("temperature", temperature), ("top_p", top_p)):
+        if number is None:
+            raise UsageError(f"{name}: None is no number. Leave it out for the default")
     check_numbers(temperature=temperature, top_p=top_p)
     check_whole("seed", seed)
     check_flag("progress", progress)
     runs = plain_path("runs_dir", runs_dir)
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
-    word = None if template is None else complete_template(read_component(template, "template"), source)
+    word = None
+    if template is not None:
+        word = complete_template(read_component(plain_component("template", template), "template"), source)
     if progress:
         say_template(source, word)
     opened = open_model(source, word)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.arguments import plain_path
+from posttrain.api.arguments import check_whole, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
@@ -80,6 +80,8 @@ class Run:
             >>> [(rollout.completion, rollout.reward) for rollout in run.rollouts(step=10)][:1]
             [('7 plus 7 is 14. </think> <answer>14</answer>', 1.2)]
         """
+        if step is not None:
+            check_whole("step", step)
         store = RolloutStore(self.folder / "rollouts.db", read_only=True)
         known = {str(point["task"]) for point in self.evaluations}
         if evaluation is not None and evaluation not in known:

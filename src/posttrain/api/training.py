@@ -130,29 +130,33 @@ def train(
         RunFailure: the work failed; what was saved can be resumed.
 
     Examples:
-        >>> run = pt.train("tiny/grpo", data=rows, rewards=["correct", (short, 0.1)], steps=50, lr=1e-5, run="mine")
-        >>> run.status.state
+        >>> pt.train("tiny/grpo", data=rows, rewards=["correct", (short, 0.1)], steps=50, run="mine").status.state
         'finished'
     """
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    runs_dir = plain_path("runs_dir", runs_dir)
-    if isinstance(run, str):
-        run = plain_text("run", run)
-    check_flag("progress", progress)
+    runs_dir, run = _check_places(runs_dir, run, progress)
     name = plain_recipe(recipe)
-    called = name if isinstance(name, str) else "run"
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
+    called = name if isinstance(name, str) else "run"
     notes += session_notes(checked)
+    options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
         result, _ = carry_out(
             checked, called, runs_dir, run, callbacks, should_stop=lambda: callbacks.is_stopped, **options
         )
     return Run(result.folder)
+
+
+def _check_places(runs_dir: Place, run: str | None, progress: bool) -> tuple[str, str | None]:
+    """Return both as plain text; refuse what is neither, and a ``progress`` that is no flag."""
+    check_flag("progress", progress)
+    if isinstance(run, str):
+        run = plain_text("run", run)
+    return plain_path("runs_dir", runs_dir), run
 
 
 def given(
