@@ -239,8 +239,10 @@ def _check_result(value: object, place: str) -> Result:
 
 
 def _check_number(value: object, place: str) -> float:
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
-        value = value.item()
+    has_attributes = hasattr(type(value), "item") and hasattr(type(value), "ndim")  # the object itself may raise
+    if has_attributes and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        item: Callable[[], object] = getattr(value, "item")  # noqa: B009
+        value = item()
     if not isinstance(value, Real):
         has_item = type(value).__module__.partition(".")[0] in ("torch", "numpy")
         remedy = "; return a float, such as value.item() of a tensor" if has_item else "; return a float"
