@@ -39,7 +39,7 @@ from posttrain.evaluation.plan import (
 )
 from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import read_component
+from posttrain.recipes.sections import Component, read_component
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.evaluation import write_page, write_table_page
 from posttrain.runs.models import find_source
@@ -110,6 +110,13 @@ class Measured:
         return Measure(results[name], interval, self.finished.items())
 
 
+def _read_components(name: str, given: str | Mapping[str, object] | None) -> list[Component]:
+    """Return the component that an argument names; none without one."""
+    if given is None:
+        return []
+    return [read_component(plain_component(name, given), name)]
+
+
 def evaluate(
     model: Model,
     data: Data | None = None,
@@ -155,17 +162,19 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    word = None if data is None else data_word(data, runs)
-    if word is not None and not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
-        word = {"split": "all"} | word  # rows are those to measure; a file has a test part
+    word = None
+    if data is not None:
+        word = data_word(data, runs)
+        if not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
+            word = {"split": "all"} | word  # rows are those to measure; a file has a test part
     rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
         drawing=choose_drawing(
             samples=samples, k=plain_counts("k", k), temperature=temperature, top_p=top_p, top_k=top_k, **rest
         ),
-        tasks=[] if word is None else [read_component(word, "data")],
-        templates=[] if template is None else [read_component(plain_component("template", template), "template")],
+        tasks=_read_components("data", word),
+        templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
         best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
         out=None if out is None else Path(plain_path("out", out)),

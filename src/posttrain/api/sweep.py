@@ -89,21 +89,7 @@ def sweep(
     stop_import()
     runs_dir = plain_path("runs_dir", runs_dir)
     check_flag("progress", progress)
-    if isinstance(spec, Mapping):
-        with reading("spec"):
-            content: dict[str, Any] = dict(spec)
-    else:
-        content = {"recipe": plain_path("spec", spec)}
-    for key, value in {"over": over, "rows": rows, "seeds": seeds}.items():
-        if value is not None and content.get(key) is not None:
-            raise RecipeError(f"{key}: given twice, in the first argument and by name. Give it once")
-        if value is not None:
-            content[key] = value
-    for key in content:
-        if key not in KEYS:
-            raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
-    if not isinstance(content.get("recipe"), str):
-        raise RecipeError("recipe: a sweep needs this key, a recipe's name or file, such as tiny/grpo")
+    content = _read_spec(spec, {"over": over, "rows": rows, "seeds": seeds})
     only, repeats = content.get("rows"), content.get("seeds")
     row_key = _read_over(content.get("over"))
     check_arguments({}, {"seeds": repeats, "jobs": jobs})
@@ -115,6 +101,31 @@ def sweep(
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
     return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
+
+
+def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) -> dict[str, Any]:
+    """Return what a sweep is of, by key; ``named``: what was given by the arguments of these names.
+
+    Raises:
+        RecipeError: an unknown key, one that is given twice, or no recipe.
+    """
+    content: dict[str, Any] = {}
+    if isinstance(spec, Mapping):
+        with reading("spec"):
+            content = dict(spec)
+    else:
+        content["recipe"] = plain_path("spec", spec)
+    for key, value in named.items():
+        if value is not None and content.get(key) is not None:
+            raise RecipeError(f"{key}: given twice, in the first argument and by name. Give it once")
+        if value is not None:
+            content[key] = value
+    for key in content:
+        if key not in KEYS:
+            raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
+    if not isinstance(content.get("recipe"), str):
+        raise RecipeError("recipe: a sweep needs this key, a recipe's name or file, such as tiny/grpo")
+    return content
 
 
 def _read_over(over: object) -> tuple[str, list[str]] | None:
