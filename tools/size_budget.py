@@ -22,7 +22,7 @@ MAX_CONTRIB_LINES = 3_000
 # (statements, lines) that a folder may have; "ground" is the modules outside of folders.
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (566, 1806),
-    "api": (781, 1637),
+    "api": (783, 1642),
     "commands": (4133, 7475),
     "data": (4442, 7992),
     "evaluation": (1878, 3572),

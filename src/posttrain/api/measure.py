@@ -117,6 +117,16 @@ def _read_components(name: str, given: str | Mapping[str, object] | None) -> lis
     return [read_component(plain_component(name, given), name)]
 
 
+def _rows_to_measure(data: Data | None, runs: str) -> dict[str, object] | None:
+    """Return the task of what was given as data; all given rows are measured, of a file its test part."""
+    if data is None:
+        return None
+    word = data_word(data, runs)
+    if not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
+        return {"split": "all"} | word
+    return word
+
+
 def evaluate(
     model: Model,
     data: Data | None = None,
@@ -162,18 +172,13 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    word = None
-    if data is not None:
-        word = data_word(data, runs)
-        if not isinstance(data, str | os.PathLike | Mapping) and "path" in word:
-            word = {"split": "all"} | word  # rows are those to measure; a file has a test part
     rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
         drawing=choose_drawing(
             samples=samples, k=plain_counts("k", k), temperature=temperature, top_p=top_p, top_k=top_k, **rest
         ),
-        tasks=_read_components("data", word),
+        tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
         best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
