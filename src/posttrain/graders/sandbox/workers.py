@@ -101,11 +101,13 @@ class WorkerPool:
         size, shared = min(self.num_workers, len(items)), (waiting, results, failures)
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
-            # No executor: its threads would hold up the end of the program.
-            threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[:size]]
+            # No executor: its threads would hold up the end of the program. One worker needs no thread.
+            threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[1:size]]
             for thread in threads:
                 thread.start()
             try:
+                for worker in self._workers[:1]:
+                    worker.serve(*shared)
                 for thread in threads:
                     thread.join()
                 if failures:
