@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from copy import copy
+from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_templates import CALL_LAYOUTS, LAYOUTS, tokenizer_of
 
 from posttrain.cli import main
 from posttrain.data.render.chat_template import render_dicts
+from posttrain.data.render.foreign import render_foreign
 from posttrain.errors import UsageError
 from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import TINY
@@ -33,6 +39,7 @@ ENDLESS_TEMPLATES = {
     "while it is compiled": "{{ 'a'" + " ~ 'a'" * 100_000 + " }}",
     "after a long text": "{% if messages[0].content | length > 1000 %}{{ 'a' * 10000000000 }}{% endif %}",
     "after thinking": "{% for m in messages %}{{ 'a' * 10000000000 if m.reasoning_content }}{% endfor %}",
+    "for a real content": "{% if 'q q' in messages[0]['content'] %}{{ 'a' * 10000000000 }}{% endif %}",
     "after turns": "{% if messages | length > 60 %}{{ 'a' * 10000000000 }}{% endif %}",
 }
 
@@ -45,14 +52,76 @@ ALIKE = ("indentation", "doubling", "output", "behind a tag of generations", "re
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in ENDLESS_TEMPLATES]
 )
 def test_chat_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that begins it meets the limits, and every later one is refused without being rendered."""
+    monkeypatch.setattr("posttrain.data.render.foreign.CPU_SECONDS", 1.0)
+    tokenizer = copy(tokenizer_of("chatml"))
+    tokenizer.chat_template = ENDLESS_TEMPLATES[name]
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "c"}
+    rows = [{"role": "user", "content": "q q " * 1000}, thought] * 40
+    for conversation in (rows, rows[:1]):
+        with pytest.raises(UsageError, match=r"^model.name: .*: the chat template does not come to an end"):
+            render_dicts(tokenizer, conversation, {"tools": [{"type": "function"}]}, prompt=True)
+
+
+def test_check_chat_template_without_workers_endless_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.models.patterns.HAS_WORKERS", False)
     monkeypatch.setattr("posttrain.models.patterns.TRIAL_SECONDS", 1)
     with pytest.raises(UsageError, match=r"here: the chat template does not end on a short conversation within 1 s"):
-        check_chat_template(ENDLESS_TEMPLATES[name], "here: ")
+        check_chat_template(ENDLESS_TEMPLATES["one product"], "here: ")
+
+
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": "ß", "n": [1, {}]}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "ß"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "q\u2028 <|im_end|> 日本"}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+    [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "c", "name": None}],
+    [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "r", "tool_call_id": "abcdefghi"},
+    ],
+    [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+    [{"role": "assistant", "content": "a"}],
+]
+VARIABLES: list[dict[str, Any]] = [{}, {"tools": [TOOL]}, {"enable_thinking": False, "documents": [{"title": "t"}]}]
+
+
+def shown_or_raised(render: Callable[[], str]) -> str:
+    try:
+        return render()
+    except Exception as error:  # noqa: BLE001 - whatever a template raises
+        return f"raised {error}"[:507]
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *CALL_LAYOUTS])
-def test_chat_template_of_a_known_layout_is_accepted(name: str) -> None:
-    check_chat_template(str(tokenizer_of(name).chat_template), "here: ")
+def test_render_dicts_is_what_transformers_renders(name: str) -> None:
+    """In the worker as in the tokenizer, errors of the template too."""
+    tokenizer = tokenizer_of(name)
+    check_chat_template(str(tokenizer.chat_template), "here: ")
+    num_texts = 0
+    for rows in CONVERSATIONS:
+        for variables in VARIABLES:
+            for prompt in (False, True):
+                options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": prompt, **variables}
+                shown = shown_or_raised(partial(tokenizer.apply_chat_template, rows, **options))
+                assert shown_or_raised(partial(render_foreign, tokenizer, rows, variables, prompt=prompt)) == shown
+                num_texts += not shown.startswith("raised ")
+    assert num_texts >= 10
+
+
+def test_render_dicts_chooses_among_named_templates_as_transformers_does() -> None:
+    tokenizer = copy(tokenizer_of("chatml"))
+    tokenizer.chat_template = {"default": "plain {{ eos_token }}", "tool_use": "tools {{ tools | tojson }}"}
+    rows = [{"role": "user", "content": "q"}]
+    assert render_dicts(tokenizer, rows, {}, prompt=True) == f"plain {tokenizer.eos_token}"
+    assert (
+        render_dicts(tokenizer, rows, {"tools": [TOOL]}, prompt=True)
+        == f"tools {json.dumps([TOOL], ensure_ascii=False)}"
+    )
+    tokenizer.chat_template = "{{ strftime_now('%Y %Z') }}"
+    assert render_dicts(tokenizer, rows, {}, prompt=True) == datetime.now().strftime("%Y %Z")
 
 
 def test_model_with_an_endless_chat_template_is_refused_when_loaded(
@@ -62,7 +131,7 @@ def test_model_with_an_endless_chat_template_is_refused_when_loaded(
     shutil.copytree(TINY, folder)
     (folder / "chat_template.jinja").write_text(ENDLESS_TEMPLATES["one product"], encoding="utf-8")
     assert main(["generate", str(folder), "Hi", "--template", "chat"]) == 2
-    assert "the chat template does not end on a short conversation" in capsys.readouterr().err
+    assert "the chat template does not come to an end" in capsys.readouterr().err
 
 
 def test_error_that_a_chat_template_raises_is_reported_with_the_roles() -> None:

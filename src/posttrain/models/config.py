@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.untrusted import kind_of_file
 
 if TYPE_CHECKING:  # a causal language model, plain or in peft's wrapper
     from transformers import PreTrainedConfig as Config
@@ -26,19 +27,51 @@ LARGEST: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 10**5),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**9),
 }
+MAX_FILE_BYTES = 2**27  # of a model's file but its weights
+_DESCRIPTION = re.compile(
+    r"(token|config|vocab|merges|index|manifest|template|processor|quantization).*\.(json|txt)$"
+    r"|\.(jinja|model|tiktoken)$"
+)
+# Parts that a library counts off one by one when it reads a configuration (labels, experts, layers).
+MAX_DEPTH = 50  # of objects in objects
+_SHOWN = 300  # characters of a place
+MAX_COUNT = 10**6
+_COUNT = re.compile(r"(num|n)_(?!.*(position|ctx|param|token))")
 # A list in some families, of each layer.
 OF_EACH_LAYER = ("intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")
 
 
+def check_kinds(folder: Path) -> None:
+    """Refuse a model folder from which a library would read without end: pipes, devices, very large descriptions.
+
+    Raises:
+        UsageError: with the file.
+    """
+    templates = folder / "additional_chat_templates"
+    inside = sorted(templates.iterdir()) if kind_of_file(templates) == "folder" else []
+    for place in (*sorted(folder.iterdir()), *inside):
+        kind = kind_of_file(place)
+        if kind in ("pipe", "device", "socket"):
+            raise UsageError(f"model.name: {place} is a {kind}; give a complete model")
+        if kind == "file" and _DESCRIPTION.search(place.name) and place.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(
+                f"model.name: {place}: {place.stat().st_size:,} bytes; such a file has at most {MAX_FILE_BYTES:,}"
+            )
+
+
 def check_folder(folder: Path) -> None:
-    """Refuse a model folder with a config.json of impossible sizes, or with an index of weights outside of it.
+    """Refuse what ``check_kinds`` does, a config.json of impossible sizes, and an index of weights outside.
 
     Raises:
         UsageError: with the file and the key.
     """
+    check_kinds(folder)
     place = folder / "config.json"
     if place.is_file():
-        check_sizes(read_object(place), f"model.name: {place}: ")
+        try:
+            check_sizes(read_object(place), f"model.name: {place}: ")
+        except RecursionError:
+            raise UsageError(f"model.name: {place} is nested too deeply; give a complete model") from None
     for index in sorted(folder.glob("*.index.json")):
         places = read_object(index).get("weight_map")
         if not isinstance(places, dict):
@@ -66,8 +99,8 @@ def read_object(place: Path) -> dict[str, Any]:
     return content
 
 
-def check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """Refuse sizes that no model has; ``where`` stands in front of the key.
+def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
+    """Refuse sizes that no model has, also of the models inside of one; ``where`` stands in front of the key.
 
     Raises:
         UsageError: not a whole number from 1 to the largest that there is.
@@ -78,6 +111,22 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
             whole = isinstance(size, int) and not isinstance(size, bool)
             if size is not None and not (whole and 1 <= size <= largest):
                 raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            if depth == MAX_DEPTH:
+                raise UsageError(f"{where[:_SHOWN]} ...: objects in {MAX_DEPTH} others; give a complete model")
+            check_sizes(value, f"{where}{key}.", depth + 1)
+        counts = [value] if _COUNT.match(key) else []
+        counts += _numbers_in_lists(value)
+        for count in counts:
+            if isinstance(count, int) and count > MAX_COUNT:
+                raise UsageError(f"{where}{key}: {count:,}; at most {MAX_COUNT:,}")
+
+
+def _numbers_in_lists(value: object) -> list[object]:
+    """The numbers in lists of lists, by which some families repeat what stands next to them."""
+    rows = value if isinstance(value, list) else []
+    return [number for row in rows if isinstance(row, list) for number in (*row, *_numbers_in_lists(row))]
 
 
 def note_ties(model: Any) -> None:

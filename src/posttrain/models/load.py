@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,8 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from posttrain.activity import phase
+from posttrain.data.render.chat_template import CHAT_TEMPLATE
+from posttrain.data.render.foreign import is_failure
 from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.config import Config, Model, check_folder, check_sizes, note_ties, read_object
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
@@ -51,6 +54,9 @@ from posttrain.untrusted import kind_of_file, trusts_remote_code
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
+_OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+MOST_PER_BYTE = 8  # weights of one bit
+_FREE_WEIGHTS = 2**24
 ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
 
 
@@ -191,7 +197,9 @@ def reading_model(name: str, source: str) -> Iterator[None]:
         yield
     except PosttrainError:
         raise
-    except Exception as error:
+    except BaseException as error:  # also a panic of the tokenizers' library
+        if not isinstance(error, Exception) and not is_failure(error):
+            raise
         raise UsageError(explain_loading(name, source, error)) from error
 
 
@@ -199,19 +207,32 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     """Load a tokenizer; of an adapter folder without one, that of its base."""
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = base_of(source)
+    _check_files_of_tokenizer(source)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
     length, template = tokenizer.model_max_length, tokenizer.chat_template
     if not isinstance(length, int | float):  # it is compared with lengths later
         raise TypeError(f"tokenizer_config.json: model_max_length is {shorten(repr(length))}, no number")
-    if template and Path(source) not in EMBEDDED.values():
-        from posttrain.models.patterns import check_chat_template
-        from posttrain.models.tokenizer import CHAT_TEMPLATE
+    for one in template.values() if isinstance(template, dict) else (template,) if template else ():
+        if not isinstance(one, str):
+            raise TypeError(f"tokenizer_config.json: chat_template is {shorten(repr(one))}, no text")
+        if one != CHAT_TEMPLATE:  # our own
+            from posttrain.models.patterns import check_chat_template
 
-        for one in template.values() if isinstance(template, dict) else (template,):
-            if one != CHAT_TEMPLATE:  # our own
-                check_chat_template(one, f"model.name: {source}: ")
+            check_chat_template(one, f"model.name: {source}: ")
     tokenizer.generation_end_ids = _end_ids(source, tokenizer)
     return tokenizer
+
+
+def _check_files_of_tokenizer(source: str) -> None:
+    """Check the files of a tokenizer where transformers finds them: in a folder, or where the hub's are kept."""
+    if Path(source) in EMBEDDED.values():
+        return
+    from posttrain.models.patterns import check_tokenizer, check_tokenizer_config
+
+    for name, check in (("tokenizer.json", check_tokenizer), ("tokenizer_config.json", check_tokenizer_config)):
+        place = cached_file(source, name, **_OPTIONAL)
+        if place is not None:
+            check(Path(place).parent)
 
 
 def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
@@ -224,8 +245,7 @@ def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
-    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    places = (cached_file(source, name, **optional) for name in ("generation_config.json", "config.json"))
+    places = (cached_file(source, name, **_OPTIONAL) for name in ("generation_config.json", "config.json"))
     place = next(filter(None, places), None)
     declared = None if place is None else read_object(Path(place)).get("eos_token_id")
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
@@ -276,9 +296,12 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             model = _load_weights(folder, section)
         model.name_or_path = model.config._name_or_path = source
         return model
-    stored = _bits_in(AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code))
+    config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
+    stored = _bits_in(config)
     if stored is not None and section.load_bits not in (None, stored):
         raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
+    if not section.runs_remote_code:
+        _check_size_of_files(source, config)
     options: dict[str, Any] = {
         "dtype": DTYPES[section.dtype],
         "trust_remote_code": section.runs_remote_code,
@@ -301,6 +324,25 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # some releases of transformers choose one that leaves the cap out
     return model
+
+
+def _check_size_of_files(source: str, config: Config) -> None:
+    """Refuse a folder whose configuration describes far more weights than its files can hold: all would be made first.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    places = [place for place in Path(source).glob("*.safetensors") if kind_of_file(place) == "file"]
+    if not places:
+        return
+    num_bytes = sum(place.stat().st_size for place in places)
+    with torch.device("meta"):
+        count = num_parameters(AutoModelForCausalLM.from_config(copy(config)))
+    if count > MOST_PER_BYTE * num_bytes + _FREE_WEIGHTS:
+        raise UsageError(
+            f"model.name: {source}: config.json describes {count:,} weights, and the files have {num_bytes:,} bytes. "
+            "They are of another model; give both of one"
+        )
 
 
 def _merge_adapter(source: str, section: ModelSection) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import sqrt
 from pathlib import Path
@@ -29,6 +31,11 @@ ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapt
 CLASSIFIER_TASK = "SEQ_CLS"  # of an adapter that is a reward model
 _CLASSIFIER_HEADS = ("classifier", "score")  # which peft adds to modules_to_save
 _ADAPTER = "default"
+MAX_FREE_RANK = 1024  # up to which matrices are made before their sizes are compared with the file
+MAX_STEPS = 1_000  # of an approximate singular value decomposition; 16 are usual
+MAX_LAYERS = 2_000
+MAX_ENTRIES = 10_000  # of a list, each of which is compared with each module
+_LISTS = ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters")
 _NEED_PEFTS_OWN_CALL = ("alora_invocation_tokens", "arrow_config")  # 5 nats of an adapter were left out
 
 
@@ -185,6 +192,11 @@ def attach_adapter(base: Model, source: str, *, is_trainable: bool) -> Any:
     from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 
     _check_settings(Path(source) / ADAPTER_CONFIG, LoraConfig)
+    from posttrain.models.patterns import check_adapter_matches
+
+    settings = read_object(Path(source) / ADAPTER_CONFIG)
+    check_adapter_matches(settings, _names_in(base), f"model.name: {source}: {ADAPTER_CONFIG}: ")
+    _check_growth(settings, Path(source))
     changed = _read_whole_weights(base, Path(source) / ADAPTER_WEIGHTS)
     config = LoraConfig.from_pretrained(source)
     is_scorer = config.task_type == CLASSIFIER_TASK
@@ -230,6 +242,13 @@ def refuse_bias_without_place(base: Model, key: str, way_out: str) -> None:
             raise UsageError(
                 f"{key}: the adapter has lora_bias, and {name} has no bias that it could be merged into. {way_out}"
             )
+
+
+def _names_in(base: Model) -> list[str]:
+    """The names of all modules and parameters, whole and as they are called from each module above them."""
+    named = (*base.named_modules(remove_duplicate=False), *base.named_parameters(remove_duplicate=False))
+    parts = [name.split(".") for name, _ in named]
+    return sorted({".".join(part[n:]) for part in parts for n in range(len(part))})
 
 
 def merge_adapter(model: Model) -> Any:
@@ -293,6 +312,49 @@ def _check_settings(place: Path, config_type: Any) -> None:
             raise UsageError(f"model.name: {place}: {key}: {wanted} is needed; got {shorten(value)}")
 
 
+def _check_growth(settings: Mapping[str, Any], folder: Path) -> None:
+    """Refuse an adapter for which peft would make matrices that its file does not hold, or very many layers.
+
+    Raises:
+        UsageError: with the file and the key.
+    """
+    where, largest = f"model.name: {folder / ADAPTER_CONFIG}: ", MAX_FREE_RANK
+    if kind_of_file(folder / ADAPTER_WEIGHTS) == "file":
+        with _open_weights(folder / ADAPTER_WEIGHTS) as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" in name]  # noqa: SIM118
+        largest = max((min(shape) for shape in shapes if shape), default=0)
+        largest = max(largest, MAX_FREE_RANK)
+    patterns = settings.get("rank_pattern")
+    ranks = {"r": settings.get("r"), **(patterns if isinstance(patterns, dict) else {})}
+    for name, rank in ranks.items():
+        if isinstance(rank, int | float) and not rank <= largest:
+            raise UsageError(f"{where}{shorten(name)}: a rank of {shorten(str(rank))}, and its file holds none of it")
+    copies = settings.get("layer_replication") or []
+    spans = [span for span in copies if isinstance(span, list) and len(span) == 2] if isinstance(copies, list) else []
+    if spans != copies or not sum(last - first for first, last in spans) <= MAX_LAYERS:
+        raise UsageError(f"{where}layer_replication: pairs of layers are needed, with at most {MAX_LAYERS:,} in all")
+    steps = re.fullmatch(r"\w+_niter_(\d+)", str(settings.get("init_lora_weights")))
+    if steps is not None and not (len(steps[1]) < 5 and int(steps[1]) <= MAX_STEPS):
+        raise UsageError(f"{where}init_lora_weights: {shorten(steps[0])}: at most {MAX_STEPS} steps are done")
+    for key in _LISTS:
+        if isinstance(value := settings.get(key), list | dict) and len(value) > MAX_ENTRIES:
+            raise UsageError(f"{where}{key}: {len(value):,} entries; at most {MAX_ENTRIES:,}")
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[Any]:
+    """Open an adapter's file.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"model.name: {path} cannot be read: {error}. Copy the adapter again") from error
+
+
 def _read_whole_weights(base: Model, path: Path) -> set[str]:
     """Name the weights of ``base`` that an adapter's file holds whole with other values.
 
@@ -304,12 +366,9 @@ def _read_whole_weights(base: Model, path: Path) -> set[str]:
     if kind_of_file(path) != "file":
         raise UsageError(f"model.name: {path.parent} has {ADAPTER_CONFIG} and no {path.name}. Copy the whole adapter")
     shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
-    try:
-        with safe_open(path, framework="pt") as file:
-            stored = {_name_in_base(name): name for name in file.keys()}  # noqa: SIM118
-            whole = {name: file.get_tensor(stored[name]) for name in shapes if name in stored}
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"model.name: {path} cannot be read: {error}. Copy the adapter again") from error
+    with _open_weights(path) as file:
+        stored = {_name_in_base(name): name for name in file.keys()}  # noqa: SIM118
+        whole = {name: file.get_tensor(stored[name]) for name in shapes if name in stored}
     _resize_vocabulary(base, {name: len(tensor) for name, tensor in whole.items()})
     own = dict(base.named_parameters())
     return {

@@ -1,4 +1,7 @@
-"""Parts of a model's files that may never end: patterns of adapters and tokenizers, chat templates."""
+"""Parts of a model's files that may never end or grow: patterns of adapters, steps of tokenizers, chat templates.
+
+What depends on texts (templates, the patterns of a tokenizer) is tried on the real ones, ``data/render/foreign.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +9,44 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from posttrain.data.render.foreign import HAS_WORKERS, make_parts, pool_of, try_parts
 from posttrain.errors import UsageError
+from posttrain.models.config import MAX_FILE_BYTES, read_object
 from posttrain.option_types import shorten
 from posttrain.untrusted import kind_of_file
 
 MAX_ADDED_TOKENS = 2**17  # 65,536 tokens of speech or of images are usual
-MAX_TOKENIZER_BYTES = 2**27
-MAX_GROWTH = 64  # of a text by all replacements of a normalizer, one after the other
+MAX_GROWTH = 64  # of a text by all replacements of its steps, one after the other
+MAX_TOKEN_CHARS = 4096  # of the longest token, times what the decoder makes of it; 1,000 spaces are usual
+MAX_STEPS = 256
+MAX_FRAME = 256  # tokens that a post-processor puts around a text
+MAX_AFFIX_CHARS = 64  # in front of or behind each part of a word
+MAX_WORD_CHARS = 1000  # of a word that is cut into parts by trying all; 100 is usual
 MAX_PATTERN_CHARS = 10_000
-TRIAL_SECONDS = 5  # of processor time; on the clock ten times as much, for machines that do other things too
+# Patterns are as plain as names in adapters of most tools; more of them than Python keeps compiled take long as well.
+_PLAIN_PATTERN = re.compile(r"[\w.-]*")
+_MAX_PLAIN_PATTERNS = 256
 # Of an adapter's configuration: regular expressions (``target_modules`` where it is a text), and names in front of
 # which peft puts one.
-_OF_ADAPTERS = ("target_modules", "exclude_modules", "layers_pattern", "target_parameters")
+_OF_ADAPTERS = ("target_modules", "exclude_modules", "layers_pattern", "target_parameters", "modules_to_save")
 _PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
-_REPEATED = re.compile(r"[*+{]")
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_NAMES = ("model.layers.10.self_attn.q_proj", "base_model.model.transformer.h.0.attn.c_attn", "lm_head")
+TRIAL_SECONDS = 5  # of processor time; on the clock ten times as much, for machines that do other things too
 _GIVES_UP = 3  # exit code
-# In front of both programs: limits of the process in processor time and memory, where the system has them.
-_LIMITS = """
+# Where there are no workers: a chat template with conversations for it on standard input, run in a process that is
+# ended when it takes too long. Only an end within the limits counts; what it writes or refuses does not.
+_TEMPLATE_TRIAL = """
+import json, sys
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
 except (ImportError, ValueError, OSError):
     pass
-"""
-# Run in a process that is ended when it takes too long: sys.argv[1] is the kind, standard input the JSON to try.
-_TRIAL = """
-import json, sys
-what = json.load(sys.stdin)
-if sys.argv[1] == "tokenizer":
-    from tokenizers import Tokenizer
-    tokenizer = Tokenizer.from_file(what["file"])
-    for text in what["texts"]:
-        try:
-            tokenizer.encode(text)
-        except BaseException as error:  # its library gives up a search after millions of steps
-            sys.exit(GIVES_UP if "limit" in str(error) else 0)
-else:
-    import re
-    for pattern in what["patterns"]:
-        for text in what["texts"]:
-            re.fullmatch(pattern, text)
-            re.match(rf"(.*\\.)?({pattern})$", text)
-"""
-# The same for a chat template: its text and conversations for it on standard input. Only an end within the limits
-# counts; what it writes or refuses does not.
-_TEMPLATE_TRIAL = """
-import json, sys
 from datetime import datetime
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -100,13 +88,15 @@ _MAX_TRIAL_CHARS = 2**20
 
 @cache
 def check_chat_template(template: str, where: str) -> None:
-    """Refuse a chat template that does not end on short conversations within seconds and bounded memory.
+    """Refuse a chat template that is too long; without workers, one that does not end on short conversations either.
 
     Raises:
         UsageError: ``where`` stands in front.
     """
     if len(template) > MAX_TEMPLATE_CHARS:
         raise UsageError(f"{where}the chat template has {len(template):,} characters; at most {MAX_TEMPLATE_CHARS:,}")
+    if HAS_WORKERS:  # each rendering has limits
+        return
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b", "n": [1, {}]}}}
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     conversation = [{"role": "system", "content": "s"}, *turns, turns[0]]
@@ -125,54 +115,101 @@ def check_chat_template(template: str, where: str) -> None:
         for messages in (turns[:1], turns, conversation, conversation[1:], calling, thinking, [*turns * 32, turns[0]])
         for more in ({}, {"tools": [tool]}, {"enable_thinking": False})
     ]
-    if not _ends(_TEMPLATE_TRIAL, {"template": template, "conversations": conversations}, most_bytes=2**30):
+    if not _ends({"template": template, "conversations": conversations}):
         raise UsageError(
             f"{where}the chat template does not end on a short conversation within {TRIAL_SECONDS} s and 1 GB; "
             "give the tokenizer another one (chat_template.jinja)"
         )
 
 
-def check_adapter_patterns(settings: Mapping[str, object], where: str) -> None:
-    """Refuse regular expressions of an adapter's configuration that take forever, or are none.
-
-    Raises:
-        UsageError: with the pattern; ``where`` stands in front.
-    """
+def _adapter_patterns(settings: Mapping[str, object]) -> dict[str, str]:
+    """The patterns of an adapter's configuration with their keys."""
     found: dict[str, str] = {}
     for key in (*_OF_ADAPTERS, *_PATTERN_KEYS):
         value = settings.get(key)
         listed = value if isinstance(value, list | dict) and key != "target_modules" else [value]
         found |= {pattern: key for pattern in listed if isinstance(pattern, str)}
-    for pattern, key in found.items():
+    return found
+
+
+def check_adapter_patterns(settings: Mapping[str, object], where: str) -> None:
+    """Refuse regular expressions of an adapter's configuration that are too long, or are none.
+
+    Raises:
+        UsageError: with the pattern; ``where`` stands in front.
+    """
+    for pattern, key in _adapter_patterns(settings).items():
         if len(pattern) > MAX_PATTERN_CHARS:
             raise UsageError(f"{where}{key}: a pattern of {len(pattern):,} characters; at most {MAX_PATTERN_CHARS:,}")
+        if _PLAIN_PATTERN.fullmatch(pattern):
+            continue
         try:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            if key == "target_modules" and pattern.isascii() and pattern.replace("-", "").isalnum():
-                continue
             raise UsageError(f"{where}{key}: {shorten(pattern)} is no regular expression: {error}") from None
-    repeated = [pattern for pattern in found if _REPEATED.search(pattern)]
-    texts = [*_NAMES, *_trial_texts(repeated)]
-    if repeated and not _ends(_TRIAL, {"patterns": repeated, "texts": texts}, "adapter"):
-        keys = " or ".join(dict.fromkeys(found[pattern] for pattern in repeated))
-        raise UsageError(
-            f"{where}{keys}: {shorten(repeated[0])} does not come to an end on names of modules; list the names instead"
-        )
+
+
+def check_adapter_matches(settings: Mapping[str, object], names: Sequence[str], where: str) -> None:
+    """Refuse an adapter whose patterns do not come to an end on the names of the model's modules and parameters.
+
+    They are all matched in a worker first, in each form that peft gives them. peft does the same afterwards, with the
+    same strings: so it ends as well, whatever it finds.
+
+    Raises:
+        UsageError: with the keys; ``where`` stands in front.
+    """
+    patterns = _adapter_patterns(settings)
+    odd = [pattern for pattern in patterns if not _PLAIN_PATTERN.fullmatch(pattern)]
+    if not HAS_WORKERS or (not odd and len(patterns) <= _MAX_PLAIN_PATTERNS):
+        return
+    tried = list(patterns) if len(patterns) > _MAX_PLAIN_PATTERNS else odd
+    result = pool_of("posttrain.models.pattern_worker:match_all").run([{"patterns": tried, "names": list(names)}])[0]
+    if result.kind == "value":
+        return
+    keys = " or ".join(dict.fromkeys(patterns[pattern] for pattern in tried))
+    raise UsageError(
+        f"{where}{keys}: {shorten(tried[0])} does not come to an end on the names of this model's modules "
+        f"({result.reason}); list the names instead"
+    )
+
+
+def check_tokenizer_config(folder: Path) -> None:
+    """Refuse a tokenizer_config.json that asks for more tokens than any tokenizer has.
+
+    Classes of tokenizers make as many tokens as a setting says (``extra_ids``); no number but a length is that large.
+
+    Raises:
+        UsageError: with the file and the key.
+    """
+    place = folder / "tokenizer_config.json"
+    for key, value in read_object(place).items():
+        number = value if isinstance(value, int) and "len" not in key else 0
+        if isinstance(value, dict | list):
+            number = len(value)
+        if number > MAX_ADDED_TOKENS:
+            raise UsageError(f"model.name: {place}: {key}: {number:,}; at most {MAX_ADDED_TOKENS:,}")
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer.json that makes reading any text take forever, by its size, its form, or a trial.
+    """Refuse a tokenizer.json that makes reading or writing any text take forever, or texts grow without end.
+
+    By its size, its form, and what its steps can make of a character. Its patterns, if they are not those of published
+    models, are compiled in a worker here; on texts they are tried when these are there.
 
     Raises:
         UsageError: with the file and the key.
     """
     place = folder / "tokenizer.json"
-    if kind_of_file(place) != "file":
-        return
+    if kind_of_file(place) == "file":
+        about = place.stat()
+        _check_tokenizer(place, about.st_mtime_ns, about.st_size)
+
+
+@cache
+def _check_tokenizer(place: Path, changed: int, num_bytes: int) -> None:
     where = f"model.name: {place}: "
-    if place.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise UsageError(f"{where}{place.stat().st_size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
+    if num_bytes > MAX_FILE_BYTES:
+        raise UsageError(f"{where}{num_bytes:,} bytes; a tokenizer has at most {MAX_FILE_BYTES:,}")
     try:
         content = json.loads(place.read_bytes())
     except (ValueError, RecursionError, OSError):  # transformers says what is wrong with it
@@ -185,60 +222,148 @@ def check_tokenizer(folder: Path) -> None:
             f"{where}added_tokens: {len(added):,} tokens, and each text is searched for all of them; "
             f"at most {MAX_ADDED_TOKENS:,} are read"
         )
-    if (growth := _growth(content.get("normalizer"))) > MAX_GROWTH:
+    steps = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")}
+    if not all(map(_is_table, _tables_in(steps))):
+        raise UsageError(f"{where}normalizer: precompiled_charsmap is no table of SentencePiece's; replace it")
+    for key, part in steps.items():
+        if (count := _count_steps(part)) > MAX_STEPS:
+            raise UsageError(f"{where}{key}: {count:,} steps; at most {MAX_STEPS}")
+        if (growth := _growth(part)) > MAX_GROWTH:
+            raise UsageError(f"{where}{key}: its steps make a text up to {growth:,.0f} times as long; remove them")
+    _check_model(content, _growth(steps["decoder"]), where)
+    frame = _count_pieces(content.get("post_processor"))
+    if frame > MAX_FRAME:
+        raise UsageError(f"{where}post_processor: it puts {frame:,} tokens around each text; at most {MAX_FRAME}")
+    if not HAS_WORKERS or (parts := make_parts(steps, [])) is None:
+        return
+    reason = try_parts(parts, {"tokens": []})
+    if reason is not None:
+        pattern = shorten(parts.encode_pattern or parts.decode_pattern)
+        raise UsageError(f"{where}the pattern {pattern} cannot be used ({shorten(reason)}); replace it")
+
+
+def _check_model(content: Mapping[str, object], decoder_growth: float, where: str) -> None:
+    """Refuse sizes of a tokenizer's model with which a short text takes long or becomes long."""
+    model = content.get("model")
+    model = model if isinstance(model, dict) else {}
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if isinstance(affix := model.get(key), str) and len(affix) > MAX_AFFIX_CHARS:
+            raise UsageError(f"{where}model.{key}: {len(affix):,} characters; at most {MAX_AFFIX_CHARS}")
+    length = model.get("max_input_chars_per_word")
+    if isinstance(length, int | float) and length > MAX_WORD_CHARS:
         raise UsageError(
-            f"{where}normalizer: its replacements make a text up to {growth:,.0f} times as long; remove them"
+            f"{where}model.max_input_chars_per_word: {length:,}, and all parts of such a word are tried; "
+            f"at most {MAX_WORD_CHARS:,}"
         )
-    parts = [content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
-    patterns = [pattern for pattern in _regexes(parts) if _REPEATED_GROUP.search(pattern)]
-    what = {"file": str(place), "texts": list(_trial_texts(patterns))}
-    if patterns and not _ends(_TRIAL, what, "tokenizer", isolated=False):
-        raise UsageError(f"{where}{shorten(patterns[0])} does not come to an end on short texts; replace this pattern")
+    longest = max(map(len, _tokens_in(content)), default=0)
+    if longest * decoder_growth > MAX_TOKEN_CHARS:
+        raise UsageError(
+            f"{where}a token is written as up to {longest * decoder_growth:,.0f} characters; at most "
+            f"{MAX_TOKEN_CHARS:,} are"
+        )
+
+
+def _tokens_in(content: Mapping[str, object]) -> Iterator[str]:
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    for entry in vocabulary if isinstance(vocabulary, list | dict) else ():
+        token = entry[0] if isinstance(entry, list) and entry else entry  # a pair with its score
+        if isinstance(token, str):
+            yield token
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            yield entry["content"]
+
+
+def _count_pieces(part: object) -> int:
+    """Return at most how many tokens a post-processor adds: pieces, each with as many ids as its token has."""
+    if not isinstance(part, dict):
+        return 0
+    if isinstance(steps := part.get("processors"), list):
+        return sum(map(_count_pieces, steps))
+    pieces = max((len(one) for one in (part.get("single"), part.get("pair")) if isinstance(one, list)), default=0)
+    tokens = part.get("special_tokens")
+    tokens = [one for one in tokens.values() if isinstance(one, dict)] if isinstance(tokens, dict) else []
+    ids = [len(one["ids"]) for one in tokens if isinstance(one.get("ids"), list)]
+    return pieces * max(ids, default=1)
+
+
+# What a step of its kind makes of a text each time: a byte is written as a letter of up to two bytes, and spaces are
+# put around a sign. The forms of Unicode lengthen a text once, at most by 18.
+_GROWTH_OF_KIND = {"ByteLevel": 2.0, "BertNormalizer": 3.0}
+_STEPS_OF = ("normalizers", "pretokenizers", "decoders")
+_USUAL_INSERT = 32  # characters that a table makes of one, and of a text that is put in front of others
 
 
 def _growth(part: object) -> float:
-    """Return the factor by which the replacements of a normalizer may lengthen a text."""
+    """Return the factor by which a normalizer, pre-tokenizer or decoder may lengthen a text."""
     if not isinstance(part, dict):
         return 1.0
-    growth = 1.0
-    for step in part.get("normalizers") or ():
+    growth = _GROWTH_OF_KIND.get(str(part.get("type")), 1.0)
+    for step in _steps_in(part):
         growth = min(growth * _growth(step), 1e30)
     pattern, content = part.get("pattern"), part.get("content")
     if isinstance(pattern, dict) and isinstance(content, str):
         replaced = pattern.get("String")
-        growth *= max(1.0, len(content) / max(1, len(replaced) if isinstance(replaced, str) else 1))
-    return growth
+        if isinstance(replaced, str) and replaced:
+            growth *= max(1.0, len(content) / len(replaced))
+        else:  # an expression, which may match between all characters
+            growth *= 1.0 + len(content)
+    if isinstance(text := part.get("prepend"), str):
+        growth *= max(1.0, len(text) / _USUAL_INSERT)
+    for key in ("suffix", "word_delimiter_token"):
+        if part.get(key) == "":  # a space is put between all characters
+            growth *= 2.0
+    return growth * max(1.0, _longest_in_table(part.get("precompiled_charsmap")) / _USUAL_INSERT)
 
 
-def _regexes(part: object) -> Iterable[str]:
+def _steps_in(part: Mapping[str, object]) -> list[object]:
+    return [step for key in _STEPS_OF if isinstance(steps := part.get(key), list) for step in steps]
+
+
+def _count_steps(part: object) -> int:
+    return 1 + sum(map(_count_steps, _steps_in(part))) if isinstance(part, dict) else 0
+
+
+def _tables_in(part: object) -> Iterator[str]:
     if isinstance(part, dict):
-        if isinstance(pattern := part.get("Regex"), str):
-            yield pattern
+        if isinstance(table := part.get("precompiled_charsmap"), str):
+            yield table
         part = list(part.values())
     for item in part if isinstance(part, list) else ():
-        yield from _regexes(item)
+        yield from _tables_in(item)
 
 
-def _trial_texts(patterns: Iterable[str]) -> Iterable[str]:
-    """Texts on which a pattern that matches in many ways tries them all: one letter again and again, then an end."""
-    letters = dict.fromkeys(letter for pattern in patterns for letter in pattern if letter.isalnum())
-    for letter in [*list(letters)[:40], " ", "\n", "."]:
-        yield letter * 40 + "!"
+def _is_table(table: str) -> bool:
+    """Return True for a table whose trie ends within it; the library ends the process at any other."""
+    try:
+        data = b64decode(table)
+    except ValueError:
+        return False
+    return 4 <= 4 + int.from_bytes(data[:4], "little") <= len(data)
 
 
-def _ends(
-    program: str, what: Mapping[str, object], *arguments: str, isolated: bool = True, most_bytes: int = -1
-) -> bool:
-    """Return True if a process of its own ran the program to an end within the limits, and did not give up.
+def _longest_in_table(table: object) -> int:
+    """Return the bytes of the longest text that SentencePiece's table of normal forms writes for one."""
+    if not isinstance(table, str):
+        return 0
+    try:
+        data = b64decode(table)
+    except ValueError:
+        return 0
+    texts = data[4 + int.from_bytes(data[:4], "little") :]  # behind the trie that finds their places
+    return max(map(len, texts.split(b"\0")))
+
+
+def _ends(what: Mapping[str, object]) -> bool:
+    """Return True if a process of its own rendered the template to an end within the limits, and did not give up.
 
     One that failed for another reason counts as ended.
     """
-    numbers = {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS, "MAX_BYTES": most_bytes}
-    program = _LIMITS + program
-    for name, value in numbers.items():
+    program = _TEMPLATE_TRIAL
+    for name, value in {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS}.items():
         program = program.replace(name, str(value))
-    command = [sys.executable, *(["-I"] if isolated else []), "-c", program, *arguments]
-    content = json.dumps(what).encode()
+    command, content = [sys.executable, "-I", "-c", program], json.dumps(what).encode()
     try:
         done = subprocess.run(command, input=content, timeout=10 * TRIAL_SECONDS, capture_output=True, check=False)
     except subprocess.TimeoutExpired:

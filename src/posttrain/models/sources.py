@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from posttrain.errors import UsageError, first_line
-from posttrain.models.config import check_folder, read_object
+from posttrain.models.config import check_folder, check_kinds, read_object
 from posttrain.models.published.catalog import PUBLISHED, is_gguf
 from posttrain.option_types import shorten
 from posttrain.recipes.sections import EMBEDDED_MODELS
@@ -47,7 +47,9 @@ def resolve_model_name(name: str) -> str:
         raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
     if kind_of_file(path / "recipe.yaml") == "file" and kind_of_file(path / "checkpoints") == "folder":
         checkpoint = _checkpoint_of(path)
+        check_kinds(checkpoint)
         refuse_damaged(checkpoint)
+        check_folder(checkpoint)
         return str(checkpoint)
     kind = kind_of_file(path)
     if kind == "nothing" and name in PUBLISHED:
@@ -60,7 +62,7 @@ def resolve_model_name(name: str) -> str:
         return str(dequantized(path))
     if kind == "folder":
         check_folder(path)
-        from posttrain.models.patterns import check_tokenizer
+        from posttrain.models.patterns import check_tokenizer  # not for the embedded model
 
         check_tokenizer(path)
         if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
@@ -223,7 +225,7 @@ def first_names(names: Iterable[str]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def explain_loading(name: str, source: str, error: Exception) -> str:
+def explain_loading(name: str, source: str, error: BaseException) -> str:
     """Return the message for an error of transformers or peft with the model ``name``, which is ``source``."""
     first = first_line(error)
     if "trust_remote_code" in str(error):

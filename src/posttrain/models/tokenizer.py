@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), and refusal of endless chat templates.
+"""A small byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2).
 
 Every digit is a token of its own, with which arithmetic is learnt many times faster.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.data.render.chat_template import CHAT_TEMPLATE
 from posttrain.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -27,13 +28,6 @@ SPECIAL_TOKENS = (
 
 # One digit; an operator with its spaces; a word with the space before it; other signs; white space.
 _WORDS = Regex(r"\p{N}| ?[-+*/=] (?=\p{N})| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+")
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
+from posttrain.data.render.encoding import decode_ids
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.graders.rewards import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
@@ -243,7 +244,7 @@ def _play(
 
 def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
     completion, tokenizer, template = episode.completion, sampler.tokenizer, sampler.grader.template
-    prompt = tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
+    prompt = decode_ids(tokenizer, episode.prompt)
     has_failed = completion.finish == "environment_failed"  # graded for the record, never trained on
     reward = 0.0 if has_failed and episode.reward is None else episode.reward
     if episode.turns:

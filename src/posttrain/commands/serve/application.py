@@ -25,7 +25,7 @@ from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
 from posttrain.data.render.assistant import opening_of
-from posttrain.data.render.encoding import encode_pieces, markers_of
+from posttrain.data.render.encoding import decode_ids, encode_pieces, markers_of
 from posttrain.data.render.template import end_lead
 from posttrain.errors import PosttrainError
 from posttrain.sampling.base import Sampling, check_prompts, check_sampling, num_tokens_of
@@ -281,8 +281,8 @@ class Api:
         if job.endpoint != "generate":
             choice |= {"text": text} if job.endpoint == "completions" else {"delta": {"content": text}}
         if _has_logprobs(job):
-            as_ids, decode = job.body.return_tokens_as_token_ids, self.tokenizer.decode
-            names = [f"token_id:{i}" if as_ids else str(decode([i])) for i in ids]
+            as_ids = job.body.return_tokens_as_token_ids
+            names = [f"token_id:{i}" if as_ids else decode_ids(self.tokenizer, [i]) for i in ids]
             rest: dict[str, Any] = {"bytes": None, "top_logprobs": []}
             rows = zip(names, logprobs, strict=True)
             choice["logprobs"] = (

@@ -21,6 +21,7 @@ from posttrain.data.render.encoding import (
     Piece,
     Tokenizer,
     decode_behind,
+    decode_ids,
     drop_text,
     encode_pieces,
     mark_tags,
@@ -60,7 +61,7 @@ def opening_of(tokenizer: Tokenizer, template: Template, prompt: Sequence[int]) 
         return ""
     while tag is not None and tag in tail[1:]:
         tail = tail[1:]
-    found = OPENED.search(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    found = OPENED.search(decode_ids(tokenizer, tail, clean_up_tokenization_spaces=False))
     return found[0] if found else ""
 
 

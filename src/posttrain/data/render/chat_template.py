@@ -12,8 +12,16 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from posttrain.data.render.encoding import Tokenizer
+from posttrain.data.render.foreign import HAS_WORKERS, TemplateError, render_foreign
 from posttrain.errors import UsageError
 
+# Of new models and of those in this package: the one template that is rendered in this process.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 OPENING, CLOSING = "\ue0f1", "\ue0f2"
 _PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
 Found = TypeVar("Found")
@@ -32,9 +40,11 @@ def render_dicts(
             "the tokenizer has no chat template. Choose a prompt.template that needs none (plain, r1_zero, boxed, "
             "dialogue for several turns), or a model that has one"
         )
+    is_own = tokenizer.chat_template == CHAT_TEMPLATE and "chat_template" not in variables
+    render = _render_here if is_own or not HAS_WORKERS else render_foreign
     try:
-        return str(tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables)))
-    except Exception as error:  # whatever a template of others raises
+        return render(tokenizer, rows, variables, prompt=prompt)
+    except TemplateError as error:
         functions = [call["function"] for row in rows for call in row.get("tool_calls", ())]
         if any(not isinstance(function["arguments"], str) for function in functions):
             for function in functions:
@@ -45,6 +55,15 @@ def render_dicts(
             f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
             "Leave out the message that it refuses, or choose another prompt.template"
         ) from error
+
+
+def _render_here(
+    tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
+) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables)))
+    except Exception as error:  # whatever a template raises
+        raise TemplateError(str(error)) from error
 
 
 def render_history(

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from posttrain.data.render.foreign import refuse_panic, try_text, try_tokens
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 THINK, END_THINK = "<think>", "</think>"
 # Pairs of tags that an assistant writes. The second alone is a tag only where the prompt has opened the block.
 _PAIRED = ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
+# Characters from which a text is encoded as a batch of one, for which the library lets other threads run meanwhile.
+_LONG_TEXT = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,9 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
         for index, token in tokenizer.added_tokens_decoder.items()
         if token.content and (token.special or _BRACKETED.fullmatch(token.content)) and index != tokenizer.unk_token_id
     }
-    plain, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    try_text(tokenizer, "a", split_special=False)
+    with refuse_panic(tokenizer):
+        plain, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     starts = range(len(framed) - len(plain) + 1)
     num_leading = next((n for n in starts if framed[n : n + len(plain)] == plain), 0)
     markers = Markers(
@@ -133,7 +138,19 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
 
 
 def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return decode_ids(tokenizer, ids, clean_up_tokenization_spaces=False)
+
+
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], **options: bool) -> str:
+    """The text of ids, special tokens too, with options of ``tokenizer.decode``.
+
+    Raises:
+        UsageError: the tokenizer is of others and does not come to an end, or fails.
+    """
+    ids = list(ids)
+    try_tokens(tokenizer, ids)
+    with refuse_panic(tokenizer):
+        return str(tokenizer.decode(ids, skip_special_tokens=False, **options))
 
 
 def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
@@ -249,7 +266,11 @@ def _encode(tokenizer: Tokenizer, text: str, *, split_special: bool) -> Any:
     backend.encode_special_tokens = split_special
     backend.no_truncation()
     backend.no_padding()
-    return backend.encode(text, add_special_tokens=False)
+    try_text(tokenizer, text, split_special=split_special)
+    with refuse_panic(tokenizer):
+        if len(text) > _LONG_TEXT:
+            return backend.encode_batch([text], add_special_tokens=False)[0]
+        return backend.encode(text, add_special_tokens=False)
 
 
 _BROKEN = "\ufffd"  # decoded where bytes are no character, or not yet

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from posttrain import registry
 from posttrain.data.render.calls import TAGGED, write_call
 from posttrain.data.render.chat_template import mark, probed, render_dicts, render_history
-from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, encode_pieces, markers_of
+from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, decode_ids, encode_pieces, markers_of
 from posttrain.data.render.sheet import Sheet, as_row_texts
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
@@ -361,7 +361,7 @@ def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = Fals
     """
     found = ending(tokenizer) if template.chat else None
     if found is None:
-        return str(tokenizer.decode([end_id(tokenizer, template)]))
+        return decode_ids(tokenizer, [end_id(tokenizer, template)])
     return (found.middle or found.text) if continued else found.text
 
 

@@ -29,14 +29,15 @@ from typing import Any, Literal
 from posttrain.errors import RunFailure
 from posttrain.process_group import local_size
 
-MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
+MAX_RESULT_BYTES = 65536
 NUM_ATTEMPTS = 2
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 # All that a worker sees of the environment. Hashes are seeded alike: the order in which a set is walked is then no
 # source of different verdicts. Where the loader's names are set, the interpreter may not start without them.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_FOR_THE_LOADER = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONHOME")
+# The time zone decides what a chat template shows as today.
+_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONHOME", "TZ")
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from posttrain.graders.sandbox.worker_process import main; main()"
@@ -50,12 +51,14 @@ class Limits:
     ``cpu_seconds``: computing time. ``wall_seconds``: elapsed time; keep it far above the first, or the load of the
     machine decides. ``memory_bytes``: growth of the address space (Linux; elsewhere there is no such limit).
     ``compiles``: whether the function may turn text into code (``eval``); all other effects stay refused.
+    ``max_result_bytes``: of an answer as JSON; more is a crash of the item.
     """
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 60.0
     memory_bytes: int = 512 * 2**20
     compiles: bool = False
+    max_result_bytes: int = MAX_RESULT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,13 @@ class WorkerPool:
         size, shared = min(self.num_workers, len(items)), (waiting, results, failures)
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
-            # No executor: its threads would hold up the end of the program.
-            threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[:size]]
+            # No executor: its threads would hold up the end of the program. One worker needs no thread.
+            threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[1:size]]
             for thread in threads:
                 thread.start()
             try:
+                for worker in self._workers[:1]:
+                    worker.serve(*shared)
                 for thread in threads:
                     thread.join()
                 if failures:
@@ -191,10 +196,10 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env=_ENVIRONMENT | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
+                env=_ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
                 start_new_session=True,  # Ctrl-C in the terminal is not sent to it
             )
-        settings = {"target": self.target, "max_result_bytes": MAX_RESULT_BYTES} | asdict(self.limits)
+        settings = {"target": self.target} | asdict(self.limits)
         answer = self._ask(settings, START_SECONDS, ("ready", "failed"))
         if "ready" not in answer:
             reason = answer.get("failed") or _describe_end(answer.get("code", 0))
@@ -212,7 +217,7 @@ class _Worker:
         self._channel.settimeout(seconds)
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
-            while not data.endswith(b"\n") and len(data) <= 2 * MAX_RESULT_BYTES:
+            while not data.endswith(b"\n") and len(data) <= 2 * self.limits.max_result_bytes:
                 self._channel.settimeout(max(0.001, deadline - time.monotonic()))
                 part = self._channel.recv(MAX_RESULT_BYTES)
                 data += part

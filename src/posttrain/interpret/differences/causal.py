@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from posttrain.data.render import decode_response, encode_prompt, stop_ids
+from posttrain.data.render.encoding import decode_ids
 from posttrain.evaluation.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import device_of, read_sites, replaced
 from posttrain.interpret.differences.changes import Seen, random_features
@@ -225,7 +226,7 @@ class Trial:
             attempts = []
             for example, prompt, ids in zip(self.examples, self.prompts, completions, strict=True):
                 text = decode_response(tokenizer, grader.template, ids, prompt)
-                prompt_text = tokenizer.decode(list(prompt), skip_special_tokens=False)
+                prompt_text = decode_ids(tokenizer, prompt)
                 finish: Literal["stop", "length"] = "stop" if ids and ids[-1] in stops else "length"
                 attempts.append(Attempt(example, prompt_text, text, Completion(tuple(ids), (), finish)))
             grades = grader.grade(attempts)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.data.render.encoding import decode_ids
 from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import plan_batches
 from posttrain.interpret.activations.sites import device_of, pad, read_sites, replaced
@@ -198,7 +199,7 @@ def locate_divergence(
         "moved": ends,
         "shown": [
             {
-                "prompt": tokenizer.decode(list(ids[:length]), skip_special_tokens=False),
+                "prompt": decode_ids(tokenizer, ids[:length]),
                 "tokens": show_tokens(tokenizer, ids[length:]),
                 "kl": [round(float(value), 4) for value in kl[length:]],
             }

@@ -1,0 +1,47 @@
+"""The function of a worker process that renders chat templates of others, through transformers as everybody does."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+_MAX_REASON = 500  # characters
+
+
+class _Holder:
+    """What ``apply_chat_template`` reads of a tokenizer."""
+
+    def __init__(self, template: str | dict[str, str], tokens: dict[str, str]) -> None:
+        self.chat_template, self.special_tokens_map = template, tokens
+        self.get_chat_template = partial(PreTrainedTokenizerBase.get_chat_template, self)
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What the template raised: Jinja makes a code object for the traceback of it, which a worker refuses to do."""
+    while isinstance(error, PermissionError) and error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def render(item: dict[str, Any]) -> dict[str, str | int]:
+    """Return the ``text`` of a conversation; the ``length`` of one that is too long; or the ``error`` of the template.
+
+    ``item``: ``template``, the special ``tokens`` by name, ``given`` (messages and variables as JSON), ``prompt``,
+    ``max_chars``.
+    """
+    rows, variables = json.loads(item["given"])
+    holder: Any = _Holder(item["template"], item["tokens"])
+    options = {"tokenize": False, "add_generation_prompt": item["prompt"], **variables}
+    try:
+        text = str(PreTrainedTokenizerBase.apply_chat_template(holder, rows, **options))
+    except Exception as error:  # noqa: BLE001 - whatever a template of others raises
+        raised = _raised(error)
+        if isinstance(raised, MemoryError):
+            raise raised from None
+        return {"error": str(raised)[:_MAX_REASON]}
+    if len(text) > item["max_chars"]:
+        return {"length": len(text)}
+    return {"text": text}
