@@ -49,7 +49,7 @@ def pool_of(target: str) -> WorkerPool:
 
 
 class TemplateError(Exception):
-    """What a chat template raised."""
+    """The error that a chat template raised."""
 
 
 def render_foreign(tokenizer: Any, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool) -> str:
@@ -100,7 +100,7 @@ def _refusal(tokenizer: Any, reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What of a tokenizer may take forever, without its vocabulary.
+    """The parts of a tokenizer that may take forever, without its vocabulary.
 
     Attributes:
         key: a hash of the rest.

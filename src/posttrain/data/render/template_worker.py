@@ -12,7 +12,7 @@ _MAX_REASON = 500  # characters
 
 
 class _Holder:
-    """What ``apply_chat_template`` reads of a tokenizer."""
+    """The parts of a tokenizer that ``apply_chat_template`` reads."""
 
     def __init__(self, template: str | dict[str, str], tokens: dict[str, str]) -> None:
         self.chat_template, self.special_tokens_map = template, tokens
@@ -20,7 +20,7 @@ class _Holder:
 
 
 def _raised(error: BaseException) -> BaseException:
-    """What the template raised: Jinja makes a code object for the traceback of it, which a worker refuses to do."""
+    """Return the error of the template itself: Jinja makes a code object for its traceback, which a worker refuses."""
     while isinstance(error, PermissionError) and error.__context__ is not None:
         error = error.__context__
     return error
