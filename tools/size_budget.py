@@ -33,7 +33,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "other_names": (85, 1471),
     "recipes": (689, 1382),
     "reports": (826, 2171),
-    "runs": (1352, 2323),
+    "runs": (1354, 2326),
     "sampling": (3693, 6412),
     "store": (1086, 2117),
     "sweeps": (1113, 1881),

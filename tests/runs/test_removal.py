@@ -112,7 +112,7 @@ def delete_and_die(root: Path, module: ModuleType, name: str, when: str) -> int:
 
 @pytest.mark.parametrize(
     ("module", "function", "when", "gone"),
-    [(os, "rename", "before", False), (os, "rename", "after", True), (shutil, "rmtree", "before", True)],
+    [(os, "rename", "before", False), (os, "rename", "after", True), (removal, "remove_tree", "before", True)],
 )
 def test_a_kill_leaves_a_whole_run_or_none_and_the_next_deletion_the_rest(
     root: Path, tmp_path: Path, module: ModuleType, function: str, when: str, gone: bool

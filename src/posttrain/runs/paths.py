@@ -139,7 +139,11 @@ def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> 
         raise UsageError(f"{shorten(name)} is a recipe; train it, and give the run")
     if name in registry.names("task"):
         raise UsageError(f"{shorten(name)} is a task, and no model; a task is given by --task")
-    refuse_out_of_reach(name)
+    hint = suggest(name, [*EMBEDDED_MODELS, *PUBLISHED])
+    try:
+        refuse_out_of_reach(name)
+    except UsageError as error:
+        raise UsageError(f"{error}.{hint}") from None
 
 
 def fits(name: str, pattern: str) -> bool:

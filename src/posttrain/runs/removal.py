@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
 from posttrain.runs.listing import Link, find_links, steps_in_use
 from posttrain.runs.paths import Place, runs_of, sweep_of
 from posttrain.store.checkpoint_files import BEST, best_step, checkpoint_steps, clean_leftovers, discard_checkpoint
-from posttrain.store.durable import ASIDE, remove_leftovers, sync_folder
+from posttrain.store.durable import ASIDE, remove_leftovers, remove_tree, sync_folder
 
 _DELETING = ".deleting-"
 _FAILED = "failed-step-*"
@@ -59,7 +58,7 @@ def delete(root: str | Path, place: Place) -> None:
         sync_folder(place.path.parent)
         for item in folder.glob(f"{_DELETING}*"):
             if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
+                remove_tree(item)
 
 
 def parse_keep(text: str) -> tuple[str, ...]:
@@ -155,7 +154,7 @@ def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:
             (folder / BEST).unlink()
         for item in folder.glob(_FAILED):
             if not item.is_symlink():
-                shutil.rmtree(item)
+                remove_tree(item)
         clean_leftovers(folder)
         remove_leftovers(run.path)
 

@@ -222,6 +222,8 @@ def test_is_gguf_knows_files_by_their_first_bytes(home: Path, file: Path) -> Non
 def test_models_fetch_of_an_unknown_name_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "fetch", "smollm2-135"]) == 2
     assert "smollm2-135m" in capsys.readouterr().err
+    assert main(["generate", "smollm2-135", "Hi?"]) == 2
+    assert "smollm2-135m" in capsys.readouterr().err
     assert main(["models", "fetch"]) == 2
     assert main(["models", "list"]) == 0
     assert "smollm2-135m" in capsys.readouterr().out
