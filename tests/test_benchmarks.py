@@ -46,6 +46,11 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
     "processes.py": ([["--rounds", "1", "--steps", "2"]], None, "times the tokens per second of one"),
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),
+    "time_to_accuracy.py": (
+        [["--task", "stories", "--side", "ours", "--seeds", "0", "--steps", "1"]],
+        None,
+        "did not reach the target",
+    ),
     "training.py": (
         [["--ours", "--part", part, "--rounds", "1", "--steps", "1"] for part in ("grpo", "sft")],
         None,
