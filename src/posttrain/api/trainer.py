@@ -226,7 +226,8 @@ class Trainer:
                 f"objective: {word.name!r} {lacks}, which the trainer has not prepared. Name it where the trainer is "
                 f"made: pt.Trainer(..., objective={word.name!r})"
             )
-        function, regularize = entry.bind(word.options, "objective"), self.recipe.regularize
+        function: Callable[[Outputs, Batch], Loss] = entry.bind(word.options, "objective")
+        regularize = self.recipe.regularize
         if regularize is not None and entry.traits.get("policy_term"):
             function = with_regularizers(function, **regularize.model_dump())
         return replace(method, objective=function, vanishes=None)
