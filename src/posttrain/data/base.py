@@ -59,7 +59,8 @@ class ExamplesOnDemand(Sequence[Example]):
     """
 
     def __init__(self, size: int, make: Callable[[int], Example]) -> None:
-        self.size, self.make = size, make
+        self.size = size
+        self.make = make
 
     def __len__(self) -> int:
         return self.size
@@ -148,7 +149,10 @@ def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> C
     Raises:
         UsageError: a model that is no run, and no task named.
     """
-    options: dict[str, object] = dict(named.options) if named is not None else {}
+    if named is not None:
+        options: dict[str, object] = dict(named.options)
+    else:
+        options = {}
     if named is not None and named.name:
         name = named.name
     elif recipe is not None:
@@ -166,7 +170,10 @@ def _own_task(component: Component, options: Mapping[str, object]) -> Component:
     traits = registry.find("task", component.name).traits
     learns_from_test = own.get(traits.get("learns_from_test", ""))
     is_of_training = own.get("path") is not None and "path" not in options and not traits.get("splits_file")
-    split = _held_out(component).options["split"] if is_of_training or learns_from_test else "test"
+    if is_of_training or learns_from_test:
+        split = _held_out(component).options["split"]
+    else:
+        split = "test"
     return _with_split(Component(name=component.name, **{**own, **options}), split)
 
 
@@ -254,7 +261,8 @@ def _add_answers(stats: Description, example: Example, measure: Callable[[str], 
         lengths["response"] = [measure(example.demonstration)]
     if is_pair(example.responses):
         better, worse = sorted(example.responses, key=lambda r: r.score, reverse=True)
-        chosen, rejected = measure(better.text), measure(worse.text)
+        chosen = measure(better.text)
+        rejected = measure(worse.text)
         lengths |= {"chosen": [chosen], "rejected": [rejected]}
         stats.longer_chosen += 0.5 if chosen == rejected else float(chosen > rejected)
         stats.num_pairs += 1

@@ -67,7 +67,10 @@ class ChoiceColumns:
         if self.kind == "boolean":
             names = " and ".join(BOOLEAN_OPTIONS)
             return f"multiple choice: {self.gold!r} is true or false, which are the options {names}"
-        counted = f", counted from {self.first_index}{self.why}" if self.kind == "index" else ""
+        if self.kind == "index":
+            counted = f", counted from {self.first_index}{self.why}"
+        else:
+            counted = ""
         shown = ", which the prompts show already" if self.is_shown else ""
         return (
             f"multiple choice: options {', '.join(self.keys)}{shown}; right one {self.gold} ({self.kind}{counted}). "
@@ -78,7 +81,10 @@ class ChoiceColumns:
         """Return the options of a row, in order, without labels."""
         if self.kind == "boolean":
             return BOOLEAN_OPTIONS
-        found = _list_of(row, self.keys[0]) if len(self.keys) == 1 else _spread_options(row, self.keys)
+        if len(self.keys) == 1:
+            found = _list_of(row, self.keys[0])
+        else:
+            found = _spread_options(row, self.keys)
         if found is None:
             raise row.fail(f"{', '.join(map(repr, self.keys))} must hold 2 to {len(LETTERS)} options as in other rows")
         row.used.update(self.keys)
@@ -125,7 +131,10 @@ def candidate_columns(
     """
     is_named = rows[0].has(answer_key)
     is_wanted = choices_key is not None or first_index is not None
-    golds = [answer_key] if is_named else _scalar_columns(rows, excluded)
+    if is_named:
+        golds = [answer_key]
+    else:
+        golds = _scalar_columns(rows, excluded)
     if choices_key is None:
         groups = [*_list_columns(rows, excluded), *_spread_columns(rows, excluded | {answer_key})]
     else:
@@ -149,7 +158,9 @@ def candidate_columns(
     if groups or found or not is_named:
         return found
     is_boolean = all(isinstance(_value(row, answer_key), bool) for row in rows)
-    return [ChoiceColumns((), answer_key, "boolean")] if is_boolean else []
+    if is_boolean:
+        return [ChoiceColumns((), answer_key, "boolean")]
+    return []
 
 
 def choose_columns(
@@ -222,7 +233,8 @@ def with_choices(example: Example, columns: ChoiceColumns, row: Row, *, shows: b
 
     ``shows``: the question has the options already.
     """
-    options, letter = columns.options_of(row), columns.letter_of(row)
+    options = columns.options_of(row)
+    letter = columns.letter_of(row)
     messages = example.messages
     if not (shows or columns.is_shown):
         place = max(n for n, message in enumerate(messages) if message.role == "user")
@@ -244,7 +256,9 @@ def last_question(messages: Sequence[Message]) -> str:
 
 def _value(row: Row, key: str) -> object:
     """The value under a key, which does not count as used."""
-    return dict.get(row.data, key) if isinstance(row.data, dict) else None
+    if isinstance(row.data, dict):
+        return dict.get(row.data, key)
+    return None
 
 
 def _texts(values: object) -> tuple[tuple[str, ...], bool] | None:
@@ -255,7 +269,9 @@ def _texts(values: object) -> tuple[tuple[str, ...], bool] | None:
     if not are_numbers and not all(isinstance(one, str) for one in values):
         return None
     texts = tuple(_number_text(one) if are_numbers else str(one).strip() for one in values)
-    return (texts, are_numbers) if all(texts) else None
+    if all(texts):
+        return (texts, are_numbers)
+    return None
 
 
 def _number_text(value: object) -> str:
@@ -278,7 +294,9 @@ def _list_of(row: Row, key: str) -> _Options | None:
         columns = {name: [one.get(name) for one in value] for name in value[0]}
         return _labelled(columns)
     read = _texts(value)
-    return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
+    if read is None:
+        return None
+    return _Options(_without_labels(read[0]), are_numbers=read[1])
 
 
 def _labelled(value: Mapping[str, object]) -> _Options | None:
@@ -288,7 +306,9 @@ def _labelled(value: Mapping[str, object]) -> _Options | None:
         return None
     if len(lists) == 1:
         read = _texts(next(iter(lists.values())))
-        return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
+        if read is None:
+            return None
+        return _Options(_without_labels(read[0]), are_numbers=read[1])
     if len(lists) != 2:
         return None
     found = [name for name, one in lists.items() if _are_labels(one)]
@@ -296,7 +316,9 @@ def _labelled(value: Mapping[str, object]) -> _Options | None:
         return None
     labels = next((name for name in found if _LABELS_NAME.search(name)), found[-1])  # texts may look like labels
     read = _texts(next(one for name, one in lists.items() if name != labels))
-    return None if read is None else _Options(read[0], tuple(str(one).strip() for one in lists[labels]), read[1])
+    if read is None:
+        return None
+    return _Options(read[0], tuple(str(one).strip() for one in lists[labels]), read[1])
 
 
 def _are_labels(values: Sequence[object]) -> bool:
@@ -314,7 +336,9 @@ def _without_labels(texts: tuple[str, ...]) -> tuple[str, ...]:
     if not all(own):
         return texts
     stripped = tuple(text[match.end() :].strip() for text, match in zip(texts, matches, strict=True) if match)
-    return stripped if all(stripped) else texts
+    if all(stripped):
+        return stripped
+    return texts
 
 
 def _spread_options(row: Row, keys: Sequence[str]) -> _Options | None:
@@ -325,11 +349,15 @@ def _spread_options(row: Row, keys: Sequence[str]) -> _Options | None:
     read = _texts(values)
     if read is None and all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
         read = _texts([one if isinstance(one, str) else _number_text(one) for one in values])
-    return None if read is None else _Options(read[0], are_numbers=read[1])
+    if read is None:
+        return None
+    return _Options(read[0], are_numbers=read[1])
 
 
 def _options(row: Row, keys: Sequence[str]) -> _Options | None:
-    return _list_of(row, keys[0]) if len(keys) == 1 else _spread_options(row, keys)
+    if len(keys) == 1:
+        return _list_of(row, keys[0])
+    return _spread_options(row, keys)
 
 
 def _scalar_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[str]:
@@ -383,7 +411,9 @@ def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_wanted
         elif not is_about:
             fitting = [first for first in (0, 1) if _fits_from(rows, keys, gold, first)]
             is_sure = is_wanted or len(fitting) == 1 or len(keys) > 1 or _OPTIONS_NAME.search(keys[0])
-            return kind if fitting and is_sure else None
+            if fitting and is_sure:
+                return kind
+            return None
     return None
 
 
@@ -396,21 +426,31 @@ def _place(
     row: Row, keys: Sequence[str], gold: str, kind: GoldKind | Literal["boolean"], first_index: int
 ) -> int | None:
     """The place of the right option, read as ``kind``; None where the gold answer is nothing of that kind."""
-    found, value = _options(row, keys), _value(row, gold)
+    found = _options(row, keys)
+    value = _value(row, gold)
     if found is None or value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
-    text, count = _number_text(value).strip(), len(found.options)
+    text = _number_text(value).strip()
+    count = len(found.options)
     if kind == "label":
-        return found.labels.index(text) if text in found.labels else None
+        if text in found.labels:
+            return found.labels.index(text)
+        return None
     if kind == "text":
         fits = isinstance(value, str) or found.are_numbers
-        return _place_of_text(text, found.options) if fits else None
+        if fits:
+            return _place_of_text(text, found.options)
+        return None
     if kind == "letter":
-        return _place_of_letter(text, found.options) if isinstance(value, str) else None
+        if isinstance(value, str):
+            return _place_of_letter(text, found.options)
+        return None
     if not re.fullmatch(r"[0-9]{1,2}", text):
         return None
     place = int(text) - first_index
-    return place if 0 <= place < count else None
+    if 0 <= place < count:
+        return place
+    return None
 
 
 def _place_of_text(text: str, options: Sequence[str]) -> int | None:
@@ -419,7 +459,9 @@ def _place_of_text(text: str, options: Sequence[str]) -> int | None:
         return options.index(text)
     plain = [" ".join(option.split()).rstrip(".").casefold() for option in options]
     wanted = " ".join(text.split()).rstrip(".").casefold()
-    return plain.index(wanted) if wanted and plain.count(wanted) == 1 else None
+    if wanted and plain.count(wanted) == 1:
+        return plain.index(wanted)
+    return None
 
 
 def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
@@ -430,7 +472,9 @@ def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
     place = LETTERS.index(match[1].upper())
     rest = text[match.end() :].strip()
     is_own = place < len(options) and rest in ("", options[place])
-    return place if is_own else None
+    if is_own:
+        return place
+    return None
 
 
 def _choose(row: Row, found: Sequence[ChoiceColumns]) -> ChoiceColumns:

@@ -99,7 +99,8 @@ def read_format(text: str | None) -> PromptFormat | None:
     if text is None:
         return None
     where = "task.prompt_format"
-    text = text if "\n" in text else text.replace("\\n", "\n")
+    if "\n" not in text:
+        text = text.replace("\\n", "\n")
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:
@@ -107,7 +108,10 @@ def read_format(text: str | None) -> PromptFormat | None:
     names = [name for _, name, _, _ in parsed if name is not None]
     unusable = next((name for _, name, spec, how in parsed if _is_unusable(name, spec, how)), None)
     if unusable is not None or not names:
-        what = "it names no column" if not names else f"{{{unusable}}} is no name of a column"
+        if not names:
+            what = "it names no column"
+        else:
+            what = f"{{{unusable}}} is no name of a column"
         raise RecipeError(f'{where}: {what}. Write names of columns in braces: "{{article}}\\n\\n{{question}}"')
     return PromptFormat(text, tuple(dict.fromkeys(names)))
 
@@ -121,7 +125,8 @@ def _is_unusable(name: str | None, spec: str | None, conversion: str | None) -> 
 
 def _text_of(row: Row, name: str) -> str:
     if not row.has(name):
-        near, known = suggest(name, row.data), ", ".join(row.data)
+        near = suggest(name, row.data)
+        known = ", ".join(row.data)
         raise row.fail(f"task.prompt_format names {name!r}, and the row has no such key.{near} There are: {known}")
     value = row.data[name]
     if not isinstance(value, str):
@@ -179,14 +184,21 @@ class UnshownColumns:
             return ()
         plain = next((name for name in names if not re.search(r"[{}:!]", name)), None)
         silence = f"task.meta: [{', '.join(names)}] carries them along without this line"
-        show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, ' if plain is not None else ""
-        show = f"task.prompt_format leaves {{{question}}} out; " if plain == question else show
+        if plain is not None:
+            show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, '
+        else:
+            show = ""
+        if plain == question:
+            show = f"task.prompt_format leaves {{{question}}} out; "
         return (f"columns that the prompt does not show: {', '.join(names)}. {show}{silence}",)
 
 
 def _parts(value: object) -> list[str]:
     """A text, or the texts of a list; none of anything else, and no blank ones."""
-    values = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, list | tuple):
+        values = value
+    else:
+        values = [value]
     return [one.strip() for one in values if isinstance(one, str) and one.strip()]
 
 
@@ -206,5 +218,6 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], place: str, optio
     there = sorted(known)
     for name in names:
         if name not in there:
-            near, known_keys = suggest(name, there), ", ".join(there)
+            near = suggest(name, there)
+            known_keys = ", ".join(there)
             raise RecipeError(f"{option}: no row of {place} has the key {name!r}.{near} There are: {known_keys}")

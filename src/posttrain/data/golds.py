@@ -40,14 +40,21 @@ def _of_text(row: Row, key: str, text: str) -> list[str]:
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
     if isinstance(value, str):  # no JSON text, or that of a text
-        return [value] if value.strip() else [text]
-    entries = _entries_of_object(value) if isinstance(value, Mapping) else value
+        if value.strip():
+            return [value]
+        return [text]
+    if isinstance(value, Mapping):
+        entries = _entries_of_object(value)
+    else:
+        entries = value
     if not isinstance(entries, list) or not entries or not all(_is_plain(one) for one in entries):
         return [text]
     if len(entries) > 1 and not any(isinstance(one, str) for one in entries):
         return [text]
     found = [_text(row, key, one) for one in entries]
-    return found if len(found) == 1 and isinstance(value, list) else [*found, text]
+    if len(found) == 1 and isinstance(value, list):
+        return found
+    return [*found, text]
 
 
 def _entries(row: Row, key: str, value: object) -> list[object]:

@@ -151,13 +151,15 @@ def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
         Dropped: the row cannot be used.
         DataError: a key is missing or of the wrong type.
     """
-    chosen, rejected = parse_turns(row.text("chosen")), parse_turns(row.text("rejected"))
+    chosen = parse_turns(row.text("chosen"))
+    rejected = parse_turns(row.text("rejected"))
     drop_if(
         any(turns[-1].role != "assistant" for turns in (chosen, rejected)),
         "the dialogue does not end with the assistant's turn",
     )
     drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' part before their last turn")
-    better, worse = merge_turns(chosen), merge_turns(rejected)
+    better = merge_turns(chosen)
+    worse = merge_turns(rejected)
     drop_if(better[0].role != "user", "the dialogue begins with the assistant's turn")
     answers = [answer_text(turns[-1].content, strip_thinking=strip_thinking) for turns in (better, worse)]
     drop_if(answers[0] == answers[1], "'chosen' and 'rejected' are the same")
@@ -189,7 +191,10 @@ def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole
             whole.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
         lowest = sorted(sorted(range(len(examples)), key=lambda i: prompt_hash(examples[i]))[:n])
         for example in (examples[i] for i in lowest):
-            changed = replace(example, responses=()) if name == "test" else example
+            if name == "test":
+                changed = replace(example, responses=())
+            else:
+                changed = example
             kept.append(replace(changed, meta={**example.meta, "source": "test" if name == "test" else "train"}))
     return kept
 
@@ -205,12 +210,18 @@ def answer_text(text: str, *, strip_thinking: bool) -> str:
     """
     if not strip_thinking:
         return text
-    kept, depth = "", 0
+    kept = ""
+    depth = 0
     for part in re.split(r"(</?think>)", text):
         if part == "<think>":
             depth += 1
         elif part == "</think>":
-            kept, depth = (kept, depth - 1) if depth else ("", 0)
+            if depth:
+                kept = kept
+                depth = depth - 1
+            else:
+                kept = ""
+                depth = 0
         elif depth == 0:
             kept += part
     drop_if(depth, "a <think> that never closes")

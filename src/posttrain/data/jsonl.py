@@ -116,7 +116,8 @@ def jsonl(
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    layout, asked = Layout(keys, read_format(prompt_format)), (choices_key, first_index)
+    layout = Layout(keys, read_format(prompt_format))
+    asked = (choices_key, first_index)
     collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or (), *asked)
     warnings = _settle_grader(collected, grader, layout)
     if correct_only:
@@ -199,12 +200,16 @@ def _with_choices(
     kept = [first, *following]
     seen = kept
     if answer_key == "answer" and not first.has(answer_key) and all(map(_has_ground_truth, kept)):
-        seen, answer_key = [_with_ground_truth(row) for row in kept], "ground_truth"
+        seen = [_with_ground_truth(row) for row in kept]
+        answer_key = "ground_truth"
     candidates = candidate_columns(seen, answer_key, excluded, choices_key, first_index)
     if not candidates:
         return kept, replace(layout, notes=describe_near_miss(seen, answer_key, excluded))
     found = choose_columns(seen, candidates, layout.question_of, first_index)
-    fields = layout.prompt_format.fields if layout.prompt_format is not None else ()
+    if layout.prompt_format is not None:
+        fields = layout.prompt_format.fields
+    else:
+        fields = ()
     are_texts = len(found.keys) > 1 and not set(found.keys).isdisjoint(fields)
     if are_texts and not found.is_shown:  # the format shows two columns that are no lettered options
         return kept, layout
@@ -224,7 +229,8 @@ def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> 
     """Give every example its grader, and return the lines about graders, choices and columns."""
     lines: tuple[str, ...] = ()
     if layout.choices is not None:
-        chosen, lines = grader or "multiple_choice", (layout.choices.describe(),)
+        chosen = grader or "multiple_choice"
+        lines = (layout.choices.describe(),)
     elif grader is not None:
         chosen = grader
     else:
@@ -248,9 +254,15 @@ def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> 
 def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
     """The key of a part in a row; another name counts only where the option is left at its default."""
     named = keys[part]
-    others = ALIASES.get(part, ()) if named == part and not row.has(named) else ()
+    if named == part and not row.has(named):
+        others = ALIASES.get(part, ())
+    else:
+        others = ()
     if part == "response":  # ``output`` is what is wanted only where Alpaca's instruction stands
-        others = () if row.has(_key_of(row, "messages", keys)) else others if row.has("instruction") else others[:1]
+        if row.has(_key_of(row, "messages", keys)):
+            others = ()
+        elif not row.has("instruction"):
+            others = others[:1]
     return next((key for key in others if row.has(key)), named)
 
 
@@ -263,7 +275,10 @@ def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
         how_many = f"{len(formulas):,} of {len(golds):,} gold answers are formulas"
         return "math", (f"task.grader: math, because {how_many}, such as {first[:60]!r} ({name})",)
     words = [gold for _, gold in golds if parse_quantity(gold) is None]
-    shown_words = f" or words ({len(words):,}, such as {words[0][:60]!r})" if words else ""
+    if words:
+        shown_words = f" or words ({len(words):,}, such as {words[0][:60]!r})"
+    else:
+        shown_words = ""
     line = f"task.grader: numeric, because all {len(golds):,} gold answers are numbers{shown_words}"
     return "numeric", (line,) if golds else ()
 
@@ -284,9 +299,13 @@ def read_example(
     if prompt_format is None and _is_text_alone(row, keys):
         return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
     messages = add_system(row, _prompt_messages(row, keys, prompt_format, options))
-    of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
+    of_response = _key_of(row, "response", keys)
+    of_solution = keys["solution"]
     solution = row.text(of_solution) if row.has(of_solution) else None
-    parts = {} if solution is None else {repr(of_solution): solution}
+    if solution is None:
+        parts = {}
+    else:
+        parts = {repr(of_solution): solution}
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
         messages += read_messages(row, of_response, before=messages, ends_with_calls=True)
     elif row.has(of_response):
@@ -304,7 +323,8 @@ def read_example(
         calls = (f"{call.tool} {call.raw_arguments}" for call in messages[-1].calls)
         parts[f"an assistant's message at the end of {of_messages!r}"] = "\n".join((messages[-1].text, *calls)).lstrip()
         refuse_two_replies(row, messages)
-        conversation, (messages, turns) = messages, split_turns(messages[:-1])
+        conversation = messages
+        (messages, turns) = split_turns(messages[:-1])
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
     demonstration = next((text for text in parts.values() if text is not solution), None)
@@ -350,7 +370,8 @@ def _refuse_judged(row: Row, of_response: str) -> None:
 def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[str]]:
     """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answers."""
     if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
-        row, of_answer = _with_ground_truth(row), "ground_truth"
+        row = _with_ground_truth(row)
+        of_answer = "ground_truth"
     if not of_answer or not (needed or row.has(of_answer)):
         return "", []
     otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
@@ -407,13 +428,17 @@ def _prompt_messages(
         if not {PROMPT, of_prompt}.intersection(prompt_format.fields):
             row.used.discard(of_prompt)  # then the prompt does not show it
             return (Message("user", prompt_format.fill(row, None, options)),)
-        question = row.text(of_prompt) if PROMPT in prompt_format.fields and of_prompt != PROMPT else None
+        if PROMPT in prompt_format.fields and of_prompt != PROMPT:
+            question = row.text(of_prompt)
+        else:
+            question = None
         return (Message("user", prompt_format.fill(row, question, options)),)
     return prompt_format.rewrite(row, _question_messages(row, keys), (of_prompt,), options)
 
 
 def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
-    of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
+    of_messages = _key_of(row, "messages", keys)
+    of_prompt = _key_of(row, "prompt", keys)
     if row.has(of_messages):
         return read_messages(row, of_messages, ends_with_calls=True)
     if of_prompt == "instruction":

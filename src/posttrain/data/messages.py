@@ -45,7 +45,8 @@ def read_messages(
     """
     row.need(key)
     value = row.nested(key)
-    value = [value] if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
@@ -64,17 +65,30 @@ def refuse_two_replies(row: Row, messages: Sequence[Message]) -> None:
 
 def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     where = f"{key!r}, message {number}"
-    fields = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
+    if isinstance(item, Mapping):
+        fields = {k: v for k, v in item.items() if v is not None and v != []}
+    else:
+        fields = {}
     row.used.update(f"{key}[].{k}" for k in fields)
     fields = {k: v for k, v in fields.items() if k not in row.ignored}
-    of_role, of_content = ("role", "content") if "role" in fields else ("from", "value")
+    if "role" in fields:
+        of_role = "role"
+        of_content = "content"
+    else:
+        of_role = "from"
+        of_content = "value"
     calls = fields.get("tool_calls")
     if isinstance(calls, str) and isinstance(decoded := _decoded(calls), list):
         calls = decoded
     if fields.get("from") == "function_call":  # the call is the value
-        calls, fields["value"] = _decoded(fields.get("value")), ""
-        calls = calls if isinstance(calls, list) else [calls]
-    old = ". A call is written as 'tool_calls', not 'function_call'" if "function_call" in fields else ""
+        calls = _decoded(fields.get("value"))
+        fields["value"] = ""
+        if not isinstance(calls, list):
+            calls = [calls]
+    if "function_call" in fields:
+        old = ". A call is written as 'tool_calls', not 'function_call'"
+    else:
+        old = ""
     if of_role not in fields or (of_content not in fields and not calls and fields[of_role] != "tool"):
         raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}{old}")
     role = row.checked(fields[of_role], f"{key} {number} {of_role}")
@@ -112,7 +126,10 @@ def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
     if isinstance(value, list):
         for part in value:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
+                if isinstance(part, Mapping):
+                    kind = part.get("type")
+                else:
+                    kind = part
                 raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
             for key in (k for k, v in part.items() if v is not None and k not in {"type", "text", *row.ignored}):
                 raise row.fail(
@@ -120,7 +137,9 @@ def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
                     "name it in task.ignore_keys"
                 )
         value = "".join(part["text"] for part in value)
-    return str(value) if not needed and is_blank(value) else row.checked(value, name)
+    if not needed and is_blank(value):
+        return str(value)
+    return row.checked(value, name)
 
 
 def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
@@ -138,9 +157,13 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
 
 def _read_call(row: Row, place: str, fields: object) -> Call:
     """A call: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
-    fields = fields if isinstance(fields, Mapping) else {}
+    if not isinstance(fields, Mapping):
+        fields = {}
     function = fields.get("function", fields)
-    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
+    if isinstance(function, Mapping):
+        arguments = function.get("arguments", {})
+    else:
+        arguments = None
     if isinstance(arguments, str):
         arguments = _decoded(arguments or "{}")
     elif arguments is None and row.is_arrow:
@@ -202,7 +225,8 @@ def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Messa
 
 def _check_results(row: Row, key: str, messages: Sequence[Message], previous: str, ends_with_calls: bool) -> None:
     """Refuse calls without results, results without calls, and what stands between them; ``previous``: a role."""
-    missing, has_called = 0, False
+    missing = 0
+    has_called = False
     for number, message in enumerate([*messages, None], start=1):
         where = f"{key!r}, message {number}"
         if message is not None and message.role == "tool":
@@ -227,7 +251,8 @@ def _check_results(row: Row, key: str, messages: Sequence[Message], previous: st
             message.calls and (messages[number - 2].role if number > 1 else previous) not in ("user", "tool"),
             f"{where}: tools are used in answer to a message of the user",
         )
-        missing, has_called = len(message.calls), bool(message.calls)
+        missing = len(message.calls)
+        has_called = bool(message.calls)
 
 
 def read_variables(row: Row) -> dict[str, object]:
@@ -238,11 +263,17 @@ def read_variables(row: Row) -> dict[str, object]:
     Raises:
         DataError: of another form, or a variable that is not the row's to set.
     """
-    given = row.nested("chat_template_kwargs") if row.has("chat_template_kwargs") else {}
+    if row.has("chat_template_kwargs"):
+        given = row.nested("chat_template_kwargs")
+    else:
+        given = {}
     if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
         form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
         raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
-    tools = row.nested("tools") if row.has("tools") and row.data["tools"] != "" else []
+    if row.has("tools") and row.data["tools"] != "":
+        tools = row.nested("tools")
+    else:
+        tools = []
     if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
         form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
         raise row.fail(f"'tools' must be {form}; got {shown(row.data['tools'])}")
@@ -250,7 +281,9 @@ def read_variables(row: Row) -> dict[str, object]:
         function = one.get("function", one)
         row.checked(function.get("name") if isinstance(function, Mapping) else None, f"tools {number} name")
     schemas = [dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools]
-    return {**given, "tools": schemas} if tools else dict(given)
+    if tools:
+        return {**given, "tools": schemas}
+    return dict(given)
 
 
 def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -280,7 +313,10 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
         DataError: of the wrong type.
     """
     earlier: list[Message] = []
-    history = row.nested("history") if row.has("history") else []
+    if row.has("history"):
+        history = row.nested("history")
+    else:
+        history = []
     for pair in history if isinstance(history, list) else [history] if history else []:
         row.refuse_if(
             not isinstance(pair, list | tuple) or len(pair) != 2,

@@ -82,12 +82,15 @@ def _kind(example: Example) -> str:
         return "pairs of answers"
     if example.responses:
         return "judged answers"
-    return "questions" if example.messages else "texts to read"
+    if example.messages:
+        return "questions"
+    return "texts to read"
 
 
 def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
     """The examples of all parts in the given order of parts; an id has the part's name before it."""
-    names, turns = list(tasks), [0] * len(tasks)
+    names = list(tasks)
+    turns = [0] * len(tasks)
     places: list[tuple[str, int]] = []
     for part in order:
         places.append((names[part], turns[part]))
@@ -113,7 +116,10 @@ def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Seq
         own = [item for item in items if item.meta.get(PART) == name]
         if any(item.samples and not item.is_ungraded for item in own):
             shares[f"{name}:accuracy"] = [item.share for item in own if not item.is_ungraded]
-        found = task.shares(own) if task.shares is not None else {}
+        if task.shares is not None:
+            found = task.shares(own)
+        else:
+            found = {}
         shares |= {f"{name}:{measure}": values for measure, values in found.items()}
     return shares
 
@@ -129,7 +135,9 @@ def next_turn(weights: Sequence[float], turns: Sequence[int]) -> int:
 
 def take_turns(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     """The part of each example, in turns by weight; a part that has none left is passed over."""
-    turns, left, order = [0] * len(weights), list(weights), list[int]()
+    turns = [0] * len(weights)
+    left = list(weights)
+    order = list[int]()
     while len(order) < sum(sizes):
         part = next_turn(left, turns)
         if turns[part] == sizes[part]:

@@ -96,8 +96,13 @@ def _judged(row: Row, dropped: Counter[str]) -> list[Judged]:
         dropped["no answer was sampled (a prompt that did not fit)"] += 1
     judged = []
     for number, sample in enumerate(samples, start=1):
-        fields = sample if isinstance(sample, Mapping) else {}
-        text, outcome, ids = fields.get("text"), str(fields.get("outcome")), fields.get(RESPONSE_IDS)
+        if isinstance(sample, Mapping):
+            fields = sample
+        else:
+            fields = {}
+        text = fields.get("text")
+        outcome = str(fields.get("outcome"))
+        ids = fields.get(RESPONSE_IDS)
         if not isinstance(text, str):
             raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
         if outcome in UNJUDGED:
@@ -182,17 +187,23 @@ def preferences(
     form = read_format(prompt_format)
 
     def read(row: Row) -> Example:
-        row = _from_openai(row) if OPENAI_KEYS[1] in row.data else row
+        if OPENAI_KEYS[1] in row.data:
+            row = _from_openai(row)
         if not first:
             first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
-        messages = messages if form is None else form.rewrite(row, messages, PROMPT_KEYS)
-        margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
+        if form is not None:
+            messages = form.rewrite(row, messages, PROMPT_KEYS)
+        if has_margin and len(responses) == 2:
+            margin = read_score(row, "margin")
+        else:
+            margin = None
         drop_if(margin is not None and margin < 0, "'margin' is below 0, so the rejected answer is the better one")
         return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
-    rows, keys = paired_rows(read_file(path), dropped := Counter[str]()), (ignore_keys or (), meta or ())
+    rows = paired_rows(read_file(path), dropped := Counter[str]())
+    keys = (ignore_keys or (), meta or ())
     about: dict[str, Any] = {"name": f"preferences/{split}", "carries": True, "ignored": keys[0], "silenced": keys[1]}
     collected = collect(rows, read, path, dropped, **about)
     refuse_unknown(keys[1], (key for key, _ in collected.keys), path, "task.meta")
@@ -219,7 +230,8 @@ def ultrafeedback(row: Row) -> Example:
 
 def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], TrainerState]:
     """The reader of all rows of a file that begins with ``first``."""
-    layout, label = _detect_layout(first), _label_key(first)
+    layout = _detect_layout(first)
+    label = _label_key(first)
     scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
     known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
 
@@ -227,7 +239,9 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callab
         drop_if(known.isdisjoint(row.data), "a row of another layout than the first")
         if layout == "pair":
             return _read_pair(row, scores)
-        return _read_judged(row, label) if layout == "judged" else _read_steps(row, classes, separator)
+        if layout == "judged":
+            return _read_judged(row, label)
+        return _read_steps(row, classes, separator)
 
     return read
 
@@ -235,7 +249,10 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callab
 def _detect_layout(row: Row) -> Layout:
     layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
     if not layouts and any(key in row.data for key in RATING_KEYS):
-        layouts = ["judged"] if "completion" in row.data or "messages" in row.data else []
+        if "completion" in row.data or "messages" in row.data:
+            layouts = ["judged"]
+        else:
+            layouts = []
     if len(layouts) == 1:
         return layouts[0]
     every = [keys for ways in LAYOUTS.values() for keys in ways]
@@ -243,7 +260,10 @@ def _detect_layout(row: Row) -> Layout:
     wanted = "; ".join(map(", ".join, layouts_shown))
     known = {*PROMPT_KEYS, *(key for keys in every for key in keys)}
     near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
-    what = "of no known layout" if not layouts else f"of more than one layout ({', '.join(layouts)})"
+    if not layouts:
+        what = "of no known layout"
+    else:
+        what = f"of more than one layout ({', '.join(layouts)})"
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
@@ -252,7 +272,10 @@ def _from_openai(row: Row) -> Row:
     for key in OPENAI_KEYS:
         require(row, key)
     given = row.nested("input")
-    inside = {k: v for k, v in given.items() if k not in row.ignored} if isinstance(given, Mapping) else {}
+    if isinstance(given, Mapping):
+        inside = {k: v for k, v in given.items() if k not in row.ignored}
+    else:
+        inside = {}
     known = {"messages", "tools", "parallel_tool_calls"}  # the last says nothing about these answers
     row.refuse_if(
         "messages" not in inside or not inside.keys() <= known,
@@ -268,7 +291,10 @@ def _from_openai(row: Row) -> Row:
 def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
     """The prompt, and the chosen and the rejected answer with their scores."""
     prompt, answers = _read_answers(row, ("chosen", "rejected"))
-    unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
+    if scores is None:
+        unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None)
+    else:
+        unread = None
     row.refuse_if(
         unread is not None,
         f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
@@ -276,7 +302,11 @@ def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
     )
     chosen, rejected = answers
     drop_if(chosen == rejected, "'chosen' and 'rejected' are the same")
-    better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
+    if scores is None:
+        better = 1.0
+        worse = 0.0
+    else:
+        better, worse = (read_score(row, key) for key in scores)
     if better <= worse:
         same = "chosen and rejected have the same score"
         raise Dropped(same if better == worse else "chosen has a lower score than rejected")
@@ -323,7 +353,10 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
     else:
         prompt = _read_prompt(row)
         if prompt[len(prompt) - len(turns) :] != turns:
-            question = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
+            if row.has("system") and turns[:1] != prompt[:1]:
+                question = prompt[1:]
+            else:
+                question = prompt
             drop_if(
                 all(turns[start : start + len(question)] != question for start in range(len(turns))),
                 "'prompt' is not what the conversations begin with",
@@ -349,7 +382,8 @@ def _read_judged(row: Row, key: str) -> TrainerState:
             "'messages' does not end with the assistant's message, which 'label' would be about",
         )
         drop_if(len(conversation) == 1, "'messages' holds nothing but the assistant's message")
-        messages, text = add_system(row, conversation[:-1]), _answer_of(row, "messages", conversation[-1])
+        messages = add_system(row, conversation[:-1])
+        text = _answer_of(row, "messages", conversation[-1])
     row.refuse_if(
         not row.has(key) and row.has(_label_key(row)),
         f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same",
@@ -378,7 +412,8 @@ def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> Trainer
     row.refuse_if(
         len(steps) != len(labels), f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label"
     )
-    texts, step_labels = list[str](), list[int]()
+    texts = list[str]()
+    step_labels = list[int]()
     for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
         drop_if(step is None or is_blank(step), "a blank step")
         drop_if(label is None, "a step without a label")
@@ -388,7 +423,10 @@ def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> Trainer
         elif isinstance(label, int | float) and label in classes:
             step_labels.append(classes[int(label)])
         else:
-            hint = ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes)" if label == -1 else ""
+            if label == -1:
+                hint = ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes)"
+            else:
+                hint = ""
             raise row.fail(f"'labels' {number} must be true, false or one of {sorted(classes)}; got {label!r}{hint}")
     return messages, (stepwise(texts, step_labels, separator),)
 
@@ -402,9 +440,13 @@ def read_verdict(row: Row, key: str) -> float:
     """
     drop_if(not row.has(key), f"{key!r} is missing")
     value = row.data[key]
-    value = VERDICTS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = VERDICTS.get(value.strip().lower(), value)
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
-        rating = ". A rating stands under 'rating', and data.label_above makes it a label" if key == "label" else ""
+        if key == "label":
+            rating = ". A rating stands under 'rating', and data.label_above makes it a label"
+        else:
+            rating = ""
         raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{rating}")
     return float(value)
 
@@ -447,5 +489,6 @@ def stepwise(
     and otherwise 0.
     """
     texts = tuple((separator if index else "") + step for index, step in enumerate(steps))
-    score = float(all(label != 0 for label in labels)) if score is None else score
+    if score is None:
+        score = float(all(label != 0 for label in labels))
     return Response("".join(texts), score, texts, tuple(labels))

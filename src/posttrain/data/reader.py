@@ -70,7 +70,8 @@ def reads_rows(read: Reader) -> Reader:
 
     Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``), then on the hub.
     """
-    name, own = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
+    name = read.__name__
+    own = dict(inspect.signature(read, eval_str=True).parameters)
     place = _places().get(name, {})
     needs_path = own["path"].default is inspect.Parameter.empty
 
@@ -116,7 +117,8 @@ def row_task(
     """
 
     def make(read: Callable[..., Example]) -> Reader:
-        name, parameters = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
+        name = read.__name__
+        parameters = dict(inspect.signature(read, eval_str=True).parameters)
         first = split or ("test" if splits is TestSplit else "train")
         there = {"train": train, "validation": "validation" if share is None else train, "test": test}
         takes_split = parameters.pop("split", None) is not None
@@ -130,7 +132,10 @@ def row_task(
 
         shared = _options(split=(splits, first), path=(str | None, None))
         shared |= {} if share is None else _options(validation_share=(Share, share))
-        task.__name__, task.__qualname__, task.__module__, task.__doc__ = name, name, read.__module__, read.__doc__
+        task.__name__ = name
+        task.__qualname__ = name
+        task.__module__ = read.__module__
+        task.__doc__ = read.__doc__
         _declare(task, shared | parameters)
         return reads_rows(task)
 
@@ -151,7 +156,8 @@ def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
 def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
     """A reader's docstring with what it has in common with all others."""
     ends = [place for part in ("\n\nRaises:", "\n\nSource:") if (place := doc.find(part)) >= 0]
-    about, rest = doc[: min(ends, default=len(doc))], doc[min(ends, default=len(doc)) :]
+    about = doc[: min(ends, default=len(doc))]
+    rest = doc[min(ends, default=len(doc)) :]
     about += "" if "\n\nArgs:" in about else "\n\nArgs:"
     for name, text in _ABOUT.items():
         if name in options and f"\n    {name}:" not in about:
@@ -182,7 +188,10 @@ def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str,
     """The options that name the task's files in the folder POSTTRAIN_DATA; none where there are no such files."""
     listed = _places()[name].get("files", {})
     # a validation split is a part of the training rows, unless it has a file of its own
-    source = "train" if split == "validation" and "validation" not in listed else split
+    if split == "validation" and "validation" not in listed:
+        source = "train"
+    else:
+        source = split
     further = {key: [f"{name}/{of}"] for key, of in _places()[name].get("also", {}).items() if options.get(key) is None}
     found = {"path": [f"{name}/{source}", *listed.get(source, ())], **further}
     folder = os.environ.get(FOLDER)
@@ -191,7 +200,9 @@ def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str,
         for key, names in found.items()
         for files in [(Path(folder) / f"{name}{suffix}" for name in names for suffix in SUFFIXES) if folder else ()]
     }
-    return {key: file for key, file in there.items() if file is not None} if there["path"] else {}
+    if there["path"]:
+        return {key: file for key, file in there.items() if file is not None}
+    return {}
 
 
 def _where_to_get(name: str, place: Mapping[str, object]) -> str:
@@ -263,9 +274,15 @@ class Collected:
             DataError: there is nothing, or nothing is left for the split.
         """
         self.require_examples(place)
-        part: FileSplit = "all" if share is None else split
+        if share is None:
+            part: FileSplit = "all"
+        else:
+            part = split
         chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening, test_share=test_share)
-        warnings = () if test_share is None else _describe_part(name, split, len(chosen), len(self.examples))
+        if test_share is None:
+            warnings = ()
+        else:
+            warnings = _describe_part(name, split, len(chosen), len(self.examples))
         return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys), warnings=warnings)
 
 
@@ -275,7 +292,9 @@ def _describe_part(name: str, split: FileSplit, size: int, total: int) -> tuple[
         return ()
     line = f"{name}/{split}: {size:,} of {total:,} rows, which split train leaves out; task.split all takes every row"
     if size >= MIN_HELD_OUT:
-        return (line,) if split == "test" else ()
+        if split == "test":
+            return (line,)
+        return ()
     half = 98.0 / math.sqrt(size + 3.84)  # of Wilson's interval at a share of one half, in points
     return (f"{line}. A share of so few has a 95 % interval of up to ±{half:.0f} points: raise task.{split}_share",)
 
@@ -365,7 +384,8 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     messages = example.messages[: first if by_opening else None]
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
-    text = text if messages else example.demonstration or ""
+    if not messages:
+        text = example.demonstration or ""
     return int(hashlib.blake2b(text.encode("utf-8"), digest_size=7).hexdigest(), 16) / 2.0**56
 
 
@@ -397,7 +417,10 @@ def choose_split(
         raise DataError(place, f"nothing is held out for {split}; set task.{split}_share above 0")
     hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
     if len(set(hashes)) == 1:
-        options = "validation_share" if test_share is None else "validation_share and test_share"
+        if test_share is None:
+            options = "validation_share"
+        else:
+            options = "validation_share and test_share"
         raise DataError(place, f"only one distinct prompt: it cannot be parted; to train on it, set {options} to 0")
     first, second = _ends(sorted(set(hashes)), shares)
     begin, end = {"validation": (0.0, first), "test": (first, second), "train": (second, 1.0)}[split]
@@ -409,7 +432,8 @@ def choose_split(
 
 def _ends(hashes: Sequence[float], shares: tuple[float, float]) -> tuple[float, float]:
     """Return where the two held-out parts end among distinct hashes: each with one at least, as far as there are."""
-    ends, total = [0.0], 0.0
+    ends = [0.0]
+    total = 0.0
     for number, share in enumerate(shares):
         total += share
         left = [value for value in hashes if value >= ends[-1]]

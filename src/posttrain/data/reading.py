@@ -90,7 +90,9 @@ class Row:
     @property
     def number(self) -> str:
         """The row's name among the file's others: ``7``, or ``7.2`` for the second of line 7."""
-        return f"{self.line}.{self.part}" if self.part else str(self.line)
+        if self.part:
+            return f"{self.line}.{self.part}"
+        return str(self.line)
 
     def fail(self, what: str) -> DataError:
         """The error to raise about this row."""
@@ -128,7 +130,9 @@ class Row:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
         if self.is_arrow and isinstance(value, Mapping):
             return {key: self.as_written(one) for key, one in value.items() if one is not None}
-        return [self.as_written(one) for one in value] if self.is_arrow and isinstance(value, list) else value
+        if self.is_arrow and isinstance(value, list):
+            return [self.as_written(one) for one in value]
+        return value
 
     def text(self, key: str) -> str:
         """The text under ``key``."""
@@ -173,8 +177,13 @@ class Row:
 
     def meta(self) -> dict[str, Any]:
         """The object under ``meta``, or another value there under this name; empty where there is none."""
-        value = self.plain("meta") if self.has("meta") else {}
-        return dict(value) if isinstance(value, Mapping) else {"meta": value}
+        if self.has("meta"):
+            value = self.plain("meta")
+        else:
+            value = {}
+        if isinstance(value, Mapping):
+            return dict(value)
+        return {"meta": value}
 
     def entries(self, key: str, what: str) -> list[object]:
         """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``."""
@@ -221,10 +230,15 @@ def read_file(path: str | Path) -> Iterator[Row]:
     kind = kind_of_file(path)
     if kind == "nothing" and not path.is_absolute() and os.environ.get(FOLDER):
         there = Path(os.environ[FOLDER]) / path
-        path, kind = (there, kind_of_file(there)) if kind_of_file(there) != "nothing" else (path, kind)
+        if kind_of_file(there) != "nothing":
+            path = there
+            kind = kind_of_file(there)
     if kind == "nothing":
         is_folder = kind_of_file(path.parent) == "folder"
-        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if is_folder else ""
+        if is_folder:
+            near = suggest(path.name, (p.name for p in path.parent.iterdir()))
+        else:
+            near = ""
         raise DataNotThere(path, f"no such file.{near} Give one that is there")
     if kind != "file":
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
@@ -267,7 +281,10 @@ def _integer(digits: str) -> int:
 
 def _without_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if len(set(names)) < len(names):
+        twice = next((name for name in names if names.count(name) > 1), None)
+    else:
+        twice = None
     if twice is not None:
         raise ValueError(f"the key {twice!r} stands twice in an object")
     return dict(pairs)
@@ -326,7 +343,8 @@ def _read_table(path: Path) -> Iterator[Row]:
     csv.field_size_limit(MAX_LINE_BYTES)
     stream = io.StringIO(_whole_text(path), newline="")
     reader = csv.reader(stream, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-    names, begins = list[str](), 1
+    names = list[str]()
+    begins = 1
     try:
         for values in reader:
             begins, line = reader.line_num + 1, begins
@@ -379,8 +397,13 @@ def _read_hub(path: str) -> Iterator[Row]:
     parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
     if parts is None:
         raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
-    name, config, split = parts["name"], parts["config"], parts["split"] or "train"
-    place = f"hub:{name}" if name.endswith(SUFFIXES) else f"hub:{'/'.join(filter(None, (name, config, split)))}"
+    name = parts["name"]
+    config = parts["config"]
+    split = parts["split"] or "train"
+    if name.endswith(SUFFIXES):
+        place = f"hub:{name}"
+    else:
+        place = f"hub:{'/'.join(filter(None, (name, config, split)))}"
     failures: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, RuntimeError)
     try:
         if name.endswith(SUFFIXES):
@@ -397,7 +420,10 @@ def _read_hub(path: str) -> Iterator[Row]:
             raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
         failures += (getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError),)
         first = int(parts["rows"]) if parts["rows"] else None
-        streamed = {} if first is None else {"streaming": True}
+        if first is None:
+            streamed = {}
+        else:
+            streamed = {"streaming": True}
         rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, **streamed)
         for number, row in enumerate(islice(rows, first), start=1):
             yield Row(place, number, row, is_arrow=True)

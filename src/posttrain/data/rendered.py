@@ -41,7 +41,8 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
     ends = [end for end in (_end_of(text, template, tokenizer) for text in texts) if end]
     if not ends or 2 * len(ends) <= len(texts):
         return task
-    end, own = max(ends, key=ends.count), _own_end(template)
+    end = max(ends, key=ends.count)
+    own = _own_end(template)
     share = f"{len(ends)} of {len(texts)} prompts"
     if end != own:
         read = "" if len(texts) == len(task.examples) else "the first "
@@ -66,8 +67,13 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
 
 def _prompt_of(example: Example) -> str:
     """The prompt, if it is one text of a user."""
-    message = example.messages[0] if len(example.messages) == 1 else Message("assistant", "")
-    return message.content if message.role == "user" else ""
+    if len(example.messages) == 1:
+        message = example.messages[0]
+    else:
+        message = Message("assistant", "")
+    if message.role == "user":
+        return message.content
+    return ""
 
 
 def _own_end(template: Template) -> str:
@@ -77,7 +83,8 @@ def _own_end(template: Template) -> str:
 
 def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
     """The end of a rendered prompt; empty for any other text."""
-    own, kept = _own_end(template), text.rstrip()
+    own = _own_end(template)
+    kept = text.rstrip()
     if own and kept.endswith(own):
         return own
     turn = _TURN.search(kept)
@@ -86,7 +93,9 @@ def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
     suffix = _chat_end(tokenizer)
     if suffix and kept.endswith(suffix):
         return suffix
-    return _named_end(kept) if own or template.chat else ""
+    if own or template.chat:
+        return _named_end(kept)
+    return ""
 
 
 def _named_end(text: str) -> str:
@@ -95,7 +104,9 @@ def _named_end(text: str) -> str:
     named = _ASSISTANT.fullmatch(before.rpartition("\n")[2])
     if named is None or not _SPEAKER.search(before):
         return ""
-    return named[1] if before == text else f"{named[1]} <think>"
+    if before == text:
+        return named[1]
+    return f"{named[1]} <think>"
 
 
 def _chat_end(tokenizer: Tokenizer) -> str:
@@ -104,5 +115,7 @@ def _chat_end(tokenizer: Tokenizer) -> str:
         return ""
     with suppress(UsageError):
         end = render_history(tokenizer, [("user", mark(0))], {}, prompt=True).partition(mark(0))[2].strip()
-        return end if re.search(r"[<\[|]", end) else ""
+        if re.search(r"[<\[|]", end):
+            return end
+        return ""
     return ""

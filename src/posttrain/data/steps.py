@@ -55,7 +55,10 @@ def judged_solutions(
         try:
             require(row, problem_key)
             require(row, solution_key)
-            ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
+            if row.has(RESPONSE_IDS):
+                ids = row.plain(RESPONSE_IDS)
+            else:
+                ids = ()
             row.refuse_if(
                 not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids),
                 f"{RESPONSE_IDS!r} must be a list of token ids",
@@ -69,7 +72,8 @@ def judged_solutions(
         groups.setdefault(problem, (row, []))[1].append(response)
     for problem, (first, responses) in groups.items():
         meta = {key: first.plain(key) for key in META_KEYS if first.has(key)}
-        id, messages = f"judged_solutions/{split}/{first.line}", (Message("user", problem),)
+        id = f"judged_solutions/{split}/{first.line}"
+        messages = (Message("user", problem),)
         collected.examples.append(Example(id, messages, responses=tuple(responses), meta=meta))
     return collected.as_task("judged_solutions", path, split, validation_share)
 
@@ -113,7 +117,8 @@ def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
     *pieces, rest = tagged.split(_TAG)
     drop_if(not pieces, "no step tag in 'input'")
     drop_if(rest.strip(), "text behind the last step tag")
-    labels, position = list[int](), 0
+    labels = list[int]()
+    position = 0
     for piece in pieces:
         end = position + len(piece)
         if signed[position:end] != piece or signed[end : end + 1] not in _SIGNS:
@@ -163,10 +168,17 @@ def prm800k(
         raise UsageError(
             "task.neutral says what a rating of 0 is where there are two classes; with num_classes 3 leave it out"
         )
-    classes = CLASSES[3] if num_classes == 3 else {-1: 0, 0: int(neutral != "bad"), 1: 1}
+    if num_classes == 3:
+        classes = CLASSES[3]
+    else:
+        classes = {-1: 0, 0: int(neutral != "bad"), 1: 1}
     source = "test" if split == "test" else "train"
-    files = {"": path} if path is not None else {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
-    collected, rated = Collected(), dict[bytes, int]()
+    if path is not None:
+        files = {"": path}
+    else:
+        files = {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
+    collected = Collected()
+    rated = dict[bytes, int]()
     for name, place in files.items():
         for row in _join_steps(read_file(place), collected):
             try:
@@ -186,7 +198,9 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
     rows have at the end of their ``responses`` is the chosen one.
     """
     first: Row | None = None
-    problem, prefix, steps = "", list[str](), list[dict[str, Any]]()
+    problem = ""
+    prefix = list[str]()
+    steps = list[dict[str, Any]]()
 
     def joined(row: Row) -> Row:
         return replace(row, data={"question": {"problem": problem}, "label": {"steps": steps}})
@@ -196,7 +210,8 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
             yield from [row] if first is None else [joined(first), row]
             first = None
             continue
-        before, text = row.data.get("responses"), row.data["next_response"]
+        before = row.data.get("responses")
+        text = row.data["next_response"]
         if not isinstance(before, list):
             raise row.fail("'responses' must be a list of the steps before")
         if any(step is None or is_blank(step) for step in (*before, text)):
@@ -206,13 +221,19 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
         text = row.checked(text, f"step {len(before) + 1}")
         text += f"\n\n# Answer\n\n{row.answer('answer')}" if row.has("answer") else ""
         instruction = row.text("instruction").strip()
-        last = [candidate["text"] for candidate in steps[-1]["completions"]] if steps else []
+        if steps:
+            last = [candidate["text"] for candidate in steps[-1]["completions"]]
+        else:
+            last = []
         continues = before[:-1] == prefix and before[-1:] != [] and before[-1] in last
         if first is None or instruction != problem or not (before == prefix or continues):
             if first is not None:
                 yield joined(first)
             given = [{"completions": [{"text": step, "rating": None}], "chosen_completion": 0} for step in before]
-            first, problem, prefix, steps = row, instruction, before, [*given, {"completions": []}]
+            first = row
+            problem = instruction
+            prefix = before
+            steps = [*given, {"completions": []}]
         elif continues:
             chosen = steps[-1].get("chosen_completion")
             if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
@@ -246,18 +267,25 @@ def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int],
     drop_if(row.data.get("is_quality_control_question"), "a quality-control solution, given to every labeller")
     drop_if(row.data.get("is_initial_screening_question"), "a screening solution, given to every labeller")
     question, label = (_object(row, row.data.get(key), repr(key)) for key in ("question", "label"))
-    finish, steps = label.get("finish_reason"), label.get("steps")
+    finish = label.get("finish_reason")
+    steps = label.get("steps")
     drop_if(finish == _BROKEN, "a problem that the labeller found broken")
     if not isinstance(steps, list):
         raise row.fail("'label' needs 'steps', a list")
     problem = Row(row.place, row.line, question).text("problem").strip()
-    trunk, branches, is_over, num_behind = list[Candidate](), list[list[Candidate]](), False, 0
+    trunk = list[Candidate]()
+    branches = list[list[Candidate]]()
+    is_over = False
+    num_behind = 0
     for number, step in enumerate(steps, start=1):
         candidates, chosen = _read_step(row, _object(row, step, f"'label.steps' {number}"), number)
         if is_over or not candidates:
             num_behind += len(candidates)
             continue
-        goes_on = 0 if chosen is None and candidates[0][1] is not None else chosen
+        if chosen is None and candidates[0][1] is not None:
+            goes_on = 0
+        else:
+            goes_on = chosen
         branches += [[*trunk, candidate] for n, candidate in enumerate(candidates) if n != goes_on]
         trunk += [] if goes_on is None else [candidates[goes_on]]
         is_over = chosen is None
@@ -286,7 +314,8 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
 
     A step that the labeller wrote in place of the candidates is that one.
     """
-    completions, written = list(step.get("completions") or ()), step.get("human_completion")
+    completions = list(step.get("completions") or ())
+    written = step.get("human_completion")
     chosen = step.get("chosen_completion")
     row.refuse_if(
         chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(completions)),
@@ -294,14 +323,21 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
     )
     if chosen is None and written is not None:
         chosen = len(completions)
-        text = written.get("text") if isinstance(written, Mapping) else written
+        if isinstance(written, Mapping):
+            text = written.get("text")
+        else:
+            text = written
         completions.append({"text": text, "rating": None})
     candidates: list[Candidate] = []
     for completion in completions:
         row.refuse_if(
             not isinstance(completion, Mapping), f"step {number}: a completion must be an object with text and rating"
         )
-        text, rating = completion.get("text"), None if completion.get("flagged") else completion.get("rating")
+        text = completion.get("text")
+        if completion.get("flagged"):
+            rating = None
+        else:
+            rating = completion.get("rating")
         drop_if(text is None or is_blank(text), "a blank step")
         candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
@@ -316,7 +352,10 @@ def _new_ratings(
     for index, (text, own_rating) in enumerate(path):
         key = hashlib.blake2b(key + b"\x1f" + text.encode(), digest_size=12).digest()
         rating = own_rating if index >= start else None
-        before = None if rating is None else rated.get(key)
+        if rating is None:
+            before = None
+        else:
+            before = rated.get(key)
         if before is not None and not (rating == -1 and index < len(path) - 1):
             other = "" if before == rating else ", with another rating"
             dropped[f"a candidate step that was rated before{other}"] += 1

@@ -25,7 +25,8 @@ else:
 
 # Added tokens that are not flagged as special and yet mark structure: <think>, [INST], <|user|>.
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-THINK, END_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_THINK = "</think>"
 # Pairs of tags that an assistant writes. The second alone is a tag only where the prompt has opened the block.
 _PAIRED = ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
 # Characters from which a text is encoded as a batch of one, for which the library lets other threads run meanwhile.
@@ -55,8 +56,11 @@ class Markers:
     """
 
     def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
-        self.ids, self.swallows, self.leading = ids, swallows, leading
-        self.anchors, self.restarts = dict[str, list[int]](), False
+        self.ids = ids
+        self.swallows = swallows
+        self.leading = leading
+        self.anchors = dict[str, list[int]]()
+        self.restarts = False
         self.adds_space = True
         self.context: list[int] = []
         self.id_set = frozenset(ids.values())
@@ -81,7 +85,8 @@ class Markers:
             content = self._at(text, place)
             if place < last or content is None:
                 continue
-            start, end = place, place + len(content)
+            start = place
+            end = place + len(content)
             before, behind = self.swallows[content]
             while before and start > last and text[start - 1].isspace():
                 start -= 1
@@ -118,7 +123,8 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
     }
     try_text(tokenizer, "a", split_special=False)
     with refuse_panic(tokenizer):
-        plain, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        framed = tokenizer("a")["input_ids"]
     starts = range(len(framed) - len(plain) + 1)
     num_leading = next((n for n in starts if framed[n : n + len(plain)] == plain), 0)
     markers = Markers(
@@ -159,7 +165,9 @@ def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
     ids = _encode(tokenizer, f".{spaced}", split_special=False).ids
     if ids[: len(anchor)] != anchor or _decode(tokenizer, ids[len(anchor) :]) == spaced:
         return []
-    return anchor if _decode(tokenizer, ids) == f".{spaced}" else []
+    if _decode(tokenizer, ids) == f".{spaced}":
+        return anchor
+    return []
 
 
 def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
@@ -214,12 +222,14 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], before: Sequenc
         ids: list[int] = encoded.ids
         if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
             return ids
-        ids, run = [], ""
+        ids = []
+        run = ""
         for piece in merged:
             start = 0
             for begin, end, index in markers.find(piece.text) if piece.trusted else ():
                 ids += [*encode_plain(tokenizer, run + piece.text[start:begin], ids), index]
-                run, start = "", end
+                run = ""
+                start = end
             run += piece.text[start:]
         return ids + encode_plain(tokenizer, run, ids)
 
@@ -288,7 +298,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), lead: str = "") -> None:
-        self.tokenizer, self.lead = tokenizer, lead
+        self.tokenizer = tokenizer
+        self.lead = lead
         self.ids: list[int] = list(context_behind(tokenizer, before))
         self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before
         self._shown = len(self.ids)  # tokens whose text has been given
@@ -309,7 +320,9 @@ class TextStream:
     def flush(self) -> str:
         """The text that is left when no token follows: incomplete bytes as replacement characters."""
         text = self._held + self._rest()
-        self._context, self._shown, self._held = self._shown, len(self.ids), ""
+        self._context = self._shown
+        self._shown = len(self.ids)
+        self._held = ""
         return text
 
     def end(self) -> str:
@@ -333,7 +346,8 @@ def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bo
     marked: list[Piece] = []
     is_first = True
     for piece in pieces:
-        at, text = 0, piece.text
+        at = 0
+        text = piece.text
         for start, end in [] if piece.trusted else sorted(set(_tags(text, names, is_open, is_first))):
             if start >= at:
                 marked += [Piece(text[at:start], trusted=False), Piece(text[start:end], trusted=True)]

@@ -40,7 +40,9 @@ class Equation:
 
     @property
     def result(self) -> int:
-        return int(_APPLY[self.sign](self.left, self.right)) if self.claimed is None else self.claimed
+        if self.claimed is None:
+            return int(_APPLY[self.sign](self.left, self.right))
+        return self.claimed
 
     @property
     def holds(self) -> bool:
@@ -53,7 +55,12 @@ class Equation:
     def key(self) -> str:
         """The same text for ``a + b`` and ``b + a``: what splits are decided on."""
         swap = self.sign in "+*" and self.left > self.right
-        left, right = (self.right, self.left) if swap else (self.left, self.right)
+        if swap:
+            left = self.right
+            right = self.left
+        else:
+            left = self.left
+            right = self.right
         return f"{left}{self.sign}{right}"
 
     def __str__(self) -> str:
@@ -129,7 +136,9 @@ class Draft:
     @property
     def last(self) -> int | None:
         """The equation that gave the known value; None where the story itself gives it."""
-        return len(self.equations) - 1 if self.equations else None
+        if self.equations:
+            return len(self.equations) - 1
+        return None
 
     def work(self, left: int, sign: str, right: int, origins: Origins = (None, None)) -> bool:
         """Add a step; False when it leaves the range or does not divide."""
@@ -148,7 +157,10 @@ class Draft:
         """One more event: the known value grows, shrinks, doubles, is halved, ..."""
         self.cast.place = self.rng.choice(TEXT["places"])
         sign, operand = draw_operation(self.rng, self.value, self.limit)
-        number = operand if operand is not None else draw_operand(self.rng, sign, self.value, self.limit)
+        if operand is not None:
+            number = operand
+        else:
+            number = draw_operand(self.rng, sign, self.value, self.limit)
         if number < 2 or not self.work(self.value, sign, number, (self.last, None)):
             return False
         self.say(phrases[f"{sign}{operand or ''}"], n=number)
@@ -181,8 +193,13 @@ def draw_operation(rng: Random, value: int, limit: int) -> Operation:
 
 def draw_operand(rng: Random, sign: str, value: int, limit: int) -> int:
     """A number to add to, or to take from, ``value``: at least 2 (plural), or 0 when there is none."""
-    room = limit - value if sign == "+" else value
-    return rng.randint(2, room) if room >= 2 else 0
+    if sign == "+":
+        room = limit - value
+    else:
+        room = value
+    if room >= 2:
+        return rng.randint(2, room)
+    return 0
 
 
 def chain(rng: Random, steps: int, limit: int) -> Story | None:
@@ -199,10 +216,13 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
     together = steps >= 2 and rng.random() < 0.4
     draft = Draft(rng, limit, cast, value=rng.randint(2, limit))
     draft.sentences.append(f"{names[0]} has {draft.value} {cast.things}.")
-    previous, before = draft.value, draft.last
+    previous = draft.value
+    before = draft.last
     for i in range(1, steps + 1 - together):
-        previous, before = draft.value, draft.last
-        cast.friend, cast.name = names[i - 1], names[i]
+        previous = draft.value
+        before = draft.last
+        cast.friend = names[i - 1]
+        cast.name = names[i]
         if not draft.change(TEXT["comparisons"]):
             return None
     if not together:
@@ -216,7 +236,10 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     """Prices and amounts, then the change from a purse, then what happens to the coins."""
     draft = Draft(rng, limit, draw_cast(rng))
     goods = rng.sample(TEXT["goods"], 2)
-    kinds = 1 if steps < 3 else rng.randint(1, 2)
+    if steps < 3:
+        kinds = 1
+    else:
+        kinds = rng.randint(1, 2)
     prices = [rng.randint(2, 12) for _ in range(kinds)]
     amounts = [rng.randint(2, 9) for _ in range(kinds)]
     costs = [price * amount for price, amount in zip(prices, amounts, strict=True)]
@@ -242,13 +265,15 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
 def rate(rng: Random, steps: int, limit: int) -> Story | None:
     """So many each day for so many days, perhaps added to a heap, then events."""
     draft = Draft(rng, limit, draw_cast(rng))
-    pace, times = rng.randint(2, 12), rng.randint(2, 9)
+    pace = rng.randint(2, 12)
+    times = rng.randint(2, 9)
     if not draft.work(pace, "*", times):
         return None
     onto_heap = steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2
     draft.say(TEXT["gains"] if onto_heap else TEXT["rates"], n=pace, m=times)
     if onto_heap:
-        before, gained = rng.randint(2, limit - draft.value), draft.value
+        before = rng.randint(2, limit - draft.value)
+        gained = draft.value
         draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
         draft.work(before, "+", gained, (None, draft.last))
     return draft.go_on(TEXT["changes"], "rate", TEXT["questions"], steps)
@@ -258,7 +283,8 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     """One heap, or two put together, shared equally; then events in one person's share."""
     cast = draw_cast(rng)
     draft = Draft(rng, limit, cast)
-    among, each = rng.randint(2, 9), rng.randint(2, 20)
+    among = rng.randint(2, 9)
+    each = rng.randint(2, 20)
     total = among * each
     if total > limit:
         return None
@@ -274,7 +300,8 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     if len(draft.equations) == steps:
         return draft.finish("share", ("How many {things} does each friend get?",))
     guest = rng.choice([person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)])
-    cast.friend, (cast.name, cast.they) = cast.name, guest
+    cast.friend = cast.name
+    (cast.name, cast.they) = guest
     draft.sentences.append(f"One of the friends is {guest[0]}.")
     return draft.go_on(TEXT["changes"], "share", TEXT["share_questions"], steps)
 

@@ -91,7 +91,10 @@ def stories(
         raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
     chosen = tuple(families or FAMILIES)
     options = StoryOptions(split, seed, min_steps, max_steps, max_value, chosen, worked, style, responses)
-    make = make_document if style == "document" else make_question
+    if style == "document":
+        make = make_document
+    else:
+        make = make_question
     return Task("stories", split, ExamplesOnDemand(size, partial(make, options)), worked=is_worked)
 
 
@@ -114,7 +117,11 @@ class StoryOptions:
 def split_of(key: str) -> Split:
     """The one split that may hold a signature: 80 % train, 10 % validation, 10 % test."""
     bucket = hashlib.blake2b(key.encode(), digest_size=8).digest()[0] * 10 // 256
-    return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
+    if bucket < 8:
+        return "train"
+    if bucket == 8:
+        return "validation"
+    return "test"
 
 
 def draw_story(rng: Random, options: StoryOptions) -> Story:
@@ -201,7 +208,9 @@ def carry_on(story: Story, step: int, claimed: int) -> tuple[Equation, ...]:
         own = (equation.left, equation.right)
         left, right = (n if of is None else equations[of].result for n, of in zip(own, origins, strict=True))
         equations.append(Equation(left, equation.sign, right, claimed if index == step else None))
-    return tuple(equations) if all(equation.holds for equation in equations) else ()
+    if all(equation.holds for equation in equations):
+        return tuple(equations)
+    return ()
 
 
 def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
@@ -217,7 +226,8 @@ def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResult
     responses = []
     for equations in workings:
         labels = tuple(accumulate((int(equation.claimed is None) for equation in equations), min))
-        score, steps = float(labels[-1]), tuple(f" {equation}" for equation in equations)
+        score = float(labels[-1])
+        steps = tuple(f" {equation}" for equation in equations)
         written = "".join(steps)
         if kind == "steps":
             responses.append(Response(written, score, steps, labels))
@@ -235,7 +245,10 @@ def make_document(options: StoryOptions, index: int) -> Example:
         story = draw_story(rng, options)
         closing = rng.choice(TEXT["closings"]).format(n=story.answer)
         lead_in = rng.choice(TEXT["lead_ins"])
-        written = f"{story.text} {lead_in}{story.working} {closing}" if kind == "worked" else f"{story.text} {closing}"
+        if kind == "worked":
+            written = f"{story.text} {lead_in}{story.working} {closing}"
+        else:
+            written = f"{story.text} {closing}"
     elif kind == "facts":
         written = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(2, 10)))
     else:
@@ -248,9 +261,13 @@ def draw_fact(rng: Random, options: StoryOptions) -> Equation:
     while True:
         value = rng.randint(2, options.max_value)
         if rng.random() < 0.25:  # a product or quotient of small numbers, as in shops and rates
-            factor, times = rng.randint(2, 12), rng.randint(2, 9)
+            factor = rng.randint(2, 12)
+            times = rng.randint(2, 9)
             is_product = rng.random() < 0.5
-            fact = Equation(factor, "*", times) if is_product else Equation(factor * times, "/", times)
+            if is_product:
+                fact = Equation(factor, "*", times)
+            else:
+                fact = Equation(factor * times, "/", times)
         else:
             sign, operand = draw_operation(rng, value, options.max_value)
             fact = Equation(value, sign, operand or draw_operand(rng, sign, value, options.max_value))
@@ -319,7 +336,8 @@ def sums(
     def make(item: int) -> Example:
         equation = _draw_sum(Random(derive_key(seed, name, item)), split, min_value, max_value)
         calls = Random(derive_key(seed, f"{name}/called", item)).random() < called
-        written, result = f"{equation.left} {equation.sign} {equation.right}", str(equation.result)
+        written = f"{equation.left} {equation.sign} {equation.right}"
+        result = str(equation.result)
         call = Call("calculator", json.dumps({"expression": written}), result, "ok")
         return Example(
             id=f"{name}/{item}",

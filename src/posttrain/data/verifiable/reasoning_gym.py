@@ -133,7 +133,11 @@ def make_scorer(dataset: str, settings: Mapping[str, object], entry: Mapping[str
 def split_of(question: str) -> Split:
     """The one split that may hold a question: 60 % train, 20 % validation, 20 % test."""
     bucket = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()[0] * 5 // 256
-    return "train" if bucket < 3 else "validation" if bucket == 3 else "test"
+    if bucket < 3:
+        return "train"
+    if bucket == 3:
+        return "validation"
+    return "test"
 
 
 def examples_of(

@@ -73,7 +73,11 @@ def gsm8k(row: Row) -> Example:
     """
     working, mark, result = row.text("answer").rpartition("####")
     if not mark:
-        working, result = result, row.answer("final_answer") if row.has("final_answer") else ""
+        working = result
+        if row.has("final_answer"):
+            result = row.answer("final_answer")
+        else:
+            result = ""
     if not result.strip():
         raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
     solution = strip_calculations(working).strip() or None
@@ -110,23 +114,33 @@ def math500(row: Row) -> Example:
 
 def _read_math(row: Row, without: str) -> Example:
     """One row of MATH as an example; ``without`` is the reason to drop one that has no answer."""
-    solution = row.text("solution").strip() if row.has("solution") else None
+    if row.has("solution"):
+        solution = row.text("solution").strip()
+    else:
+        solution = None
     problem = row.text("problem").strip()
     boxed = last_boxed(solution or "") or None
-    answer = row.answer("answer").strip() if row.has("answer") else boxed
+    if row.has("answer"):
+        answer = row.answer("answer").strip()
+    else:
+        answer = boxed
     meta: dict[str, object] = {}
     grader = "math"
     if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
         answer = ", ".join(boxes[0])
         if len(boxes[0]) > 1 and _ASKS_FOR_ONE.search(problem):
-            meta["answers"], grader = (answer, *boxes[0]), "any_answer"
+            meta["answers"] = (answer, *boxes[0])
+            grader = "any_answer"
     if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
         digits = str(row.data["level"]).removeprefix("Level").strip()
         row.refuse_if(
             digits not in ("?", *"12345"),
             f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}",
         )
-        meta["level"] = None if digits == "?" else int(digits)
+        if digits == "?":
+            meta["level"] = None
+        else:
+            meta["level"] = int(digits)
     subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
     if subject is not None:
         meta["subject"] = subject
@@ -138,8 +152,12 @@ def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Read
     """A suite in the common layout: a problem with its answer or answers."""
 
     def suite(row: Row) -> Example:
-        key = "question" if "problem" not in row.data and "question" in row.data else "problem"
-        problem, golds = row.text(key), read_golds(row, ("answer", "final_answer"))
+        if "problem" not in row.data and "question" in row.data:
+            key = "question"
+        else:
+            key = "problem"
+        problem = row.text(key)
+        golds = read_golds(row, ("answer", "final_answer"))
         drop_if(not golds, "no answer")
         if len(golds) > 1 and grader != "math":
             raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
@@ -151,12 +169,16 @@ def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Read
                 if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
                     raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
         meta |= {"answers": tuple(golds)} if len(golds) > 1 else {}
-        chosen = "any_answer" if len(golds) > 1 else grader
+        if len(golds) > 1:
+            chosen = "any_answer"
+        else:
+            chosen = grader
         has_solution = row.has("solution") and isinstance(row.data["solution"], str)
         solution = row.text("solution").strip() if has_solution else None
         return Example("", _question_messages(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
 
-    suite.__name__, suite.__doc__ = name, about
+    suite.__name__ = name
+    suite.__doc__ = about
     return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
 
 
@@ -176,9 +198,14 @@ def svamp(row: Row) -> Example:
 
     Source: Patel et al. 2021 (arXiv 2103.07191).
     """
-    body, question = row.text("Body").strip(), row.text("Question").strip()
+    body = row.text("Body").strip()
+    question = row.text("Question").strip()
     joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
-    golds, meta = read_golds(row, ("Answer",)), {"type": row.text("Type")} if row.has("Type") else {}
+    golds = read_golds(row, ("Answer",))
+    if row.has("Type"):
+        meta = {"type": row.text("Type")}
+    else:
+        meta = {}
     if len(golds) != 1:
         raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
     return Example("", _question_messages(joined), answer=golds[0], meta=meta)
@@ -198,10 +225,15 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
     """
     key = next((key for key in keys if row.has(key)), None)
     if key is None:
-        boxed = last_boxed(row.text("solution")) if row.has("solution") else None
+        if row.has("solution"):
+            boxed = last_boxed(row.text("solution"))
+        else:
+            boxed = None
         if boxed is None and not any(name in row.data for name in keys):
             row.need(keys[0])
-        return [boxed] if boxed else []
+        if boxed:
+            return [boxed]
+        return []
     golds = []
     given = row.data[key]
     if isinstance(given, str) and given.strip():
@@ -232,7 +264,8 @@ def mmlu(row: Row) -> Example:
     Source: Hendrycks et al. 2021 (arXiv 2009.03300). Departure: no solved questions come before; the instruction asks
     for the letter and names the subject.
     """
-    subject, value = row.text("subject"), row.entries("choices", f"of 2 to {len(LETTERS)} texts")
+    subject = row.text("subject")
+    value = row.entries("choices", f"of 2 to {len(LETTERS)} texts")
     row.refuse_if(
         not 2 <= len(value) <= len(LETTERS), f"'choices' must be a list of 2 to {len(LETTERS)} texts; got {value!r}"
     )
@@ -242,7 +275,8 @@ def mmlu(row: Row) -> Example:
         "with the letter of the right choice."
     )
     lines = [row.text("question").strip(), *(f"{m}. {choice}" for m, choice in zip(LETTERS, choices, strict=False))]
-    letters, answer = LETTERS[: len(choices)], row.data.get("answer")
+    letters = LETTERS[: len(choices)]
+    answer = row.data.get("answer")
     if type(answer) is int and 0 <= answer < len(letters):
         answer = letters[answer]
     if not isinstance(answer, str) or answer.strip() not in tuple(letters):
@@ -276,12 +310,23 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
 
     Source: Chen et al. 2021 (arXiv 2107.03374).
     """
-    head, name, tests = row.text("prompt"), row.text("entry_point"), row.text("test")
+    head = row.text("prompt")
+    name = row.text("entry_point")
+    tests = row.text("test")
     row.refuse_if(not name.isidentifier(), f"'entry_point' must be the name of a function; got {name!r}")
     goes_on = style == "completion"
-    question = head if goes_on else f"Complete this Python function.\n\n{_fenced(head)}"
-    body = row.text("canonical_solution") if row.has("canonical_solution") else None
-    program = body if body is None or goes_on else _fenced(f"{head}{body}")
+    if goes_on:
+        question = head
+    else:
+        question = f"Complete this Python function.\n\n{_fenced(head)}"
+    if row.has("canonical_solution"):
+        body = row.text("canonical_solution")
+    else:
+        body = None
+    if body is None or goes_on:
+        program = body
+    else:
+        program = _fenced(f"{head}{body}")
     checks: dict[str, object] = {
         "names": (name,),
         "code": f"{tests}\n\ncheck({name})\n",
@@ -308,9 +353,15 @@ def mbpp(row: Row, split: str) -> Example:
     """
     number = row.data.get("task_id")
     row.refuse_if(type(number) is not int, f"'task_id' must be an integer, which says the split; got {number!r}")
-    question, solution, tests = row.text("prompt"), row.text("code"), _lines(row, "test_list")
-    imports = _lines(row, "test_imports") if row.data.get("test_imports") else []
-    ids, called = MBPP_SPLITS[split], "\n".join(tests)
+    question = row.text("prompt")
+    solution = row.text("code")
+    tests = _lines(row, "test_list")
+    if row.data.get("test_imports"):
+        imports = _lines(row, "test_imports")
+    else:
+        imports = []
+    ids = MBPP_SPLITS[split]
+    called = "\n".join(tests)
     drop_if(number not in ids, f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
     defined = dict.fromkeys(_DEFINED.findall(solution))
     names = tuple(name for name in defined if re.search(rf"\b{re.escape(name)}\b", called))
@@ -352,7 +403,10 @@ def refusals(*, path: str | None = None) -> Task:
         kind = row.text("kind")
         if kind not in KINDS:
             raise row.fail(f"'kind' must be one of {', '.join(KINDS)}; got {kind!r}.{suggest(kind, KINDS)}")
-        topic = {"topic": row.text("topic")} if row.has("topic") else {}
+        if row.has("topic"):
+            topic = {"topic": row.text("topic")}
+        else:
+            topic = {}
         return Example(f"refusals/{row.line}", messages, meta={"kind": kind, **topic}, grader="refusal")
 
     place = path or str(resources.files("posttrain") / "data" / "prompts" / "refusals.jsonl")
