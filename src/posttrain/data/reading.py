@@ -210,6 +210,11 @@ def shown(value: object) -> str:
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
+def is_only_space(value: object) -> bool:
+    """Return True if a value is a text of nothing but white space."""
+    return isinstance(value, str) and not value.strip()
+
+
 def read_file(path: str | Path) -> Iterator[Row]:
     """Read the rows of a file with one of ``SUFFIXES``, in order.
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from posttrain.data.base import Task
-from posttrain.data.messages import is_blank
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
 from posttrain.data.reader import Collected, Dropped, Share, Split, drop_if, reads_rows, row_task, strip_calculations
-from posttrain.data.reading import Row, read_file
+from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.types import Example, Message, Response
@@ -214,7 +213,7 @@ def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
         text = row.data["next_response"]
         if not isinstance(before, list):
             raise row.fail("'responses' must be a list of the steps before")
-        if any(step is None or is_blank(step) for step in (*before, text)):
+        if any(step is None or is_only_space(step) for step in (*before, text)):
             collected.dropped["a blank step"] += 1
             continue
         before = [row.checked(step, f"step {number}") for number, step in enumerate(before, start=1)]
@@ -338,7 +337,7 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
             rating = None
         else:
             rating = completion.get("rating")
-        drop_if(text is None or is_blank(text), "a blank step")
+        drop_if(text is None or is_only_space(text), "a blank step")
         candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
 
