@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,16 @@ def read_messages(
         previous_role = before[-1].role
     _check_results(row, key, messages, previous_role, ends_with_calls)
     return tuple(_in_order(row, key, value, messages))
+
+
+def last_of_user(messages: Sequence[Message]) -> int | None:
+    """The place of the user's last message."""
+    return max((place for place, message in enumerate(messages) if message.role == "user"), default=None)
+
+
+def with_content(messages: tuple[Message, ...], place: int, content: str) -> tuple[Message, ...]:
+    """The messages with another content at one place."""
+    return (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
 
 
 def refuse_two_replies(row: Row, messages: Sequence[Message]) -> None:
