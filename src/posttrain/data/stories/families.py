@@ -54,14 +54,9 @@ class Equation:
     @property
     def key(self) -> str:
         """The same text for ``a + b`` and ``b + a``: what splits are decided on."""
-        swap = self.sign in "+*" and self.left > self.right
-        if swap:
-            left = self.right
-            right = self.left
-        else:
-            left = self.left
-            right = self.right
-        return f"{left}{self.sign}{right}"
+        if self.sign in "+*" and self.left > self.right:
+            return f"{self.right}{self.sign}{self.left}"
+        return f"{self.left}{self.sign}{self.right}"
 
     def __str__(self) -> str:
         return f"{self.left} {self.sign} {self.right} = {self.result}."
@@ -69,9 +64,14 @@ class Equation:
 
 def is_worked(written: str) -> bool:
     """Return True if a text shows working: at least one true equation such as ``19 + 12 = 31``."""
-    found = [one for one in _EQUATION.findall(written) if max(map(len, one)) <= 9]
-    equations = [(Equation(int(left), sign, int(right)), int(result)) for left, sign, right, result in found]
-    return any(equation.holds and equation.result == result for equation, result in equations)
+    for parts in _EQUATION.findall(written):
+        if max(map(len, parts)) > 9:
+            continue
+        left, sign, right, result = parts
+        equation = Equation(int(left), sign, int(right))
+        if equation.holds and equation.result == int(result):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,9 @@ class Cast:
     place: str
 
     def fill(self, template: str, **numbers: object) -> str:
-        words = vars(self) | {"They": self.they.capitalize(), "them": "her" if self.they == "she" else "him"}
-        return template.format(**(words | numbers))
+        them = "her" if self.they == "she" else "him"
+        words = {**vars(self), "They": self.they.capitalize(), "them": them, **numbers}
+        return template.format(**words)
 
 
 def draw_cast(rng: Random) -> Cast:
@@ -157,9 +158,8 @@ class Draft:
         """One more event: the known value grows, shrinks, doubles, is halved, ..."""
         self.cast.place = self.rng.choice(TEXT["places"])
         sign, operand = draw_operation(self.rng, self.value, self.limit)
-        if operand is not None:
-            number = operand
-        else:
+        number = operand
+        if number is None:
             number = draw_operand(self.rng, sign, self.value, self.limit)
         if number < 2 or not self.work(self.value, sign, number, (self.last, None)):
             return False
@@ -176,7 +176,8 @@ class Draft:
     def finish(self, family: str, questions: Sequence[str]) -> Story:
         """The story with its question, an aside now and then."""
         if self.rng.random() < 0.15:
-            aside = self.cast.fill(self.rng.choice(TEXT["asides"]), n=self.rng.randint(2, min(20, self.limit)))
+            template = self.rng.choice(TEXT["asides"])
+            aside = self.cast.fill(template, n=self.rng.randint(2, min(20, self.limit)))
             self.sentences.insert(self.rng.randint(1, len(self.sentences)), aside)
         self.say(questions)
         return Story(family, " ".join(self.sentences), tuple(self.equations), tuple(self.origins))
@@ -249,7 +250,8 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
         return None
     offers = [f"A {goods[k][0]} costs {prices[k]} coins" for k in range(kinds)]
     baskets = [f"{amounts[k]} {goods[k][1]}" for k in range(kinds)]
-    draft.sentences.append(" and ".join([offers[0], *(offer.lower() for offer in offers[1:])]) + ".")
+    offers[1:] = [offer.lower() for offer in offers[1:]]
+    draft.sentences.append(" and ".join(offers) + ".")
     draft.sentences.append(f"{draft.cast.name} buys {' and '.join(baskets)}.")
     if len(draft.equations) == steps:
         return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"))
@@ -270,7 +272,7 @@ def rate(rng: Random, steps: int, limit: int) -> Story | None:
     if not draft.work(pace, "*", times):
         return None
     onto_heap = steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2
-    draft.say(TEXT["gains"] if onto_heap else TEXT["rates"], n=pace, m=times)
+    draft.say(TEXT["gains" if onto_heap else "rates"], n=pace, m=times)
     if onto_heap:
         before = rng.randint(2, limit - draft.value)
         gained = draft.value
@@ -299,10 +301,10 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     draft.work(total, "/", among, (draft.last, None))
     if len(draft.equations) == steps:
         return draft.finish("share", ("How many {things} does each friend get?",))
-    guest = rng.choice([person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)])
+    others = [person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)]
     cast.friend = cast.name
-    (cast.name, cast.they) = guest
-    draft.sentences.append(f"One of the friends is {guest[0]}.")
+    cast.name, cast.they = rng.choice(others)
+    draft.sentences.append(f"One of the friends is {cast.name}.")
     return draft.go_on(TEXT["changes"], "share", TEXT["share_questions"], steps)
 
 
