@@ -219,11 +219,12 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
     draft.sentences.append(f"{names[0]} has {draft.value} {cast.things}.")
     previous = draft.value
     before = draft.last
-    for i in range(1, steps + 1 - together):
+    num_comparisons = steps - together
+    for i in range(num_comparisons):
         previous = draft.value
         before = draft.last
-        cast.friend = names[i - 1]
-        cast.name = names[i]
+        cast.friend = names[i]
+        cast.name = names[i + 1]
         if not draft.change(TEXT["comparisons"]):
             return None
     if not together:
@@ -237,20 +238,22 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     """Prices and amounts, then the change from a purse, then what happens to the coins."""
     draft = Draft(rng, limit, draw_cast(rng))
     goods = rng.sample(TEXT["goods"], 2)
-    if steps < 3:
-        kinds = 1
-    else:
-        kinds = rng.randint(1, 2)
+    kinds = 1 if steps < 3 else rng.randint(1, 2)
     prices = [rng.randint(2, 12) for _ in range(kinds)]
     amounts = [rng.randint(2, 9) for _ in range(kinds)]
-    costs = [price * amount for price, amount in zip(prices, amounts, strict=True)]
-    if not all(draft.work(price, "*", amount) for price, amount in zip(prices, amounts, strict=True)):
-        return None
+    costs = []
+    for price, amount in zip(prices, amounts, strict=True):
+        if not draft.work(price, "*", amount):
+            return None
+        costs.append(price * amount)
     if kinds == 2 and not draft.work(costs[0], "+", costs[1], (0, 1)):
         return None
-    offers = [f"A {goods[k][0]} costs {prices[k]} coins" for k in range(kinds)]
-    baskets = [f"{amounts[k]} {goods[k][1]}" for k in range(kinds)]
-    offers[1:] = [offer.lower() for offer in offers[1:]]
+    offers = []
+    baskets = []
+    for (one, several), price, amount in zip(goods, prices, amounts, strict=False):
+        article = "a" if offers else "A"
+        offers.append(f"{article} {one} costs {price} coins")
+        baskets.append(f"{amount} {several}")
     draft.sentences.append(" and ".join(offers) + ".")
     draft.sentences.append(f"{draft.cast.name} buys {' and '.join(baskets)}.")
     if len(draft.equations) == steps:

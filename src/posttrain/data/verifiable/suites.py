@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from posttrain.data.base import Task
+from posttrain.data.choices import lettered_lines
 from posttrain.data.golds import golds_of
 from posttrain.data.messages import read_prompt
 from posttrain.data.reader import Reader, TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
@@ -74,10 +75,7 @@ def gsm8k(row: Row) -> Example:
     working, mark, result = row.text("answer").rpartition("####")
     if not mark:
         working = result
-        if row.has("final_answer"):
-            result = row.answer("final_answer")
-        else:
-            result = ""
+        result = row.answer("final_answer") if row.has("final_answer") else ""
     if not result.strip():
         raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
     solution = strip_calculations(working).strip() or None
@@ -114,49 +112,64 @@ def math500(row: Row) -> Example:
 
 def _read_math(row: Row, without: str) -> Example:
     """One row of MATH as an example; ``without`` is the reason to drop one that has no answer."""
+    solution: str | None = None
+    boxed: str | None = None
     if row.has("solution"):
         solution = row.text("solution").strip()
-    else:
-        solution = None
+        boxed = last_boxed(solution) or None
     problem = row.text("problem").strip()
-    boxed = last_boxed(solution or "") or None
+    answer = boxed
     if row.has("answer"):
         answer = row.answer("answer").strip()
-    else:
-        answer = boxed
     meta: dict[str, object] = {}
     grader = "math"
-    if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
-        answer = ", ".join(boxes[0])
-        if len(boxes[0]) > 1 and _ASKS_FOR_ONE.search(problem):
-            meta["answers"] = (answer, *boxes[0])
-            grader = "any_answer"
-    if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
-        digits = str(row.data["level"]).removeprefix("Level").strip()
-        row.refuse_if(
-            digits not in ("?", *"12345"),
-            f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}",
-        )
-        if digits == "?":
-            meta["level"] = None
-        else:
-            meta["level"] = int(digits)
-    subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
-    if subject is not None:
-        meta["subject"] = subject
+    if solution is not None and answer is not None and answer == boxed:
+        boxes = read_boxes(solution)
+        if boxes is not None:
+            answers = boxes[0]
+            answer = ", ".join(answers)
+            if len(answers) > 1 and _ASKS_FOR_ONE.search(problem):
+                meta["answers"] = (answer, *answers)
+                grader = "any_answer"
+    if row.has("level"):
+        meta["level"] = _read_level(row)
+    for key in ("subject", "type"):
+        if row.has(key):
+            meta["subject"] = row.text(key)
+            break
     drop_if(answer is None, without)
     return Example("", _question_messages(problem), answer=answer, solution=solution, meta=meta, grader=grader)
+
+
+def _read_level(row: Row) -> int | None:
+    """``Level 5`` or 5; None of ``Level ?``, which stands in the original data."""
+    digits = str(row.data["level"]).removeprefix("Level").strip()
+    row.refuse_if(
+        digits not in ("?", *"12345"),
+        f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}",
+    )
+    if digits == "?":
+        return None
+    return int(digits)
+
+
+def _read_kind(row: Row, key: str) -> str | int | float:
+    """The kind of a problem under a key: a text or a finite number."""
+    value = row.plain(key)
+    is_endless = isinstance(value, float) and not isfinite(value)
+    if isinstance(value, bool) or is_endless or not isinstance(value, str | int | float):
+        raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
+    return value
 
 
 def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Reader:
     """A suite in the common layout: a problem with its answer or answers."""
 
     def suite(row: Row) -> Example:
+        question_key = "problem"
         if "problem" not in row.data and "question" in row.data:
-            key = "question"
-        else:
-            key = "problem"
-        problem = row.text(key)
+            question_key = "question"
+        question = _question_messages(row.text(question_key))
         golds = read_golds(row, ("answer", "final_answer"))
         drop_if(not golds, "no answer")
         if len(golds) > 1 and grader != "math":
@@ -164,18 +177,15 @@ def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Read
         meta: dict[str, object] = {}
         for key, kept in _META.items():
             if row.has(key) and kept not in meta:
-                value = meta[kept] = row.plain(key)
-                is_endless = isinstance(value, float) and not isfinite(value)
-                if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
-                    raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
-        meta |= {"answers": tuple(golds)} if len(golds) > 1 else {}
+                meta[kept] = _read_kind(row, key)
+        chosen_grader = grader
         if len(golds) > 1:
-            chosen = "any_answer"
-        else:
-            chosen = grader
-        has_solution = row.has("solution") and isinstance(row.data["solution"], str)
-        solution = row.text("solution").strip() if has_solution else None
-        return Example("", _question_messages(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
+            meta["answers"] = tuple(golds)
+            chosen_grader = "any_answer"
+        solution = None
+        if row.has("solution") and isinstance(row.data["solution"], str):
+            solution = row.text("solution").strip()
+        return Example("", question, answer=golds[0], solution=solution, meta=meta, grader=chosen_grader)
 
     suite.__name__ = name
     suite.__doc__ = about
@@ -200,15 +210,15 @@ def svamp(row: Row) -> Example:
     """
     body = row.text("Body").strip()
     question = row.text("Question").strip()
-    joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
+    if body[-1] not in ".?!,;:":
+        body += "."
     golds = read_golds(row, ("Answer",))
+    meta = {}
     if row.has("Type"):
-        meta = {"type": row.text("Type")}
-    else:
-        meta = {}
+        meta["type"] = row.text("Type")
     if len(golds) != 1:
         raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-    return Example("", _question_messages(joined), answer=golds[0], meta=meta)
+    return Example("", _question_messages(f"{body} {question}"), answer=golds[0], meta=meta)
 
 
 def _question_messages(question: str) -> tuple[Message, ...]:
@@ -225,29 +235,39 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
     """
     key = next((key for key in keys if row.has(key)), None)
     if key is None:
-        if row.has("solution"):
-            boxed = last_boxed(row.text("solution"))
-        else:
-            boxed = None
-        if boxed is None and not any(name in row.data for name in keys):
-            row.need(keys[0])
-        if boxed:
-            return [boxed]
-        return []
-    golds = []
+        return _boxed_gold(row, keys)
     given = row.data[key]
     if isinstance(given, str) and given.strip():
         given = golds_of(row, key)
-        given = given[:-1] if len(given) > 1 else given  # without the JSON text that they were read from
-    for value in given if isinstance(given, list | tuple) else [given]:
-        row.refuse_if(
-            isinstance(value, float) and not isfinite(value), f"{key!r} must be a finite number or text; got {value!r}"
-        )
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            golds.append(str(int(value)) if value == int(value) else repr(value))
-        else:
+        if len(given) > 1:
+            given = given[:-1]  # without the JSON text that they were read from
+    if not isinstance(given, list | tuple):
+        given = [given]
+    golds = []
+    for value in given:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number:
             golds.append(row.checked(value, key).strip())
+            continue
+        if isinstance(value, float) and not isfinite(value):
+            raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
+        if value == int(value):
+            golds.append(str(int(value)))
+        else:
+            golds.append(repr(value))
     return list(dict.fromkeys(golds))
+
+
+def _boxed_gold(row: Row, keys: tuple[str, ...]) -> list[str]:
+    """The last box of a solution as the gold answer of a row with none of the keys; none if there is no box."""
+    boxed = None
+    if row.has("solution"):
+        boxed = last_boxed(row.text("solution"))
+    if boxed is None and not any(name in row.data for name in keys):
+        row.need(keys[0])
+    if not boxed:
+        return []
+    return [boxed]
 
 
 @register("task", held_out="validation")
@@ -269,25 +289,22 @@ def mmlu(row: Row) -> Example:
     row.refuse_if(
         not 2 <= len(value) <= len(LETTERS), f"'choices' must be a list of 2 to {len(LETTERS)} texts; got {value!r}"
     )
-    choices = tuple(row.checked(item, f"choice {LETTERS[i]}").strip() for i, item in enumerate(value))
+    letters = LETTERS[: len(value)]
+    checked = [row.checked(item, f"choice {letter}") for letter, item in zip(letters, value, strict=True)]
+    choices = tuple(choice.strip() for choice in checked)
     opening = (
         f"Answer the following multiple-choice question about {subject.replace('_', ' ')} "
         "with the letter of the right choice."
     )
-    lines = [row.text("question").strip(), *(f"{m}. {choice}" for m, choice in zip(LETTERS, choices, strict=False))]
-    letters = LETTERS[: len(choices)]
+    question = row.text("question").strip()
+    prompt = f"{opening}\n\n{question}\n{lettered_lines(choices)}"
     answer = row.data.get("answer")
     if type(answer) is int and 0 <= answer < len(letters):
         answer = letters[answer]
     if not isinstance(answer, str) or answer.strip() not in tuple(letters):
         raise row.fail(f"'answer' must be a letter from A to {letters[-1]} or 0 to {len(letters) - 1}; got {answer!r}")
-    return Example(
-        "",
-        (Message("user", "\n".join([opening, "", *lines])),),
-        answer=answer.strip(),
-        meta={"subject": subject, "choices": choices},
-        grader="multiple_choice",
-    )
+    meta = {"subject": subject, "choices": choices}
+    return Example("", (Message("user", prompt),), answer=answer.strip(), meta=meta, grader="multiple_choice")
 
 
 # The task ids of each split of MBPP; 1 to 10 are for prompts with examples.
@@ -315,25 +332,20 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
     tests = row.text("test")
     row.refuse_if(not name.isidentifier(), f"'entry_point' must be the name of a function; got {name!r}")
     goes_on = style == "completion"
-    if goes_on:
-        question = head
-    else:
+    question = head
+    program = row.text("canonical_solution") if row.has("canonical_solution") else None
+    if not goes_on:
         question = f"Complete this Python function.\n\n{_fenced(head)}"
-    if row.has("canonical_solution"):
-        body = row.text("canonical_solution")
-    else:
-        body = None
-    if body is None or goes_on:
-        program = body
-    else:
-        program = _fenced(f"{head}{body}")
+        if program is not None:
+            program = _fenced(f"{head}{program}")
     checks: dict[str, object] = {
         "names": (name,),
         "code": f"{tests}\n\ncheck({name})\n",
         "prelude": head,
         "prefix": head,
+        "goes_on": goes_on,
     }
-    return _code_example(question, program, checks | {"goes_on": goes_on})
+    return _code_example(question, program, checks)
 
 
 @register("task", held_out="validation")
@@ -356,10 +368,9 @@ def mbpp(row: Row, split: str) -> Example:
     question = row.text("prompt")
     solution = row.text("code")
     tests = _lines(row, "test_list")
+    imports = list[str]()
     if row.data.get("test_imports"):
         imports = _lines(row, "test_imports")
-    else:
-        imports = []
     ids = MBPP_SPLITS[split]
     called = "\n".join(tests)
     drop_if(number not in ids, f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
@@ -403,23 +414,22 @@ def refusals(*, path: str | None = None) -> Task:
         kind = row.text("kind")
         if kind not in KINDS:
             raise row.fail(f"'kind' must be one of {', '.join(KINDS)}; got {kind!r}.{suggest(kind, KINDS)}")
+        meta = {"kind": kind}
         if row.has("topic"):
-            topic = {"topic": row.text("topic")}
-        else:
-            topic = {}
-        return Example(f"refusals/{row.line}", messages, meta={"kind": kind, **topic}, grader="refusal")
+            meta["topic"] = row.text("topic")
+        return Example(f"refusals/{row.line}", messages, meta=meta, grader="refusal")
 
     place = path or str(resources.files("posttrain") / "data" / "prompts" / "refusals.jsonl")
-    return replace(collect(read_file(place), read, place).as_task("refusals", place), shares=refusal_shares)
+    task = collect(read_file(place), read, place).as_task("refusals", place)
+    return replace(task, shares=refusal_shares)
 
 
 def refusal_shares(items: Sequence[Any]) -> dict[str, list[float]]:
     """The share of answers that refuse each harmful prompt (``refusal``) and each benign one (``over_refusal``)."""
-    return {
-        name: [
-            fmean(sample.parts["refused"] for sample in item.samples)
-            for item in items
-            if item.meta["kind"] == kind and item.samples
-        ]
-        for name, kind in (("refusal", "harmful"), ("over_refusal", "benign"))
-    }
+    names = {"harmful": "refusal", "benign": "over_refusal"}
+    shares: dict[str, list[float]] = {name: [] for name in names.values()}
+    for item in items:
+        if item.samples:
+            share = fmean(sample.parts["refused"] for sample in item.samples)
+            shares[names[item.meta["kind"]]].append(share)
+    return shares
