@@ -16,7 +16,7 @@ from posttrain.data.render.chat_template import mark, render_history
 from posttrain.data.render.encoding import Tokenizer
 from posttrain.data.render.template import Template
 from posttrain.errors import UsageError
-from posttrain.types import Example, Message
+from posttrain.types import Example
 
 _NUM_READ = 64
 # The ends of common forms, where an assistant begins to speak: turn markers, and names with another speaker before.
@@ -38,19 +38,20 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
     if template.name in ("as_is", "document"):
         return task
     texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
-    ends = [end for end in (_end_of(text, template, tokenizer) for text in texts) if end]
-    if not ends or 2 * len(ends) <= len(texts):
+    ends = list(filter(None, (_end_of(text, template, tokenizer) for text in texts)))
+    if 2 * len(ends) <= len(texts):
         return task
     end = max(ends, key=ends.count)
     own = _own_end(template)
-    share = f"{len(ends)} of {len(texts)} prompts"
     if end != own:
         read = "" if len(texts) == len(task.examples) else "the first "
+        taken_by = _TAKEN_BY.get(end, "as_is, which takes")
         raise UsageError(
             f"{where}: {len(ends)} of {read}{len(texts)} prompts are rendered already: they end in {end!r}, and "
             f"prompt.template {template.name} would render them again. Use prompt.template "
-            f"{_TAKEN_BY.get(end, 'as_is, which takes')} them as they are, or give the questions alone"
+            f"{taken_by} them as they are, or give the questions alone"
         )
+    share = f"{len(ends)} of {len(texts)} prompts"
     line = f"{where}: {share} that were read are rendered already (they end in {end!r}) and are taken as they are"
 
     def take(example: Example) -> Example:
@@ -67,12 +68,8 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
 
 def _prompt_of(example: Example) -> str:
     """The prompt, if it is one text of a user."""
-    if len(example.messages) == 1:
-        message = example.messages[0]
-    else:
-        message = Message("assistant", "")
-    if message.role == "user":
-        return message.content
+    if len(example.messages) == 1 and example.messages[0].role == "user":
+        return example.messages[0].content
     return ""
 
 
@@ -114,8 +111,8 @@ def _chat_end(tokenizer: Tokenizer) -> str:
     if not tokenizer.chat_template:
         return ""
     with suppress(UsageError):
-        end = render_history(tokenizer, [("user", mark(0))], {}, prompt=True).partition(mark(0))[2].strip()
+        rendered = render_history(tokenizer, [("user", mark(0))], {}, prompt=True)
+        end = rendered.partition(mark(0))[2].strip()
         if re.search(r"[<\[|]", end):
             return end
-        return ""
     return ""

@@ -362,20 +362,17 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
     if chosen is None and written is not None:
         chosen = len(completions)
         if isinstance(written, Mapping):
-            text = written.get("text")
-        else:
-            text = written
-        completions.append({"text": text, "rating": None})
+            written = written.get("text")
+        completions.append({"text": written, "rating": None})
     candidates: list[Candidate] = []
     for completion in completions:
         row.refuse_if(
             not isinstance(completion, Mapping), f"step {number}: a completion must be an object with text and rating"
         )
         text = completion.get("text")
+        rating = completion.get("rating")
         if completion.get("flagged"):
             rating = None
-        else:
-            rating = completion.get("rating")
         drop_if(text is None or is_only_space(text), "a blank step")
         candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
@@ -389,18 +386,20 @@ def _new_ratings(
     key = problem.encode()
     for index, (text, own_rating) in enumerate(path):
         key = hashlib.blake2b(key + b"\x1f" + text.encode(), digest_size=12).digest()
-        rating = own_rating if index >= start else None
-        if rating is None:
-            before = None
-        else:
-            before = rated.get(key)
-        if before is not None and not (rating == -1 and index < len(path) - 1):
-            other = "" if before == rating else ", with another rating"
-            dropped[f"a candidate step that was rated before{other}"] += 1
-            rating = None
-        elif rating is not None:
-            rated[key] = rating
-        ratings.append(rating)
+        if index < start or own_rating is None:
+            ratings.append(None)
+            continue
+        before = rated.get(key)
+        is_wrong_amid = own_rating == -1 and index < len(path) - 1
+        if before is None or is_wrong_amid:
+            rated[key] = own_rating
+            ratings.append(own_rating)
+            continue
+        reason = "a candidate step that was rated before"
+        if before != own_rating:
+            reason += ", with another rating"
+        dropped[reason] += 1
+        ratings.append(None)
     return ratings
 
 
