@@ -363,14 +363,14 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
 NUM_CALIBRATED = 256
 
 
-def prepare(*, run: str, normalize: bool = False, **_: object) -> None:
+def prepare_reward_model(*, run: str, normalize: bool = False, **_: object) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run)
     if normalize:
         held_out_scale(run)
 
 
-@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
+@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare_reward_model)
 def reward_model(
     example: Sequence[Example], text: Sequence[str], finish: Sequence[str], *, run: str, normalize: bool = False
 ) -> list[Measured]:
