@@ -19,7 +19,9 @@ from posttrain.store.environment import describe_environment
 from posttrain.store.reading import read_record
 from posttrain.untrusted import first_fault, harmless
 
-ITEMS, RESULTS, SUMMARY = "items.jsonl", "results.json", "summary.md"
+ITEMS = "items.jsonl"
+RESULTS = "results.json"
+SUMMARY = "summary.md"
 # Settings that say which weights were asked and how they were named.
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 

@@ -195,15 +195,13 @@ def evaluate(
 
     def tell(phase: str, num_done: int) -> None:
         graded = graded_items(items)
+        num_correct = None
         if graded:
             num_correct = sum(item.share for item in graded)
-        else:
-            num_correct = None
         observe(Advance(phase, num_done, len(items), num_correct, int(timing["generated_tokens"])))
 
-    if questions.batch is None:
-        size = len(prompts)
-    else:
+    size = len(prompts)
+    if questions.batch is not None:
         size = max(1, questions.batch // samples)
     for start in _counted(range(0, len(prompts), size), questions.task.name, len(prompts)):
         slots = list(prompts)[start : start + size]

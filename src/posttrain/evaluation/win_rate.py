@@ -309,13 +309,15 @@ def run_head_to_head(
         raise UsageError("no prompt fits into the contexts of both models")
     n = int(evaluations[0].results["n"])
     notes = list(plan.task.warnings)
-    if left := n - len(items):
-        notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
+    num_too_long = n - len(items)
+    if num_too_long:
+        notes.append(f"{num_too_long} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
-        answered = items
+        num_answered = len(items)
         items = graded(items, plan.task)
-        if left := len(answered) - len(items):
-            notes.append(f"{left} items have no gold answer; they are left out")
+        num_ungraded = num_answered - len(items)
+        if num_ungraded:
+            notes.append(f"{num_ungraded} items have no gold answer; they are left out")
     if judges:
         (_, first), *others = judges.items()
     else:

@@ -20,7 +20,8 @@ from typing import Any
 from posttrain.errors import DataError
 from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_file, sync_folder
 
-MANIFEST, BEST = "manifest.json", "best"
+MANIFEST = "manifest.json"
+BEST = "best"
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
 _REPLACED = ".tmp-replaced-"
 _FAILED = "failed-"

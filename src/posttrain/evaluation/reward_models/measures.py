@@ -347,7 +347,8 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
-    view.name, view.kinds = task_label(task), break_down(view.items, ACCURACIES[view.view])
+    view.name = task_label(task)
+    view.kinds = break_down(view.items, ACCURACIES[view.view])
     return view
 
 

@@ -386,17 +386,7 @@ def read_features(
     metadata = read_metadata(folder)
     check_features(sae, features)
     store = ActivationStore(activations)
-    known = store.sources
-    if len(known) > 1:
-        known = (*known, DIFFERENCE)
-    if not source and metadata.source in known:
-        source = metadata.source
-    if not source and len(known) > 1:
-        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
-    site = None
-    if metadata.site in store.sites:
-        site = metadata.site
-    rows = StoreRows(store, site, source or None)
+    rows = _choose_rows(store, metadata, source)
     if not model:
         if metadata.models:
             model = metadata.models[-1].get("model")
@@ -425,6 +415,21 @@ def read_features(
         tokenizer=tokenizer,
         about=about,
     )
+
+
+def _choose_rows(store: ActivationStore, metadata: Metadata, source: str | None) -> StoreRows:
+    """Return the rows of the dictionary's site and of ``source``, by default the dictionary's own."""
+    known = store.sources
+    if len(known) > 1:
+        known = (*known, DIFFERENCE)
+    if not source and metadata.source in known:
+        source = metadata.source
+    if not source and len(known) > 1:
+        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
+    site = None
+    if metadata.site in store.sites:
+        site = metadata.site
+    return StoreRows(store, site, source or None)
 
 
 def default_activations(folder: Path, run: Path | None) -> Path:
