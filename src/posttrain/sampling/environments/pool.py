@@ -21,9 +21,11 @@ class Job:
     """A function in the pool: its ``result`` or ``error`` once it is ``done``. A ``late`` one may become done later."""
 
     def __init__(self, function: Callable[[], Any], seconds: float) -> None:
-        self.function, self.seconds = function, seconds
+        self.function = function
+        self.seconds = seconds
         self.ends: float | None = None  # the end of its time, once it has begun
-        self.done = self.late = False
+        self.done = False
+        self.late = False
         self.result: object = None
         self.error: BaseException | None = None
 
@@ -52,9 +54,13 @@ class Pool:
         with self._changed:
             while not (job.done or job.late):
                 self._give_up_late()
-                if not (job.done or job.late):
-                    ends = [one.ends for one in self._running if one.ends is not None]
-                    self._changed.wait(max(0.0, min(ends) - time.monotonic()) if ends else None)
+                if job.done or job.late:
+                    break
+                ends = [one.ends for one in self._running if one.ends is not None]
+                seconds = None
+                if ends:
+                    seconds = max(0.0, min(ends) - time.monotonic())
+                self._changed.wait(seconds)
         return job
 
     def __enter__(self) -> Self:
@@ -65,7 +71,8 @@ class Pool:
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
@@ -78,7 +85,8 @@ class Pool:
     def _give_up_late(self) -> None:
         """Give the places of late jobs to others. The lock is held."""
         now = time.monotonic()
-        for job in [one for one in self._running if one.ends is not None and one.ends <= now]:
+        late = [job for job in self._running if job.ends is not None and job.ends <= now]
+        for job in late:
             job.late = True
             self._running.remove(job)
             self._free += 1
