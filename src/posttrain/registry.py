@@ -415,6 +415,8 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
     if answer or len(name) < LEAST_LETTERS_OF_SLIP:
         return answer
     slip = nearest(name, OTHER_NAMES)
+    if slip and set(name.split("_")) < set(slip.split("_")):  # strict_async_level, for strict
+        return ""
     return f" Did you mean {slip!r}?{answer_other_name(slip)}" if slip else ""
 
 
