@@ -82,7 +82,12 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     """
     refuse_link_out(path)
     at_rest = not path.with_name(f"{path.name}-wal").exists()
-    mode = "rwc" if not read_only else "ro&immutable=1" if at_rest else "ro"
+    if not read_only:
+        mode = "rwc"
+    elif at_rest:
+        mode = "ro&immutable=1"
+    else:
+        mode = "ro"
     address = f"{path.resolve().as_uri()}?mode={mode}"
     db = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
     try:
@@ -140,17 +145,28 @@ def check_schema(db: sqlite3.Connection, path: Path) -> bool:
     with transaction(db, "DEFERRED"):  # both questions of one state, even while another process writes
         version = _version_of(db)
         query = "SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
-        there = {sql: f"{kind} {str(name)[:60]!r}" for sql, kind, name in db.execute(query) if sql not in _STATISTICS}
+        there = {}
+        for sql, kind, name in db.execute(query):
+            if sql not in _STATISTICS:
+                there[sql] = f"{kind} {str(name)[:60]!r}"
     if 0 < version != SCHEMA_VERSION and there:
-        age = "a later" if version > SCHEMA_VERSION else "an earlier"
+        if version > SCHEMA_VERSION:
+            age = "a later"
+        else:
+            age = "an earlier"
         raise DataError(
             path,
             f"{age} posttrain wrote this file (schema version {version}, this one reads {SCHEMA_VERSION}); use that "
             "version to read it. Nothing was changed",
         )
-    if version < 0 or there.keys() != (set(_SCHEMA) if version else set()):
+    expected: set[str] = set()
+    if version:
+        expected = set(_SCHEMA)
+    if version < 0 or there.keys() != expected:
+        what = "something is missing"
         strange = sorted(what for sql, what in there.items() if sql not in _SCHEMA)
-        what = f"it holds {strange[0]}" if strange else "something is missing"
+        if strange:
+            what = f"it holds {strange[0]}"
         raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
     return version != 0
 
@@ -205,7 +221,9 @@ class RecordedRollout:
     @property
     def num_own(self) -> int:
         """Number of tokens that the model wrote."""
-        return self.num_tokens if self.own is None else sum(self.own)
+        if self.own is None:
+            return self.num_tokens
+        return sum(self.own)
 
     @property
     def transcript(self) -> str:
@@ -223,9 +241,13 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
     lines = []
     for turn in turns:
         lines.append(_quote(turn.text))
-        lines += [f"-> {_quote(f'{call.tool} ({call.outcome}): {call.result}')}" for call in turn.calls]
-        lines += [] if turn.reward is None else [f"-> paid {turn.reward:g}"]
-    return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
+        for call in turn.calls:
+            result = _quote(f"{call.tool} ({call.outcome}): {call.result}")
+            lines.append(f"-> {result}")
+        if turn.reward is not None:
+            lines.append(f"-> paid {turn.reward:g}")
+    lines += [f"-> failed: {failure}" for failure in failures]
+    return "\n".join(lines)
 
 
 def _quote(text: str) -> str:
@@ -235,19 +257,23 @@ def _quote(text: str) -> str:
 def spans_of(own: Sequence[bool]) -> list[int]:
     """Return the lengths of alternating runs of tokens, those that the model wrote first (0 if it did not begin)."""
     spans = [len(list(run)) for _, run in groupby(own)]
-    return spans if own and own[0] else [0, *spans]
+    if own and own[0]:
+        return spans
+    return [0, *spans]
 
 
 def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
     """Return turns as plain data."""
-    return [
-        {
-            "text": _storable(turn.text),
-            "calls": [{f.name: _storable(getattr(call, f.name)) for f in fields(Call)} for call in turn.calls],
-            **({} if turn.reward is None else {"reward": turn.reward}),
-        }
-        for turn in turns
-    ]
+    rows = []
+    for turn in turns:
+        calls = []
+        for call in turn.calls:
+            calls.append({f.name: _storable(getattr(call, f.name)) for f in fields(Call)})
+        row: dict[str, object] = {"text": _storable(turn.text), "calls": calls}
+        if turn.reward is not None:
+            row["reward"] = turn.reward
+        rows.append(row)
+    return rows
 
 
 def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
@@ -259,7 +285,9 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     turns = []
     for row in rows:
         calls = tuple(Call(**call) for call in row["calls"])
-        texts = [row["text"], *(getattr(call, f.name) for call in calls for f in fields(Call))]
+        texts = [row["text"]]
+        for call in calls:
+            texts += [getattr(call, f.name) for f in fields(Call)]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a turn holds something else than text")
         reward = row.get("reward")
@@ -272,7 +300,9 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
 def prompt_text(example: Example) -> str:
     """Return the prompt for a reader: the message, or all of them with their roles."""
     texts = [f"{message.role}: {message.content}" for message in example.messages]
-    return "\n\n".join(texts) if len(texts) != 1 else example.messages[0].content
+    if len(texts) != 1:
+        return "\n\n".join(texts)
+    return example.messages[0].content
 
 
 class RolloutStore:
@@ -321,14 +351,19 @@ class RolloutStore:
         assert not self.read_only, "opened for reading"
         if not rollouts:
             return
-        table = "rollouts" if evaluation is None else "evaluation_rollouts"
+        if evaluation is None:
+            table = "rollouts"
+        else:
+            table = "evaluation_rollouts"
         names = TABLES[table]
-        insertion = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+        values = [f":{name}" for name in names]
+        insertion = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(values)})"
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
             with transaction(self._writer):
-                self._writer.executemany(insertion, [_to_row(one) | {"evaluation": evaluation} for one in rollouts])
+                rows = [_to_row(rollout) | {"evaluation": evaluation} for rollout in rollouts]
+                self._writer.executemany(insertion, rows)
 
     def close(self) -> None:
         """Close the file. The store can be read afterwards, and recorded to again."""
@@ -359,7 +394,10 @@ class RolloutStore:
         deletions = [(f"DELETE FROM {table} WHERE step > ?", after_step) for table in TABLES]
         deletions += [("DELETE FROM evaluation_rollouts WHERE step = ?", step) for step in unevaluated]
         with self._connection() as db, transaction(db):
-            return sum(db.execute(query, (step,)).rowcount for query, step in deletions)
+            num_deleted = 0
+            for query, step in deletions:
+                num_deleted += db.execute(query, (step,)).rowcount
+            return num_deleted
 
     def training(self, step: int | None = None, **options: Any) -> list[RecordedRollout]:
         """Return training rollouts in the order in which they were recorded.
@@ -387,7 +425,10 @@ class RolloutStore:
         """Return the number of rows of steps up to ``up_to_step``, by table."""
         with self._connection() as db:
             query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
-            return {table: db.execute(query.format(table), (up_to_step,)).fetchone()[0] for table in TABLES}
+            counts = {}
+            for table in TABLES:
+                (counts[table],) = db.execute(query.format(table), (up_to_step,)).fetchone()
+            return counts
 
     def _select(
         self,
@@ -399,15 +440,24 @@ class RolloutStore:
         newest_first: bool = False,
     ) -> list[RecordedRollout]:
         columns = ("id", *TABLES[table])
-        wanted = {name: value for name, value in equal.items() if value is not None}
-        conditions = ["1", *(f"{name} = :{name}" for name in wanted)]
-        conditions += [] if text is None else ["(instr(prompt, :text) > 0 OR instr(completion, :text) > 0)"]
+        values = {name: value for name, value in equal.items() if value is not None}
+        conditions = ["1", *(f"{name} = :{name}" for name in values)]
+        if text is not None:
+            conditions.append("(instr(prompt, :text) > 0 OR instr(completion, :text) > 0)")
+            values["text"] = text
+        order = "ASC"
+        if newest_first:
+            order = "DESC"
         query = (
             f"SELECT {', '.join(columns)} FROM {table} WHERE {' AND '.join(conditions)} "
-            f"ORDER BY id {'DESC' if newest_first else 'ASC'} LIMIT :limit"
+            f"ORDER BY id {order} LIMIT :limit"
         )
+        if limit is None:
+            values["limit"] = -1
+        else:
+            values["limit"] = limit
         with self._connection() as db:
-            rows = db.execute(query, wanted | {"text": text, "limit": -1 if limit is None else limit}).fetchall()
+            rows = db.execute(query, values).fetchall()
         return [_read_row(dict(zip(columns, row, strict=True)), table, self.path) for row in rows]
 
     @contextmanager
@@ -417,15 +467,15 @@ class RolloutStore:
 
 
 def _to_row(rollout: Rollout) -> dict[str, object]:
-    example, completion = rollout.example, rollout.completion
+    example = rollout.example
+    completion = rollout.completion
     for name, value in {**rollout.parts, "reward": rollout.reward}.items():
         if not math.isfinite(value):  # SQLite would take NaN for a missing value
             raise RewardFailure(
                 f"reward {name!r}, example {example.id!r}, step {rollout.step}: it is {value}, which is not finite; "
                 "have the reward function return a number there"
             )
-    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
-    return {
+    row: dict[str, object] = {
         "step": rollout.step,
         "epoch": rollout.epoch,
         "prompt_index": rollout.prompt_index,
@@ -433,35 +483,58 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "example_id": _storable(example.id),
         "prompt": _storable(prompt_text(example)),
         "completion": _storable(rollout.text),
-        "answer": None if example.answer is None else _storable(example.answer),
+        "answer": None,
         "parts": json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
         "reward": float(rollout.reward),
-        "advantage": None if rollout.advantage is None else float(rollout.advantage),
+        "advantage": None,
         "num_tokens": len(completion.ids),
         "finish": completion.finish,
-        "mean_sampler_logprob": math.fsum(logprobs) / len(logprobs) if logprobs else None,
-        "extracted": None if rollout.extracted is None else _storable(rollout.extracted),
+        "mean_sampler_logprob": None,
+        "extracted": None,
         "outcome": rollout.outcome,
         "token_ids": _pack_ids((*rollout.prompt_ids, *completion.ids)),
         "version": completion.version,
-        "spans": None if completion.own is None else _pack_ids(spans_of(completion.own)),
-        "turns": json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
-        "failures": json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
+        "spans": None,
+        "turns": None,
+        "failures": None,
     }
+    if example.answer is not None:
+        row["answer"] = _storable(example.answer)
+    if rollout.advantage is not None:
+        row["advantage"] = float(rollout.advantage)
+    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
+    if logprobs:
+        row["mean_sampler_logprob"] = math.fsum(logprobs) / len(logprobs)
+    if rollout.extracted is not None:
+        row["extracted"] = _storable(rollout.extracted)
+    if completion.own is not None:
+        row["spans"] = _pack_ids(spans_of(completion.own))
+    if rollout.turns:
+        row["turns"] = json.dumps(write_turns(rollout.turns))
+    if rollout.failures:
+        row["failures"] = json.dumps([_storable(failure) for failure in rollout.failures])
+    return row
 
 
 def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
     """Check the types in a row of a file that may be untrusted: SQLite keeps any type in any column."""
     for name, kind in {"id": "INTEGER", **TABLES[table]}.items():
-        value, expected = row[name], _KINDS[kind.split()[0]]
+        value = row[name]
+        expected = _KINDS[kind.split()[0]]
         if not isinstance(value, expected) and (value is not None or "NOT NULL" in kind):
             raise DataError(path, f"damaged: {name} of row {row['id']!r} is {type(value).__name__}; move it away")
     try:
         row["token_ids"] = _unpack_ids(row["token_ids"])
         row["parts"] = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
         row["own"] = _own_of(row.pop("spans"), row["token_ids"], row["num_tokens"])
-        row["turns"] = () if row["turns"] is None else read_turns(json.loads(row["turns"]))
-        row["failures"] = () if row["failures"] is None else tuple(json.loads(row["failures"]))
+        turns = row["turns"]
+        row["turns"] = ()
+        if turns is not None:
+            row["turns"] = read_turns(json.loads(turns))
+        failures = row["failures"]
+        row["failures"] = ()
+        if failures is not None:
+            row["failures"] = tuple(json.loads(failures))
         if not all(isinstance(failure, str) for failure in row["failures"]):
             raise ValueError("a failure is no text")
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
@@ -475,7 +548,10 @@ def _own_of(packed: bytes | None, ids: Sequence[int], num_tokens: int) -> tuple[
     spans = _unpack_ids(packed)
     if min(spans, default=0) < 0 or not len(ids) >= sum(spans) == num_tokens:
         raise ValueError("the spans of its turns are not those of its tokens")
-    return tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
+    own: list[bool] = []
+    for place, length in enumerate(spans):
+        own += [place % 2 == 0] * length
+    return tuple(own)
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:

@@ -210,7 +210,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    from posttrain.interpret.differences.comparison import compare, prepare
+    from posttrain.interpret.differences.comparison import compare_models, prepare_comparison
     from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
@@ -224,7 +224,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
     sources = find_source(base, root), find_source(post, root)
-    work = prepare(recipe, *sources, folder, tell, allow_large=arguments.yes)
+    work = prepare_comparison(recipe, *sources, folder, tell, allow_large=arguments.yes)
     words = ["posttrain", "sae", "diff", *arguments.models, *(x for key, y in overrides for x in (f"--{key}", y))]
     words += ["--run", arguments.run] if arguments.run is not None else []
     words += ["--runs-dir", arguments.runs_dir] if arguments.runs_dir != "runs" else []
@@ -237,7 +237,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         "fingerprint": work.recipe.fingerprint(),
         "command": shlex.join(words),
     }
-    content = compare(work, about, started)
+    content = compare_models(work, about, started)
     replace_file(folder / REPORT, render_diff(content).encode())
     if not arguments.quiet:
         for line in findings(content):
