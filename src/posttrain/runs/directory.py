@@ -17,14 +17,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, Field
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
 from posttrain.option_types import shorten
 from posttrain.recipes.document import flatten, is_place
-from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
@@ -70,6 +70,28 @@ class RunStatus:
     primary_metric: Annotated[str, Field(max_length=80)] | None = None
     held_out: dict[str, float] = field(default_factory=dict)
     evaluation: str | None = None
+
+
+class RunLength(Protocol):
+    """The section of a recipe that says how long a run is and when it saves."""
+
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def save_every(self) -> int | None: ...
+
+
+class RunRecipe(Protocol):
+    """What a run needs of its recipe, whether it trains a language model or a sparse autoencoder."""
+
+    @property
+    def train(self) -> RunLength: ...
+    def resolve(self) -> Self: ...
+    def dump(self) -> dict[str, Any]: ...
+    def to_yaml(self) -> str: ...
+    def fingerprint(self) -> str: ...
 
 
 class _Hardware(BaseModel, extra="allow"):
@@ -202,7 +224,7 @@ class RunDirectory:
         """Nothing there yet but a lock, or what a killed start left."""
         return not any(item for item in self.folder.iterdir() if not item.name.startswith((LOCK, ".tmp-")))
 
-    def write_recipe(self, recipe: Recipe) -> None:
+    def write_recipe(self, recipe: RunRecipe) -> None:
         """Put the resolved recipe in place; atomic."""
         replace_file(self.recipe_path, recipe.to_yaml().encode())
 
@@ -228,7 +250,7 @@ class RunDirectory:
         return changed
 
     def changed_keys(
-        self, recipe: Recipe, stored: Mapping[str, object] | None = None, *, places: bool = False
+        self, recipe: RunRecipe, stored: Mapping[str, object] | None = None, *, places: bool = False
     ) -> dict[str, tuple[object, object]]:
         """Return the dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
 
