@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evaluation.generation import task_label
@@ -262,14 +263,17 @@ def run_head_to_head(
     """
     request = plan.request
     models, evaluations = [], []
+    warnings = dict.fromkeys(plan.task.warnings)
     for source, template in zip(plan.sources, plan.templates, strict=True):
         model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
         models.append(model)
-        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
+        task = take_rendered(plan.task, model.grader.template, model.tokenizer, "--task")
+        warnings = dict.fromkeys((*warnings, *task.warnings))
+        evaluations.append(measure(model, task, plan.drawing, progress=progress))
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
-    n, notes = int(evaluations[0].results["n"]), list(plan.task.warnings)
+    n, notes = int(evaluations[0].results["n"]), list(warnings)
     if left := n - len(items):
         notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
