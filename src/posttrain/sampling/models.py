@@ -176,6 +176,7 @@ def open_model(
     else:
         model, tokenizer = None, load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
     built = build(model, tokenizer)
+    built.uses_cache = True
     context_tokens = built.context_tokens if model is None else context_length(model.config)
     return OpenedModel(built, tokenizer, grader, context_tokens, source, model)
 

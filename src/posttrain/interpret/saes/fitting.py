@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import device_of, replaced
@@ -420,9 +421,11 @@ def recover(
             for tokens in texts:
                 log_probs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0, :-1].float(), dim=-1)
                 total -= float(log_probs.gather(1, tokens[0, 1:, None]).sum(dtype=torch.float64))
+                measured.num_done += 1
         return total / count
 
     count = sum(tokens.shape[1] - 1 for tokens in texts)
-    ce, spliced, zero = (cross_entropy(change) for change in (None, sae.to(device), torch.zeros_like))
+    with phase("measuring the model with the dictionary in place", 3 * len(texts), "documents") as measured:
+        ce, spliced, zero = (cross_entropy(change) for change in (None, sae.to(device), torch.zeros_like))
     recovered = (zero - spliced) / (zero - ce) if zero != ce else float("nan")
     return {"tokens": float(count), "ce": ce, "ce_spliced": spliced, "ce_zero": zero, "ce_recovered": recovered}
