@@ -81,8 +81,10 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
     default = TAGGED
     if HERMES.tag in str(tokenizer.chat_template):
         default = HERMES
+    end_text = ""
     end = ending(tokenizer)
-    end_text = end.text if end is not None else ""
+    if end is not None:
+        end_text = end.text
     try:
         prompt = render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}], variables, prompt=True)
     except UsageError:
