@@ -517,9 +517,9 @@ def require(row: Row, key: str) -> None:
     value = row.data.get(key)
     drop_if(value is None, f"{key!r} is missing")
     drop_if(value == [] or is_only_space(value), f"{key!r} is blank")
-    items = value
-    if not isinstance(value, list):
-        items = [value]
+    items = [value]
+    if isinstance(value, list):
+        items = value
     for item in items:
         if isinstance(item, Mapping) and not item.get("tool_calls") and item.get("role") != "tool":
             content = item.get("content", item.get("value"))
