@@ -30,7 +30,7 @@ WritePage = Callable[[Evaluation, Mapping[str, object], Mapping[str, object]], s
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedEvaluation:
     """A finished evaluation, read from its folder."""
 
     folder: Path
@@ -126,7 +126,7 @@ def write_records(
     replace_file(folder / RESULTS, text.encode() + b"\n")
 
 
-def read_finished(folder: str | Path) -> Finished:
+def read_finished(folder: str | Path) -> FinishedEvaluation:
     """The finished evaluation in ``folder``.
 
     Raises:
@@ -159,17 +159,19 @@ def read_finished(folder: str | Path) -> Finished:
     except ValidationError as error:
         raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
     results = {name: value for name, value in checked.results.items() if value is not None}
-    return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
+    return FinishedEvaluation(
+        Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing
+    )
 
 
-def is_evaluation(folder: str | Path) -> bool:
+def is_evaluation_folder(folder: str | Path) -> bool:
     """Return whether a folder is of an evaluation, and not of a model or a run."""
     path = Path(folder)
     is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
     return (path / RESULTS).is_file() and not is_other
 
 
-def finished_before(folder: Path, settings: Mapping[str, object]) -> Finished | None:
+def finished_before(folder: Path, settings: Mapping[str, object]) -> FinishedEvaluation | None:
     """The evaluation in a folder, if it was finished with the same settings; else None."""
     if not (folder / RESULTS).is_file():
         return None

@@ -29,7 +29,7 @@ SCORES_AT_A_TIME = 256
 MAX_DRAWS = 20  # examples that are looked at for each question that is asked
 
 
-class Scorer(Protocol):
+class AnswerScorer(Protocol):
     """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
 
     def score(
@@ -166,7 +166,7 @@ def evaluate(
     sampler: Sampler,
     questions: Questions,
     *,
-    scorer: Scorer | None = None,
+    scorer: AnswerScorer | None = None,
     observe: Callable[[Advance], None] = lambda advance: None,
 ) -> Evaluation:
     """Sample the answers to some questions and grade them.
@@ -266,7 +266,7 @@ def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Exampl
 
 
 def _scored(
-    items: Sequence[Item], examples: Sequence[Example], scorer: Scorer, tell: Callable[[int], None]
+    items: Sequence[Item], examples: Sequence[Example], scorer: AnswerScorer, tell: Callable[[int], None]
 ) -> list[Item]:
     """The items with every answer scored, those of known items too."""
     owners = []

@@ -19,7 +19,7 @@ from posttrain.evaluation.plan import slug
 from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.evaluation.statistics import paired_bootstrap
-from posttrain.evaluation.win_rate import measure_kl, summarize_kl
+from posttrain.evaluation.win_rate import measure_answer_kl, summarize_kl
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
@@ -60,7 +60,7 @@ def compare_policies(
     """
     evaluation = evaluate(sampler, Questions(task, sampling, n, seed=seed))
     answers = evaluation.rollouts
-    results = summarize_kl("kl", answers, measure_kl(answers, before, after))
+    results = summarize_kl("kl", answers, measure_answer_kl(answers, before, after))
     results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))
     results["num_answers"] = float(len(answers))
     results["prompts_too_long"] = evaluation.results["prompts_too_long"]

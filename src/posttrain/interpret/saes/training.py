@@ -21,7 +21,7 @@ from torch import Tensor
 from posttrain.activity import phase
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
 from posttrain.interpret.activations.record import read_documents, record
-from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
+from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_store_index
 from posttrain.interpret.activations.sites import check_layers, layer_of
 from posttrain.interpret.saes.fitting import (
     Learner,
@@ -141,7 +141,7 @@ def open_or_record(
     place = run / ACTIVATIONS
     if section.folder is not None:
         return ActivationStore(section.folder)
-    if (place / INDEX).is_file() and read_index(place).finished:
+    if (place / INDEX).is_file() and read_store_index(place).finished:
         return ActivationStore(place, verify=True)
     model = section.model
     assert model is not None, "the section's validator"
