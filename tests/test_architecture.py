@@ -44,8 +44,10 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "interpret": ("interpret",),
     "runs": ("runs",),
     "sweeps": ("sweeps",),
+    "terminal": ("terminal",),
     "reports": ("reports",),
-    "commands": ("api", "commands"),  # commands call the API, which takes their views of the progress
+    "api": ("api",),
+    "commands": ("commands",),  # a command calls the API, which knows no command
     "cli": ("cli", "__main__"),
 }
 RANK = {name: rank for rank, names in enumerate(PACKAGES.values()) for name in names}
@@ -57,7 +59,7 @@ ALLOWED_IMPORTERS: dict[str, tuple[str, ...]] = {
     "datasets": ("data/",),
     "pyarrow": ("data/",),
     "reasoning_gym": ("data/verifiable/reasoning_gym",),
-    "rich": ("commands/",),
+    "rich": ("commands/", "terminal/"),
     "gradio": ("commands/chat/",),
     "starlette": ("commands/serve/",),
     "lm_eval": (),  # contrib/ asks through it

@@ -86,7 +86,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     monkeypatch.setattr(registry, "_ENTRIES", packages)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
+    monkeypatch.setattr("posttrain.reports.summary.write_summary", lambda folder: folder)  # pictures take long
     sys.modules.pop("mine", None)
     yield Own(tmp_path)
     sys.modules.pop("mine", None)

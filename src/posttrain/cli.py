@@ -23,13 +23,13 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.activity import heartbeat, is_redirected
-from posttrain.commands.interpret.steering import STEERING
 from posttrain.commands.options import (
     ACCEPT_HELP,
     ALLOW_CODE_OPTIONS,
     MAX_TOKENS,
     MODEL,
     RUNS,
+    STEERING,
     TEMPLATE,
     Options,
     Parser,
@@ -449,7 +449,7 @@ def run_command(arguments: Sequence[str]) -> int:
         command = COMMANDS[f"{namespace.command} {namespace.action}"]
     if getattr(namespace, "format", "table") == "table":
         return _run_body(command, namespace)
-    with imported("console:tables_as_json")():
+    with importlib.import_module("posttrain.terminal.console").tables_as_json():
         return _run_body(command, namespace)
 
 

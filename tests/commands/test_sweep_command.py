@@ -101,7 +101,7 @@ def test_a_sweep_from_start_to_report(
 ) -> None:
     monkeypatch.setattr("posttrain.sweeps.runner.start_child", run_here)
     monkeypatch.setattr("posttrain.sweeps.runner.end_children", list)
-    monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
+    monkeypatch.setattr("posttrain.reports.summary.write_summary", lambda folder: folder)  # pictures take long
     runs = str(tmp_path / "runs")
     arguments = ["sweep", str(EXAMPLE), "--runs-dir", runs, "--rows", "wide", "--seeds", "1", "--jobs", "1"]
     assert main(arguments) == 0

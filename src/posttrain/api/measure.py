@@ -20,13 +20,11 @@ from posttrain.api.arguments import (
     reading,
 )
 from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
-from posttrain.commands.console import open_console, say_template
-from posttrain.commands.evaluate import DEFAULT_BATCH
-from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import decode_response, encode_prompt
 from posttrain.errors import UsageError
+from posttrain.evaluation import DEFAULT_BATCH
 from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item
 from posttrain.evaluation.plan import (
@@ -45,6 +43,8 @@ from posttrain.reports.evaluation import write_page, write_table_page
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import OpenedModel, complete_template, open_model
 from posttrain.sampling.rollout import Attempt
+from posttrain.terminal.console import open_console, say_template
+from posttrain.terminal.evaluation import choose_evaluation_progress
 from posttrain.types import Example, Message
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content

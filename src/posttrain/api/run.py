@@ -118,7 +118,7 @@ class Run:
     @property
     def report(self) -> Path:
         """The page ``report.html``, which is written now if it is not there."""
-        from posttrain.commands.summary import write_summary  # it draws
+        from posttrain.reports.summary import write_summary  # it draws
 
         page = self.folder / "report.html"
         return page if page.is_file() else write_summary(self.folder)

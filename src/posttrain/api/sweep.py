@@ -22,7 +22,6 @@ from posttrain.api.inputs import (
 )
 from posttrain.api.run import Run
 from posttrain.api.training import given, session_notes
-from posttrain.commands.console import open_console, say
 from posttrain.errors import RecipeError, RunFailure
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.sweeps import write_sweep
@@ -30,6 +29,7 @@ from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.plan import Plan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
 from posttrain.sweeps.runner import Outcome, run_trials
+from posttrain.terminal.console import open_console, say
 
 KEYS = ("recipe", "over", "rows", "seeds")
 

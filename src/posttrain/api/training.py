@@ -26,7 +26,6 @@ from posttrain.api.inputs import (
     without_command_line,
 )
 from posttrain.api.run import Run
-from posttrain.commands.progress import choose_progress
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
@@ -34,6 +33,7 @@ from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.processes import follow, is_follower
+from posttrain.terminal.training import choose_progress
 from posttrain.training.checks import resolve_components
 from posttrain.training.files import Observer
 
@@ -253,6 +253,6 @@ def carry_out(
 
 def summarize(folder: Path) -> None:
     """Draw the curves of a run that has ended, and write its results and report."""
-    from posttrain.commands.summary import write_summary  # it draws, which training does not need
+    from posttrain.reports.summary import write_summary  # it draws, which training does not need
 
     write_summary(folder)

@@ -11,7 +11,6 @@ from rich.rule import Rule
 from rich.table import Table
 
 from posttrain import registry
-from posttrain.commands.console import Text, open_console, plain_table, print_rows
 from posttrain.commands.explain import summary
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
@@ -19,6 +18,7 @@ from posttrain.data.render import encode_plain
 from posttrain.errors import UsageError
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows
 from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 

@@ -19,7 +19,6 @@ from typing import Any
 from pydantic import BaseModel
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
 from posttrain.errors import GONE, UnknownComponent, nearest
 from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
@@ -29,6 +28,7 @@ from posttrain.recipes.sections import Component, RewardComponent, Section, task
 from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest_key
 from posttrain.store.metric_names import METRICS, find_metric
 from posttrain.sweeps.file import training_recipe_names
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
 
 # By kind: its key in a recipe, and its purpose.
 KINDS: dict[str, tuple[str, str]] = {

@@ -8,13 +8,13 @@ import sys
 from rich.console import Console
 
 from posttrain.api.measure import Answer, answers_to
-from posttrain.commands.console import Text, open_console, say_template
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
 from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
+from posttrain.terminal.console import Text, open_console, say_template
 from posttrain.types import Example, Message
 from posttrain.untrusted import harmless, kind_of_file
 

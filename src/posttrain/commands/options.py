@@ -1,4 +1,4 @@
-"""Options of the command line: their types, those of ``posttrain runs``, and components (``--task NAME``).
+"""Options of the command line: their types, those that several commands have, and components (``--task NAME``).
 
 A value that cannot be read is refused with one that works. Only the standard library is imported here, as in ``cli``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import os
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -192,6 +193,21 @@ def share(text: str) -> float:
     return value
 
 
+def read_changes(text: str) -> dict[int, float | None]:
+    """Read ``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
+    changes: dict[int, float | None] = {}
+    for part in names(text):
+        feature, equals, strength = part.partition("=")
+        try:
+            number = None if strength.strip() == "off" else float(strength)
+        except ValueError:
+            number = math.nan
+        if not equals or (number is not None and not math.isfinite(number)):
+            raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12=off, not {part!r}")
+        changes[natural(feature.strip())] = number
+    return changes
+
+
 def runs_dir(default: str = "runs") -> Argument:
     """Return ``--runs-dir``."""
     about = "where run directories are (default: runs)"
@@ -232,6 +248,17 @@ TEMPLATE = option(
     "--template", help="prompt template (default: the run's, else the model's chat template, else r1_zero)"
 )
 MAX_TOKENS = option("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+
+# Options of a model that is steered, by the title of their group.
+STEERING = {
+    "steered by features of a sparse autoencoder": (
+        option("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder"),
+        option(
+            "--steer", type=read_changes, action="append", default=[], metavar="FEATURE=STRENGTH",
+            help="add this length of a feature's direction at every token, or take the feature out: 12=8,40=off",
+        ),
+    )
+}  # fmt: skip
 
 
 def chosen_components(arguments: argparse.Namespace) -> dict[str, Component]:

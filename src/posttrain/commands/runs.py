@@ -13,17 +13,6 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 
 from posttrain.commands import options
-from posttrain.commands.console import (
-    Text,
-    counted,
-    open_console,
-    plain_table,
-    print_rows,
-    say,
-    show_bytes,
-    write_json,
-)
-from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
@@ -58,6 +47,17 @@ from posttrain.store.metric_names import ACCURACY, METRICS, metric_of
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RolloutStore
+from posttrain.terminal.console import (
+    Text,
+    counted,
+    open_console,
+    plain_table,
+    print_rows,
+    say,
+    show_bytes,
+    write_json,
+)
+from posttrain.terminal.training import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.untrusted import fitting, harmless
 
 STYLES = {

@@ -60,9 +60,9 @@ OPTIONS = Options(
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Check every trial, make those that are not finished, and write results, tables, picture and page."""
     from posttrain.api.sweep import carry_out, folder_of
-    from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
     from posttrain.errors import INTERRUPTED
     from posttrain.sweeps.plan import load_sweep
+    from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say
 
     options = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
     over = None if arguments.over is None else arguments.over[0]

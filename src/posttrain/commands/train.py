@@ -9,7 +9,6 @@ from pathlib import Path
 
 from posttrain.api.inputs import Override
 from posttrain.api.training import carry_out, read_recipe
-from posttrain.commands.progress import choose_progress
 from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
@@ -17,6 +16,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import task_components
 from posttrain.runs.directory import check_run_name
 from posttrain.runs.processes import follow, is_follower
+from posttrain.terminal.training import choose_progress
 from posttrain.untrusted import harmless
 
 
@@ -140,7 +140,7 @@ def _note(text: str) -> None:
 
 def _print_memory(recipe: Recipe) -> None:
     """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
-    from posttrain.commands.console import show_bytes
+    from posttrain.terminal.console import show_bytes
     from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
 
     estimate = estimate_memory(recipe)

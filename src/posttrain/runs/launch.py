@@ -29,6 +29,7 @@ from posttrain.registry import suggest
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import (
     RunDirectory,
+    RunRecipe,
     RunStatus,
     State,
     check_run_name,
@@ -50,7 +51,7 @@ from posttrain.untrusted import allow_code_options
 DEFAULT_ROOT = "runs"
 # training/loop.py: train(recipe, files, *, resume, observer, should_stop, ...), with .step, .reason, .evaluations
 Train = Callable[..., Any]
-# Writes the files that show a run: curves, results, report (``commands.summary.write_summary``).
+# Writes the files that show a run: curves, results, report (``reports.summary.write_summary``).
 Summarize = Callable[[Path], object]
 
 
@@ -65,7 +66,7 @@ class RunResult:
 
 
 def launch(
-    recipe: Recipe,
+    recipe: RunRecipe,
     *,
     root: str | Path,
     name: str | None = None,
@@ -106,6 +107,8 @@ def launch(
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
+        if resume:
+            recipe = directory.as_it_began(recipe)
         warnings = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
@@ -134,7 +137,7 @@ def _take_back(folder: Path, is_new_root: bool) -> None:
             folder.parent.rmdir()
 
 
-def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
+def _train(recipe: RunRecipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
     with storage_errors("run", directory.folder):
         files = RunFiles.within(directory.folder)
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
@@ -165,7 +168,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
 
 
 def find_or_train(
-    recipe: Recipe,
+    recipe: RunRecipe,
     *,
     root: Path,
     recipe_name: str,
@@ -200,13 +203,13 @@ def find_or_train(
     return result.folder, result
 
 
-def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
+def find_runs(recipe: RunRecipe, root: Path) -> tuple[Path | None, Path | None]:
     """Return the newest finished run of exactly this recipe, and the newest that could go on."""
     finished, unfinished = (next(iter(runs), None) for runs in runs_of(recipe, root))
     return finished, unfinished
 
 
-def runs_of(recipe: Recipe, root: Path) -> tuple[list[Path], list[Path]]:
+def runs_of(recipe: RunRecipe, root: Path) -> tuple[list[Path], list[Path]]:
     """Return the finished runs of exactly this recipe, and those that could go on, the newest first."""
     found: dict[bool, list[Path]] = {True: [], False: []}
     for name in run_names(root):
@@ -227,7 +230,7 @@ def resume_command(folder: Path) -> str:
     return shlex.join([*words, *allow_code_options(os.getcwd())])
 
 
-def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) -> Path:
+def _new_folder(root: Path, name: str | None, recipe: RunRecipe, recipe_name: str) -> Path:
     """Make a directory to start in; an existing one is only taken if it is empty."""
     with storage_errors("runs", root):
         root.mkdir(parents=True, exist_ok=True)
@@ -244,7 +247,7 @@ def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) 
     raise AssertionError
 
 
-def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
+def _refuse_taken(directory: RunDirectory, recipe: RunRecipe) -> None:
     folder, other = directory.folder, "Nothing was changed. Choose another name with --run NAME"
     if not folder.exists() or (folder.is_dir() and directory.is_empty):
         return
@@ -278,7 +281,7 @@ def _age(run: Path) -> tuple[float, str]:
     return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
-def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
+def _claim(directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool) -> list[str]:
     """Make the locked directory ours, or refuse; returns notices to show."""
     if resume:
         warnings, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
@@ -401,7 +404,7 @@ _FILES = {
 Changes = dict[str, tuple[object, object]]
 
 
-def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: bool = False) -> list[str]:
+def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: bool = False) -> list[str]:
     """Check that the locked run may go on by ``recipe``, and store that; returns notices to show.
 
     Args:
@@ -475,7 +478,7 @@ def _missing_records(folder: Path, step: int, state: Mapping[str, object]) -> li
     ]
 
 
-def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
+def _missing_checkpoints(directory: RunDirectory, recipe: RunRecipe) -> list[str]:
     """Tell of a run without any checkpoint whose status or metrics show that it had one."""
     status = directory.read_status()
     last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)

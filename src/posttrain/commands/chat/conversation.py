@@ -11,7 +11,6 @@ from statistics import fmean
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, say_template
 from posttrain.commands.options import chosen_components
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
@@ -24,6 +23,7 @@ from posttrain.runs.models import find_source
 from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.models import OpenedModel, complete_template, open_model
 from posttrain.sampling.native.stream import stream
+from posttrain.terminal.console import Text, open_console, say_template
 from posttrain.types import Finish, Message
 
 HELP = "/reset forgets the conversation; /quit leaves, as does the end of the input; Ctrl-C stops a reply"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.chat.fields import NOBODY, read_chat, read_text, read_whole
-from posttrain.commands.console import say_template
 from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
@@ -31,6 +30,7 @@ from posttrain.runs.paths import every_run_name
 from posttrain.sampling.models import OpenedModel, open_model
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.rollouts import RolloutStore
+from posttrain.terminal.console import say_template
 from posttrain.types import Example, Message
 from posttrain.untrusted import fitting
 

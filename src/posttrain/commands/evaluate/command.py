@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.options import (
     MAX_TOKENS,
     Options,
@@ -18,6 +17,7 @@ from posttrain.commands.options import (
     seed_of,
     share,
 )
+from posttrain.evaluation import DEFAULT_BATCH
 
 EPILOG = """\
 several models, tasks and templates make a table, one row for each combination:

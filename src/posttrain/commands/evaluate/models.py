@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.api.measure import carry_out
-from posttrain.commands.console import leaves_out_tables, open_console, print_table, say, say_template
-from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
-from posttrain.commands.evaluate.progress import choose_evaluation_progress
+from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
+from posttrain.evaluation import DEFAULT_BATCH
 from posttrain.evaluation.files import FinishedEvaluation, is_evaluation_folder, read_finished
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.plan import (
@@ -47,6 +46,8 @@ from posttrain.reports.evaluation import (
 )
 from posttrain.runs.models import find_source
 from posttrain.sampling.llm_judge import SUFFIXES, read_pair_judge
+from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say, say_template
+from posttrain.terminal.evaluation import choose_evaluation_progress
 
 DRAWING = ("limit", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 # Options of sampling, which a reward model cannot use, with their defaults.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
 from posttrain.commands.options import Options, option
 from posttrain.errors import UsageError, nearest
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
 
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, compiles=True)
 EPILOG = """\

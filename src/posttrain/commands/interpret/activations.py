@@ -86,10 +86,10 @@ OPTIONS = Options(
 
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
-    from posttrain.commands.console import open_console
     from posttrain.interpret.activations.record import record
     from posttrain.interpret.activations.sites import check_layers
     from posttrain.runs.models import find_source
+    from posttrain.terminal.console import open_console
 
     console = open_console()
 

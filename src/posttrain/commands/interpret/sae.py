@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.options import ACCEPT_HELP, Options, natural, naturals, new_place, option, positive
 from posttrain.errors import INTERRUPTED, UsageError
@@ -18,7 +18,6 @@ from posttrain.errors import INTERRUPTED, UsageError
 if TYPE_CHECKING:
     from posttrain.interpret.differences.recipe import Compared, DiffRecipe
     from posttrain.interpret.saes.recipe import SaeRecipe
-    from posttrain.recipes.recipe import Recipe
 
 REPORT = "report.html"
 PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
@@ -111,13 +110,13 @@ def train_sae(
     allow_large: bool,
 ) -> int:
     """Train a checked recipe's dictionary in a run directory, print its results, and return the exit code."""
-    from posttrain.commands.progress import choose_progress, show_duration
     from posttrain.interpret.saes.training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
+    from posttrain.terminal.training import choose_progress, show_duration
 
     with choose_progress(name, quiet) as progress:
         result = launch(
-            cast("Recipe", recipe),  # a run directory needs no more of a recipe than this one has
+            recipe,
             root=runs_dir,
             name=run,
             recipe_name=name,
@@ -151,13 +150,13 @@ def _print_results(results: dict[str, Any]) -> None:
 
 def run_sae_features(arguments: argparse.Namespace) -> int:
     """Read all rows once, and write the page with its JSON."""
-    from posttrain.commands.console import open_console
     from posttrain.commands.interpret.steering import find_sae
     from posttrain.interpret.features.features import default_activations, read_features, write_features
     from posttrain.reports.features import render_features
     from posttrain.reports.page import write_html
     from posttrain.runs.models import find_source
     from posttrain.store.durable import storage_errors
+    from posttrain.terminal.console import open_console
 
     console = open_console()
     folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
@@ -194,10 +193,10 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
-    from posttrain.commands.console import Text, open_console, say
-    from posttrain.commands.progress import show_duration
     from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
     from posttrain.runs.directory import check_run_name
+    from posttrain.terminal.console import Text, open_console, say
+    from posttrain.terminal.training import show_duration
 
     if len(arguments.models) > 2:
         raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
@@ -285,9 +284,9 @@ def find_model(
     if compared.recipe is None:
         return compared.name
     from posttrain.api.training import summarize
-    from posttrain.commands.progress import choose_progress
     from posttrain.recipes.recipe import load_recipe
     from posttrain.runs.launch import find_or_train
+    from posttrain.terminal.training import choose_progress
 
     name = compared.recipe
     changes = [("model.name", json.dumps(base))] if base is not None else []

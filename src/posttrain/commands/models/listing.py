@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.console import open_console, plain_table, print_rows, say
 from posttrain.commands.options import Options, option
 from posttrain.errors import UsageError
 from posttrain.models.published.cache import cache_dir, is_cached, place_of
 from posttrain.models.published.catalog import PUBLISHED
 from posttrain.registry import suggest
+from posttrain.terminal.console import open_console, plain_table, print_rows, say
 
 EPILOG = """\
 a name stands for its model everywhere; it is fetched at first use, or beforehand:

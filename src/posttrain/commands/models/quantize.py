@@ -76,8 +76,8 @@ def run_quantize(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(report: dict[str, Any], place: str) -> None:
-    from posttrain.commands.console import open_console, print_table, say
     from posttrain.evaluation.tables import TextTable
+    from posttrain.terminal.console import open_console, print_table, say
 
     console, lines = open_console(), []
     for kept, label in (("disk", "weights on disk"), ("memory", "weights in memory")):

@@ -84,11 +84,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--api-key``, a port that cannot be served, no such model.
         MissingExtra: starlette or uvicorn is not installed.
     """
-    from posttrain.commands.console import say_template
     from posttrain.commands.options import chosen_components
     from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source
     from posttrain.sampling.models import complete_template, open_model
+    from posttrain.terminal.console import say_template
 
     host, port, key = arguments.host, arguments.port, _choose_key(arguments.api_key)
     refuse_open_host(host, key is not None, "--api-key")

@@ -62,7 +62,9 @@ def opening_of(tokenizer: Tokenizer, template: Template, prompt: Sequence[int]) 
     while tag is not None and tag in tail[1:]:
         tail = tail[1:]
     found = OPENED.search(decode_ids(tokenizer, tail, clean_up_tokenization_spaces=False))
-    return found[0] if found else ""
+    if found:
+        return found[0]
+    return ""
 
 
 def behind_prompt(
@@ -94,14 +96,19 @@ def behind_prompt(
         if channels[0] and (written := _in_channels(text, lead, channels)) is not None:
             return written
     if opening and is_thinking:  # part of it stands at the end of the prompt already
-        at, space = text.index(THINK) + len(THINK), opening.partition(THINK)[2]
+        at = text.index(THINK) + len(THINK)
+        space = opening.partition(THINK)[2]
         while space and text[at : at + 1] == space[0]:
-            at, space = at + 1, space[1:]
+            at = at + 1
+            space = space[1:]
         pieces = drop_text(pieces, at)
     is_answer = not is_thinking and not (opening and END_THINK in text)
     if lead.isspace() and text[:1].isspace():
         lead = ""
-    before = [Piece(lead, trusted=True)] if lead and is_answer else []
+    if lead and is_answer:
+        before = [Piece(lead, trusted=True)]
+    else:
+        before = []
     if template.space and text and not text[0].isspace():
         before.append(Piece(template.space, trusted=True))
     return [*before, *_mark_calls(tokenizer, template, mark_tags(pieces, template.tags, is_open=bool(opening)))]
@@ -114,7 +121,10 @@ def _mark_calls(tokenizer: Tokenizer, template: Template, pieces: list[Piece]) -
         return pieces
     marked: list[Piece] = []
     for piece in pieces:
-        texts = [piece.text] if piece.trusted else re.split(f"({marks})", piece.text)
+        if piece.trusted:
+            texts = [piece.text]
+        else:
+            texts = re.split(f"({marks})", piece.text)
         marked += [Piece(text, trusted=piece.trusted or n % 2 == 1) for n, text in enumerate(texts) if text]
     return marked
 
@@ -161,7 +171,9 @@ def encode_answer(
 ) -> list[int]:
     """Token ids of a given text of the assistant behind its prompt, the end token not included."""
     pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], prompt, variables)
-    return encode_pieces(tokenizer, pieces, prompt) if text else []
+    if text:
+        return encode_pieces(tokenizer, pieces, prompt)
+    return []
 
 
 def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
@@ -182,7 +194,8 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
 
     Only what holds a marker, or white space, which an answer may bring itself.
     """
-    question, find = Message("user", "a"), markers_of(tokenizer).find
+    question = Message("user", "a")
+    find = markers_of(tokenizer).find
 
     def tail(answer: Message) -> list[str]:
         """The trusted texts behind the prompt: before, between and behind the texts of the answer."""
@@ -202,15 +215,22 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
 
     try:
         prompt = "".join(p.text for p in render_pieces(tokenizer, [question], "", settings, prompt=True)[0])
-        plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
+        plain = tail(Message("assistant", "b"))
+        thinking = tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    lead = without_empty_thinking(tokenizer, plain[0], settings) if plain else ""
+    if plain:
+        lead = without_empty_thinking(tokenizer, plain[0], settings)
+    else:
+        lead = ""
     if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead and not lead.isspace():
         lead = ""
-    channels = (thinking[0], thinking[1]) if len(thinking) == 3 and THINK not in thinking[0] else ("", "")
+    if len(thinking) == 3 and THINK not in thinking[0]:
+        channels = (thinking[0], thinking[1])
+    else:
+        channels = ("", "")
     return lead, channels if any(find(channels[0])) else ("", "")
 
 
@@ -274,14 +294,20 @@ class ReplyFrame:
         Args:
             tags: around a result where the template does not mark it.
         """
-        opening, closing = ("", "") if self.wrapped else tags
+        if self.wrapped:
+            opening = ""
+            closing = ""
+        else:
+            opening, closing = tags
         pieces = [Piece(self.before, trusted=True)]
         for number, result in enumerate(results):
             quoted = template.quote(result.strip() if self.strips else result)
             pieces.append(Piece((self.between if number else "") + opening, trusted=True))
             pieces += [Piece(quoted, trusted=False), Piece(closing, trusted=True)]
         ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)], [] if last is None else [last])
-        return ids[ids.index(self.end) + 1 :] if self.end is not None and last == self.end and self.end in ids else ids
+        if self.end is not None and last == self.end and self.end in ids:
+            return ids[ids.index(self.end) + 1 :]
+        return ids
 
 
 def encode_turns(
@@ -295,14 +321,18 @@ def encode_turns(
     Raises:
         UsageError: the chat template rewrites history, or the tokenizer has no end token.
     """
-    frame, form = reply_frame(tokenizer, template), call_form(tokenizer, template)
+    frame = reply_frame(tokenizer, template)
+    form = call_form(tokenizer, template)
     ids: list[int] = []
     own: list[bool] = []
     for number, turn in enumerate(turns, start=1):
         is_heard = answered or number < len(turns)
         written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids], continued=is_heard)
         results = [call.result for call in turn.calls]
-        heard = frame.encode(tokenizer, template, results, form.results, written[-1]) if is_heard else []
+        if is_heard:
+            heard = frame.encode(tokenizer, template, results, form.results, written[-1])
+        else:
+            heard = []
         ids += [*written, *heard]
         own += [True] * len(written) + [False] * len(heard)
     return ids, own
@@ -337,7 +367,9 @@ def turn_pieces(
     pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
     if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
         pieces = behind_prompt(tokenizer, template, pieces, prompt)
-    return [*pieces, *write_calls(turn.calls, form, bool(turn.text))] if turn.calls else pieces
+    if turn.calls:
+        return [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
+    return pieces
 
 
 def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
@@ -368,7 +400,8 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
     tails = set()
     for probe in _PROBES:
         quoted = [probe.format(mark(2 * i), mark(2 * i + 1)) for i in range(2)]
-        history, before = list[tuple[str, str]](), render()
+        history = list[tuple[str, str]]()
+        before = render()
         for turn, reply in zip(quoted, heard, strict=True):
             history += [("assistant", turn), (role, reply)]
             after = render(*history)
@@ -387,16 +420,21 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
     with suppress(UsageError):
         both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
         found = both.partition(opening + heard[0])[2].partition(heard[1])
-        between = found[0] if found[1] and found[2] == closing else between
+        if found[1] and found[2] == closing:
+            between = found[0]
     own = ending(tokenizer)
-    end = own.ids[0] if own is not None and own.middle and opening.startswith(own.middle) else None
+    if own is not None and own.middle and opening.startswith(own.middle):
+        end = own.ids[0]
+    else:
+        end = None
     return ReplyFrame(opening, between, closing, end, strips, wrapped=role == "tool")
 
 
 def _rewrites(expected: str, written: str) -> str:
     """Return the message about a template that rewrites earlier turns, with the difference."""
     texts = [re.sub(mark(0).replace("0", r"(\d+)"), r"TEXT\1", text) for text in (expected, written)]
-    lines, others = texts[0].splitlines(), texts[1][: len(texts[0]) + 80].splitlines()
+    lines = texts[0].splitlines()
+    others = texts[1][: len(texts[0]) + 80].splitlines()
     shown = difflib.unified_diff(lines, others, "said", "rendered", n=1, lineterm="")
     return (
         "the tokenizer's chat template rewrites history: once a turn follows, what was said before is rendered "

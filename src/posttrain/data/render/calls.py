@@ -64,14 +64,21 @@ class CallForm:
     @property
     def key(self) -> str | None:
         """The key of the arguments, where a call is one object of JSON with the name in it; else None."""
-        found = _KEY.search(self.middle) if _OBJECT.search(self.opening) and _END.match(self.closing) else None
-        return found[1] if found else None
+        if _OBJECT.search(self.opening) and _END.match(self.closing):
+            found = _KEY.search(self.middle)
+        else:
+            found = None
+        if found:
+            return found[1]
+        return None
 
     @property
     def name_key(self) -> tuple[str | None, str]:
         """The key of the object with name and arguments, where it is in another one, and the key of the name."""
         found = _OBJECT.search(self.opening)
-        return (found["outer"], found["name"]) if found else (None, "name")
+        if found:
+            return (found["outer"], found["name"])
+        return (None, "name")
 
     @property
     def tags(self) -> tuple[str, str]:
@@ -103,7 +110,9 @@ HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call
 def object_start(before: str) -> int:
     """The place where the object of JSON with the name behind this text begins; its length where there is none."""
     found = _OBJECT.search(before)
-    return found.start() if found else len(before)
+    if found:
+        return found.start()
+    return len(before)
 
 
 def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> list[Piece]:
@@ -116,13 +125,19 @@ def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> lis
 
 def write_call(call: Call, form: CallForm) -> list[Piece]:
     """The pieces of a call as a model writes it; its name and its arguments are not trusted."""
-    name = call.tool if form.key is None else json.dumps(call.tool, ensure_ascii=False)[1:-1]
+    if form.key is None:
+        name = call.tool
+    else:
+        name = json.dumps(call.tool, ensure_ascii=False)[1:-1]
     pieces = [Piece(form.opening, trusted=True), Piece(name, trusted=False)]
     if isinstance(form.arguments, Parameters):
         pieces.append(Piece(form.middle, trusted=True))
         around = form.arguments
         for key, value in json.loads(call.raw_arguments).items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if isinstance(value, str):
+                text = value
+            else:
+                text = json.dumps(value, ensure_ascii=False)
             parts = (around.before, key, around.middle, text, around.after)
             pieces += [Piece(part, trusted=number % 2 == 0) for number, part in enumerate(parts)]
     else:
@@ -134,6 +149,7 @@ def write_call(call: Call, form: CallForm) -> list[Piece]:
         elif form.arguments == "plain":
             values = list(json.loads(arguments).values())
             is_bare = len(values) == 1 and isinstance(values[0], str | int | float) and not isinstance(values[0], bool)
-            arguments = str(values[0]) if is_bare else arguments
+            if is_bare:
+                arguments = str(values[0])
         pieces += [Piece(form.middle, trusted=True), Piece(arguments, trusted=False)]
     return [*pieces, Piece(form.closing, trusted=True)]

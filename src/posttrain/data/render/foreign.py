@@ -32,7 +32,8 @@ MEMORY_BYTES = 2**30
 MAX_RESULT_BYTES = 2**27
 _RENDER = "posttrain.data.render.template_worker:render"
 # A template writes its own text and those of the conversation, schemas of tools perhaps at each turn, as JSON in JSON.
-_OWN_CHARS, _GROWTH = 2**17, 64
+_OWN_CHARS = 2**17
+_GROWTH = 64
 _SPLIT = "posttrain.data.render.tokenizer_worker:split"
 _REFUSED: dict[str, str] = {}  # by the content of a template or of a tokenizer's steps, what happened
 _MAY_REPEAT = re.compile(r"[*+?{(|]")
@@ -74,12 +75,18 @@ def render_foreign(tokenizer: Any, rows: list[dict[str, Any]], variables: Mappin
         "max_chars": _OWN_CHARS + _GROWTH * len(given),
     }
     result = pool_of(_RENDER).run([item])[0]
-    answer: dict[str, Any] = result.value if result.kind == "value" else {}
+    if result.kind == "value":
+        answer: dict[str, Any] = result.value
+    else:
+        answer = {}
     if "text" in answer:
         return str(answer["text"])
     if "error" in answer:
         raise TemplateError(answer["error"])
-    _REFUSED[name] = f"it writes {answer['length']:,} characters" if "length" in answer else result.reason
+    if "length" in answer:
+        _REFUSED[name] = f"it writes {answer['length']:,} characters"
+    else:
+        _REFUSED[name] = result.reason
     raise UsageError(_refusal(tokenizer, _REFUSED[name]))
 
 
@@ -196,7 +203,8 @@ def try_parts(parts: Parts, item: dict[str, Any]) -> str | None:
     """Return why the steps of a tokenizer do not come to an end on a text (or on nothing: when they are made)."""
     if parts.key in _REFUSED:
         return _REFUSED[parts.key]
-    pool, item = pool_of(_SPLIT), {"key": parts.key, **item}
+    pool = pool_of(_SPLIT)
+    item = {"key": parts.key, **item}
     result = pool.run([item])[0]
     if result.kind == "value" and "unknown" in result.value:
         result = pool.run([item | {"parts": {"steps": parts.steps, "added": parts.added}}])[0]

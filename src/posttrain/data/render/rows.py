@@ -110,9 +110,15 @@ def _demonstrations(
         yield UNTRAINED
         return
     given = example.responses and (example.solution, example.answer) == (None, None)
-    best = max(example.responses, key=lambda r: r.score) if given else None
+    if given:
+        best = max(example.responses, key=lambda r: r.score)
+    else:
+        best = None
     if template.turns != "last":
-        text = best.text if best is not None and example.demonstration is None else example.demonstration
+        if best is not None and example.demonstration is None:
+            text = best.text
+        else:
+            text = example.demonstration
         has_turns = any(message.role == "assistant" for message in example.messages)
         if train_on == "assistant" and has_turns and text is not None and not (example.turns or example.conversation):
             example = replace(example, conversation=(*example.messages, Message("assistant", text)))
@@ -126,7 +132,11 @@ def _demonstrations(
         yield f"a response without an answer, which template {template.name} would write between tags"
     else:
         answers = not example.turns or (example.answer, example.solution, example.demonstration) != (None,) * 3
-        turns, own = encode_turns(tokenizer, template, example.turns, answers, prompt) if example.turns else ([], [])
+        if example.turns:
+            turns, own = encode_turns(tokenizer, template, example.turns, answers, prompt)
+        else:
+            turns = []
+            own = []
         ids = [*prompt, *turns]
         ids += encode_response(tokenizer, template, example, ids) if answers else []
         yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
@@ -219,9 +229,15 @@ def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
     chosen = [i for i in trained_turns(conversation, train_on) if not conversation[i].calls]
     for i in chosen[-1:] if train_on == "all" else chosen:  # all of a conversation is in its last prompt
         messages, turns = split_turns(conversation[:i])
-        read_only = conversation if train_on == "all" else conversation[len(messages) : i]
+        if train_on == "all":
+            read_only = conversation
+        else:
+            read_only = conversation[len(messages) : i]
         if not all(one.is_trained for one in read_only):
-            what = "a call of weight 0" if train_on != "all" else "data.train_on all with a message of weight 0"
+            if train_on != "all":
+                what = "a call of weight 0"
+            else:
+                what = "data.train_on all with a message of weight 0"
             raise UsageError(f"example {example.id!r}: {what} needs the prompt.template chat; leave the row out")
         yield replace(
             example,
@@ -260,16 +276,23 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
         pieces = _turn(tokenizer, template, conversation[: i + 1], variables, prompts[i])
         turns[i] = pieces, i in trained
     end = ending(tokenizer)
-    unsaid = len(end.text) - len(end.middle) if end is not None and end.middle else 0
+    if end is not None and end.middle:
+        unsaid = len(end.text) - len(end.middle)
+    else:
+        unsaid = 0
     whole = _joined(conversation, prompts, turns, train_on, unsaid)
     if whole is None and train_on == "all" and len(trained) < len(places):
         raise UsageError(
             f"example {example.id!r}: data.train_on all with a message of weight 0, and the chat template rewrites "
             "earlier turns; use data.train_on assistant"
         )
-    chosen = trained[-1:] if train_on == "all" else trained
+    if train_on == "all":
+        chosen = trained[-1:]
+    else:
+        chosen = trained
     for (prompt, _), *parts in [[(prompts[i], False), turns[i]] for i in chosen] if whole is None else [whole]:
-        ids, heard = encode_pieces(tokenizer, prompt), set[int]()
+        ids = encode_pieces(tokenizer, prompt)
+        heard = set[int]()
         prompt_length = len(ids)
         for part, is_trained in parts:
             encoded = encode_pieces(tokenizer, part, ids)
@@ -289,7 +312,8 @@ def _joined(
 
     ``unsaid``: how many characters a turn ends with that are not written before another message.
     """
-    parts, previous = list[Part](), ""
+    parts = list[Part]()
+    previous = ""
     for i, prompt in prompts.items():
         if unsaid and not _text(prompt).startswith(previous):
             previous = previous[:-unsaid]
@@ -343,7 +367,8 @@ def _turn(
             what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
             raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
         end = end_text(tokenizer, template)
-        content, shown = message.content, _text(whole)
+        content = message.content
+        shown = _text(whole)
         forms = (content, content.rstrip(), content.lstrip(), content.strip())  # as the template strips it
         content = next((form for form in forms if form and form + end in shown), content)
         return _as_text(tokenizer, template, content, prompt, variables)
@@ -357,7 +382,10 @@ def _turn(
 def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: list[Piece]) -> list[Piece]:
     """The pieces of a turn up to its end."""
     end = end_text(tokenizer, template)
-    last = pieces[-1] if pieces and pieces[-1].trusted else Piece("", trusted=True)
+    if pieces and pieces[-1].trusted:
+        last = pieces[-1]
+    else:
+        last = Piece("", trusted=True)
     if not message.calls and last.text.startswith(end):
         return [*pieces[:-1], Piece(end, trusted=True)]
     marks = call_marks(tokenizer, template)
@@ -365,7 +393,10 @@ def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: l
     own = [stop for _, stop, index in found if index == end_id(tokenizer, template)]
     ends = own or [stop for start, stop, _ in found if not _is_tag(last.text[start:stop], marks)]
     if found:  # a template may end a call with nothing but its closing tag
-        cut = ends[-1] if ends else found[-1][1]
+        if ends:
+            cut = ends[-1]
+        else:
+            cut = found[-1][1]
         return [*pieces[:-1], Piece(last.text[:cut], trusted=True)]
     return [*pieces, Piece(end, trusted=True)]
 

@@ -44,7 +44,9 @@ def as_row_texts(value: Any) -> Any:
         return {key: as_row_texts(one) for key, one in value.items()}
     if isinstance(value, list):
         return [as_row_texts(one) for one in value]
-    return RowText(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return RowText(value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Place:
         """A text as the template writes it here: as it is, inside of JSON, or as Python shows it."""
         if self.is_json:
             return json.dumps(text, ensure_ascii=self.is_ascii)[1:-1]
-        return repr(text)[1:-1] if self.is_ascii else text
+        if self.is_ascii:
+            return repr(text)[1:-1]
+        return text
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Shape:
 
 
 def _shape_of(rendered: str) -> Shape:
-    fixed, places, at = list[str](), list[Place](), 0
+    fixed = list[str]()
+    places = list[Place]()
+    at = 0
     for match in _MARK.finditer(rendered):
         fixed.append(rendered[at : match.start()])
         places.append(Place(int(match[2]), match[3] == '\\"', match[1] != OPENING))
@@ -83,7 +89,8 @@ class Sheet:
     """Texts by the number of their placeholder, for one conversation in one chat template."""
 
     def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, object]) -> None:
-        self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
+        self.tokenizer = tokenizer
+        self.markers = markers_of(tokenizer)
         self.system = system
         self.texts: list[list[Piece]] = []
         self.contents: dict[int, str] = {}  # number: role of what must be shown once, in this order
@@ -97,7 +104,8 @@ class Sheet:
         Raises:
             UsageError: no chat template, or it cannot render these messages, or not as they are.
         """
-        rows, called = list[dict[str, Any]](), list[str]()
+        rows = list[dict[str, Any]]()
+        called = list[str]()
         if self.system:
             own = [Piece(self.system, trusted=True)]
             if messages[0].role == "system":
@@ -132,7 +140,8 @@ class Sheet:
             row["tool_calls"] = []
             for call in message.calls:
                 what = f"the call of {call.tool!r}"
-                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.raw_arguments), what)
+                name = self._leaf(call.tool, what)
+                arguments = self._leaves(json.loads(call.raw_arguments), what)
                 id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
                 function = {"name": name, "arguments": arguments}
                 row["tool_calls"].append({"id": id, "type": "function", "function": function})
@@ -149,7 +158,9 @@ class Sheet:
         number = self._add(pieces)
         self.contents[number] = role
         # some templates write results as JSON
-        return mark(number).replace(CLOSING, f'"{CLOSING}') if role == "tool" else mark(number)
+        if role == "tool":
+            return mark(number).replace(CLOSING, f'"{CLOSING}')
+        return mark(number)
 
     def _leaf(self, text: str, needed: str) -> str:
         number = self._add([Piece(text, trusted=False)])
@@ -229,7 +240,9 @@ class Sheet:
         """The pieces where the template reads markers and tags in a text: in a row's text they are characters."""
         texts = [_text(pieces) for pieces in self.texts]
         broken = [_broken(text, self.markers) for text in texts]
-        return None if broken == texts else self._pieces(shape, broken, self._real(rows, broken, prompt=prompt))
+        if broken == texts:
+            return None
+        return self._pieces(shape, broken, self._real(rows, broken, prompt=prompt))
 
     def _as_rendered(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece]:
         """The conversation as it is rendered, where its texts decide what the template adds to them.
@@ -301,7 +314,9 @@ def _text(pieces: Sequence[Piece]) -> str:
 
 def _marked(role: str, text: str) -> list[Piece]:
     pieces = [Piece(text, trusted=False)]
-    return mark_tags(pieces) if role == "assistant" else pieces
+    if role == "assistant":
+        return mark_tags(pieces)
+    return pieces
 
 
 def _copied(value: Any) -> Any:
@@ -334,16 +349,19 @@ def _cut(match: re.Match[str]) -> str:
 
 def _strippings(text: str) -> list[tuple[int, int]]:
     """(start, end) of the text as it is, and as templates strip it."""
-    length, found = len(text), [(0, len(text))]
+    length = len(text)
+    found = [(0, len(text))]
     for characters in (None, "\n", " "):
-        left, right = length - len(text.lstrip(characters)), len(text.rstrip(characters))
+        left = length - len(text.lstrip(characters))
+        right = len(text.rstrip(characters))
         found += [(0, right), (min(left, length), length), (min(left, right), right)]
     return list(dict.fromkeys(found))
 
 
 def _kept(shape: Shape, texts: Sequence[str], rendered: str) -> list[tuple[int, int]] | None:
     """Return the numbers of characters that the template strips from both ends of each text; None if it changes one."""
-    at, spans = len(shape.fixed[0]), list[tuple[int, int]]()
+    at = len(shape.fixed[0])
+    spans = list[tuple[int, int]]()
     if not rendered.startswith(shape.fixed[0]):
         return None
     for place, behind in zip(shape.places, shape.fixed[1:], strict=True):
@@ -356,7 +374,9 @@ def _kept(shape: Shape, texts: Sequence[str], rendered: str) -> list[tuple[int, 
                 break
         else:
             return None
-    return spans if at == len(rendered) else None
+    if at == len(rendered):
+        return spans
+    return None
 
 
 def _between(shape: Shape, rendered: str) -> list[str] | None:
@@ -365,7 +385,9 @@ def _between(shape: Shape, rendered: str) -> list[str] | None:
     if not behind or not rendered.startswith(first) or not rendered.endswith(behind[-1]):
         return None
     last = len(rendered) - len(behind[-1])
-    starts, ends, at = list[int](), list[int](), len(first)
+    starts = list[int]()
+    ends = list[int]()
+    at = len(first)
     for text in behind[:-1]:
         starts.append(rendered.find(text, at))
         if starts[-1] < 0:
@@ -383,7 +405,8 @@ def _between(shape: Shape, rendered: str) -> list[str] | None:
 
 def _sliced(pieces: Sequence[Piece], before: int, behind: int) -> list[Piece]:
     """The pieces without so many characters at both ends."""
-    kept, last = list[Piece](), sum(len(piece.text) for piece in pieces) - before - behind
+    kept = list[Piece]()
+    last = sum(len(piece.text) for piece in pieces) - before - behind
     for piece in drop_text(pieces, before):
         kept.append(Piece(piece.text[: max(0, last)], piece.trusted))
         last -= len(piece.text)

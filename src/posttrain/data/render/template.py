@@ -37,7 +37,9 @@ def without_empty_thinking(tokenizer: Tokenizer, text: str, variables: Mapping[s
         return re.search(r"<think>\s*</think>\s*\Z", before) is not None
 
     rest = _EMPTY_THINKING.sub("", text)
-    return text if rest != text and probed(tokenizer, "empty thinking", variables, keeps) else rest
+    if rest != text and probed(tokenizer, "empty thinking", variables, keeps):
+        return text
+    return rest
 
 
 def begins_with_empty_thinking(text: str) -> bool:
@@ -155,7 +157,8 @@ def render_pieces(
 
     if any(message.calls for message in messages):
         form = probed(tokenizer, "calls", variables, find)
-        messages = messages if form == "own" else spell_calls(messages, results=form)
+        if form != "own":
+            messages = spell_calls(messages, results=form)
     return Sheet(tokenizer, system, variables).render(messages, prompt=prompt)
 
 
@@ -168,7 +171,10 @@ def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Mess
             content = "\n".join([message.content, *calls] if message.content else calls)
             message = replace(message, content=content, calls=())
         elif message.role == "tool" and results != "tool":
-            before = f"{spelled.pop().content}\n" if number and messages[number - 1].role == "tool" else ""
+            if number and messages[number - 1].role == "tool":
+                before = f"{spelled.pop().content}\n"
+            else:
+                before = ""
             opening, closing = TAGGED.results
             message = Message(results, f"{before}{opening}{message.content}{closing}")
         spelled.append(message)
@@ -222,7 +228,10 @@ def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
         next_tail = render(3).partition(mark(1))[2].partition(mark(2))[0]
     last = found[-1]
     shared = [place for place in found if next_tail.startswith(tail[: place[1]])]
-    stop = shared[-1] if shared else last
+    if shared:
+        stop = shared[-1]
+    else:
+        stop = last
     middle = tail[: stop[1]] if shared else ""
     ids = tuple(dict.fromkeys((stop[2], last[2])))
     return Ending(tail[: last[1]], tail[: stop[0]], ids, middle)
@@ -305,8 +314,13 @@ def encode_prompt(
     """
     ids = encode_pieces(tokenizer, prompt_pieces(tokenizer, template, messages, variables or {}))
     # a chat template and a document spell out whatever must come first (BOS)
-    leading = [] if template.chat or template.name == "document" else list(markers_of(tokenizer).leading)
-    return ids if ids[: len(leading)] == leading else leading + ids
+    if template.chat or template.name == "document":
+        leading = []
+    else:
+        leading = list(markers_of(tokenizer).leading)
+    if ids[: len(leading)] == leading:
+        return ids
+    return leading + ids
 
 
 def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
@@ -326,7 +340,9 @@ def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
         UsageError: the tokenizer has no end token.
     """
     found = ending(tokenizer) if template.chat else None
-    return found.ids if found is not None else (end_id(tokenizer, template),)
+    if found is not None:
+        return found.ids
+    return (end_id(tokenizer, template),)
 
 
 def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
@@ -335,7 +351,9 @@ def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
     further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, end})
     names = [str(tokenizer.convert_ids_to_tokens(i)) for i in (*further, end)]
     line = f"answers also end at {', '.join(names[:-1])}, by the model's configuration; {names[-1]} is trained"
-    return [line] if further else []
+    if further:
+        return [line]
+    return []
 
 
 def end_id(tokenizer: Tokenizer, template: Template) -> int:
@@ -345,7 +363,10 @@ def end_id(tokenizer: Tokenizer, template: Template) -> int:
         UsageError: the tokenizer has no end token.
     """
     found = ending(tokenizer) if template.chat else None
-    end = tokenizer.eos_token_id if found is None else found.ids[-1]
+    if found is None:
+        end = tokenizer.eos_token_id
+    else:
+        end = found.ids[-1]
     if end is None:
         raise UsageError(
             "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"
@@ -362,7 +383,9 @@ def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = Fals
     found = ending(tokenizer) if template.chat else None
     if found is None:
         return decode_ids(tokenizer, [end_id(tokenizer, template)])
-    return (found.middle or found.text) if continued else found.text
+    if continued:
+        return found.middle or found.text
+    return found.text
 
 
 def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False) -> list[int]:
@@ -381,12 +404,15 @@ def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False
 def end_lead(tokenizer: Tokenizer, template: Template) -> str:
     """The text that ends an answer before the token at which it stops; mostly empty."""
     found = ending(tokenizer) if template.chat else None
-    return found.lead if found is not None else ""
+    if found is not None:
+        return found.lead
+    return ""
 
 
 def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) -> list[int]:
     """The ids of an answer without those that end it."""
-    kept, stops = list(ids), stop_ids(tokenizer, template)
+    kept = list(ids)
+    stops = stop_ids(tokenizer, template)
     whole = end_ids(tokenizer, template)
     if len(whole) > 1 and kept[-len(whole) :] == whole:
         return kept[: -len(whole)]
@@ -394,7 +420,9 @@ def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) ->
         return kept
     kept.pop()
     lead = end_ids(tokenizer, template, continued=True)[:-1]
-    return kept[: -len(lead)] if lead and kept[-len(lead) :] == lead else kept
+    if lead and kept[-len(lead) :] == lead:
+        return kept[: -len(lead)]
+    return kept
 
 
 def build_template(word: Component, where: str = "prompt.template") -> Template:

@@ -15,8 +15,11 @@ from posttrain.data.render.template import Template, ending
 from posttrain.errors import UsageError
 from posttrain.types import Call
 
-_NAMES, _KEYS, _VALUES = ("zqnamea", "zqnameb"), ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
-_TEXT, _QUESTION = "zqtext", "zqquestion"
+_NAMES = ("zqnamea", "zqnameb")
+_KEYS = ("zqkeya", "zqkeyb")
+_VALUES = ("zqvaluea", "zqvalueb")
+_TEXT = "zqtext"
+_QUESTION = "zqquestion"
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": _SCHEMA}}
 _DECODER = json.JSONDecoder()
@@ -41,8 +44,13 @@ def call_form(tokenizer: Tokenizer, template: Template) -> CallForm:
 
     def find(settings: Mapping[str, Any]) -> CallForm:
         """The form in any conversation, or in those with tools (a tokenizer may have a template for them)."""
-        form = TAGGED if isinstance(tokenizer.chat_template, dict) else _learn(tokenizer, settings)
-        return form if form.is_native else _learn(tokenizer, {**settings, "tools": [_TOOL]})
+        if isinstance(tokenizer.chat_template, dict):
+            form = TAGGED
+        else:
+            form = _learn(tokenizer, settings)
+        if form.is_native:
+            return form
+        return _learn(tokenizer, {**settings, "tools": [_TOOL]})
 
     return probed(tokenizer, "form", template.variables, find)
 
@@ -61,11 +69,16 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
         return tuple(sorted(mark for mark in marks if mark not in plain and mark not in HERMES.tags))
 
     form = call_form(tokenizer, template)
-    return probed(tokenizer, "call marks", template.variables, find) if form.is_native else ()
+    if form.is_native:
+        return probed(tokenizer, "call marks", template.variables, find)
+    return ()
 
 
 def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
-    default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
+    if HERMES.tag in str(tokenizer.chat_template):
+        default = HERMES
+    else:
+        default = TAGGED
     end = ending(tokenizer)
     end_text = end.text if end is not None else ""
     try:
@@ -77,7 +90,9 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
         rendered = _render(tokenizer, list(arguments), content, variables) or ""
         behind = rendered[len(_CUT_TAG.sub("", _common_prefix(prompt, rendered))) :]
         # a template may write the prompt otherwise once an answer follows
-        return "" if _QUESTION in behind else _ID.sub("", _EMPTY_THINKING.sub("", behind))
+        if _QUESTION in behind:
+            return ""
+        return _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
     one = tail({_KEYS[0]: _VALUES[0]})
     before, named, rest = one.partition(_NAMES[0])
@@ -89,30 +104,43 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
         return fallback
     middle, style, post = read
     closing, last = _until_end(tokenizer, post, end_text)
-    opening, begin, between, finish = before, "", "\n", ""
+    opening = before
+    begin = ""
+    between = "\n"
+    finish = ""
     second = tail({_KEYS[0]: _VALUES[0]}, {_KEYS[1]: _VALUES[1]})
     gap = _gap(second, middle, style)
     if gap is not None:
         opening = _snapped(_common_suffix(gap, before), before)
         opening = before[min(len(before) - len(opening), object_start(before)) :]
-        begin, gap = before[: len(before) - len(opening)], gap[: len(gap) - len(opening)]
-        finish, closing = closing, _CUT_TAG.sub("", _common_prefix(gap, closing))
-        finish, between = finish[len(closing) :], gap[len(closing) :]
+        begin = before[: len(before) - len(opening)]
+        gap = gap[: len(gap) - len(opening)]
+        finish = closing
+        closing = _CUT_TAG.sub("", _common_prefix(gap, closing))
+        finish = finish[len(closing) :]
+        between = gap[len(closing) :]
     shown = tail({_KEYS[0]: _VALUES[0]}, content=_TEXT).partition(_TEXT)
     lead = shown[2].partition(_NAMES[0])[0] if shown[1] else ""
-    lead = lead[: len(lead) - len(begin + opening)] if lead.endswith(begin + opening) else "\n"
+    if lead.endswith(begin + opening):
+        lead = lead[: len(lead) - len(begin + opening)]
+    else:
+        lead = "\n"
     if style == "python" and not begin:  # each call in a block of its own
         between = closing[1:] + between + opening
         begin, opening, closing, finish = opening, "", ")", closing[1:]
     # the new lines before a call stand before the first one only behind a text
     first = begin or opening
     lines = first[: len(first) - len(first.lstrip("\n"))]
-    lead, between = lead + lines, between + lines if gap is not None and not begin else between
+    lead = lead + lines
+    if gap is not None and not begin:
+        between = between + lines
     begin, opening = begin.lstrip("\n"), opening if begin else opening.lstrip("\n")
     form = CallForm(opening, middle, closing, style, lead, begin, between, finish, last)
     ends = (end_text, tokenizer.convert_ids_to_tokens(last) if last is not None else end_text)
     probes = [(one, 1), *([(second, 2)] if gap is not None else [])]
-    return form if form.is_readable and all(_writes(form, text, count, ends) for text, count in probes) else fallback
+    if form.is_readable and all(_writes(form, text, count, ends) for text, count in probes):
+        return form
+    return fallback
 
 
 def _fallback(shown: str, default: CallForm) -> CallForm:
@@ -121,10 +149,15 @@ def _fallback(shown: str, default: CallForm) -> CallForm:
         return default
     _, tag, rest = shown.partition(HERMES.tag)
     try:
-        call = _DECODER.raw_decode(rest.lstrip())[0] if tag else {}
+        if tag:
+            call = _DECODER.raw_decode(rest.lstrip())[0]
+        else:
+            call = {}
     except ValueError:
         return TAGGED
-    return HERMES if isinstance(call, dict) and call.keys() >= {"name", "arguments"} else TAGGED
+    if isinstance(call, dict) and call.keys() >= {"name", "arguments"}:
+        return HERMES
+    return TAGGED
 
 
 def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
@@ -207,7 +240,9 @@ def _until_end(tokenizer: Tokenizer, post: str, end_text: str) -> tuple[str, int
 def _snapped(suffix: str, text: str) -> str:
     """The suffix of a text without the end of a tag with which it begins."""
     is_cut = _CUT_TAG.search(text[: len(text) - len(suffix)]) and ">" in suffix
-    return suffix[suffix.index(">") + 1 :] if is_cut else suffix
+    if is_cut:
+        return suffix[suffix.index(">") + 1 :]
+    return suffix
 
 
 def _common_prefix(first: str, second: str) -> str:

@@ -48,14 +48,18 @@ def tagged_answer(text: str, reasoning: str) -> str | None:
     None without a ``</reasoning>``, and of a blank answer; tags inside the reasoning do not count.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
-    return _first_complete(rest) if closed else None
+    if closed:
+        return _first_complete(rest)
+    return None
 
 
 def _first_complete(text: str) -> str | None:
     for part in text.split("</answer>")[:-1]:
         _, opened, answer = part.rpartition("<answer>")
         if opened:
-            return None if is_blank(answer) else answer.strip()
+            if is_blank(answer):
+                return None
+            return answer.strip()
     return None
 
 
@@ -71,7 +75,9 @@ def behind_thinking(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
     answer = last_boxed(text)
-    return None if answer is None or is_blank(answer) else answer
+    if answer is None or is_blank(answer):
+        return None
+    return answer
 
 
 def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str | None]:
@@ -79,7 +85,9 @@ def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str 
 
     def extract(text: str) -> str | None:
         rest = behind_thinking(text)
-        return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
+        if rest is None:
+            return None
+        return next(filter(None, (way(rest) for way in ways)), None)
 
     return extract
 
@@ -96,9 +104,13 @@ def split_response(text: str) -> tuple[str, str | None]:
     thinking it is an ``<answer>``, the last box (which stays in the reasoning), or what the last line states
     (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
     """
-    opening, closing = _OPENING.match(text), _CLOSING.search(text)
+    opening = _OPENING.match(text)
+    closing = _CLOSING.search(text)
     if closing is not None:  # the opening tag may be missing, where it ends the prompt
-        start = opening.end() if opening is not None and opening[1] == closing[1] else 0
+        if opening is not None and opening[1] == closing[1]:
+            start = opening.end()
+        else:
+            start = 0
         rest = text[closing.end() :]
         answer = _first_complete(rest) or boxed_answer(rest)
         return text[start : closing.start()].strip(), answer or (None if is_blank(rest) else rest.strip())
@@ -107,7 +119,8 @@ def split_response(text: str) -> tuple[str, str | None]:
     tagged = _first_complete(text)
     if tagged is not None:
         return text.partition("<answer>")[0].strip(), tagged
-    boxed, last = boxed_answer(text), _LAST_LINE.search(text)
+    boxed = boxed_answer(text)
+    last = _LAST_LINE.search(text)
     if boxed is not None or last is None:
         return text.strip(), boxed
     return text[: last.start()].strip(), (last[1] or last[2]).strip()
@@ -169,12 +182,18 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
-        reasoning = [_ours(" "), _theirs(solution)] if solution else []
+        if solution:
+            reasoning = [_ours(" "), _theirs(solution)]
+        else:
+            reasoning = []
         written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
-        return written if answer else []
+        if answer:
+            return written
+        return []
 
     extract = partial(tagged_answer, reasoning="think")
-    frame, tags = ("\nUser: ", "\nAssistant: <think>"), ("think", "answer")
+    frame = ("\nUser: ", "\nAssistant: <think>")
+    tags = ("think", "answer")
     return Template("r1_zero", "<think>", tags, prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote)
 
 
@@ -192,9 +211,14 @@ def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
-        reasoning = [_theirs(solution), _ours("\n")] if solution else []
+        if solution:
+            reasoning = [_theirs(solution), _ours("\n")]
+        else:
+            reasoning = []
         closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
-        return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
+        if answer:
+            return [_ours("<reasoning>\n"), *reasoning, *closing]
+        return []
 
     extract = partial(tagged_answer, reasoning="reasoning")
     tags = ("reasoning", "answer")
@@ -216,14 +240,21 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     """
 
     def response(example: Example) -> list[Piece]:
-        text, answer = example.demonstration, example.answer
+        text = example.demonstration
+        answer = example.answer
         if text is None:
-            text, answer = example.solution, _answer_of(example)
+            text = example.solution
+            answer = _answer_of(example)
             has_box = last_boxed(text or "") == answer
         else:
             has_box = answer is None or boxed_answer(text) is not None
-        rest = [_theirs(text)] if text else []
-        return rest if has_box else [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
+        if text:
+            rest = [_theirs(text)]
+        else:
+            rest = []
+        if has_box:
+            return rest
+        return [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
 
     extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _question_of(instruction, chat), response, extract, chat=chat)
@@ -244,7 +275,8 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """
     from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
-    prompt, extract = _question_of(instruction, chat), _unless_cut_off(last_program)
+    prompt = _question_of(instruction, chat)
+    extract = _unless_cut_off(last_program)
     return Template("code", "", (), prompt, lambda example: [_theirs(_response_text(example))], extract, chat=chat)
 
 
@@ -267,7 +299,8 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
         return _concluded(example, "\n")
 
     own = variables or {}
-    prompt, extract = _question_of(system, chat=True, own=own), _behind_thinking(_first_complete, last_number)
+    prompt = _question_of(system, chat=True, own=own)
+    extract = _behind_thinking(_first_complete, last_number)
     return Template(
         "chat", "", (), prompt, response, extract, chat=True, variables=own, system=system, turns="rendered"
     )
@@ -281,7 +314,8 @@ def plain() -> Template:
     that are no numbers are never found: use another template for them.
     """
 
-    prompt, extract = _question_of("", chat=False), _behind_thinking(last_number)
+    prompt = _question_of("", chat=False)
+    extract = _behind_thinking(last_number)
     return Template("plain", "", (), prompt, lambda example: _concluded(example, " "), extract)
 
 
@@ -382,7 +416,10 @@ def _concluded(example: Example, separator: str) -> list[Piece]:
     """The given response, or the solution with the answer in a sentence behind it."""
     if example.demonstration is not None:
         return [_theirs(example.demonstration)]
-    reasoning = [_theirs(example.solution), _ours(separator)] if example.solution else []
+    if example.solution:
+        reasoning = [_theirs(example.solution), _ours(separator)]
+    else:
+        reasoning = []
     return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
 
 
@@ -403,7 +440,10 @@ def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callabl
             return chat_pieces(messages, tokenizer, instruction, variables)
         check_messages(messages)
         is_question = len(messages) == 1 and messages[0].name is None
-        question = [_theirs(messages[0].content)] if is_question else PARAGRAPHS.pieces(messages)
+        if is_question:
+            question = [_theirs(messages[0].content)]
+        else:
+            question = PARAGRAPHS.pieces(messages)
         return [*question, _ours(f"\n{instruction}\n" if instruction else "\n")]
 
     return prompt

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.activity import phase
-from posttrain.commands.progress import show_duration
 from posttrain.data.render.template import build_template
 from posttrain.recipes.recipe import Recipe
 from posttrain.reports.charts import draw_png
@@ -25,6 +24,7 @@ from posttrain.store.metric_names import REWARD, Metric
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, learning_warnings
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
+from posttrain.terminal.training import show_duration
 from posttrain.untrusted import allow_code_options, fitting
 
 NUM_TRANSCRIPTS = 6

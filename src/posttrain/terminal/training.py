@@ -21,9 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from posttrain.activity import heartbeat
-from posttrain.commands.console import Text, open_console, say
 from posttrain.runs.launch import start_text
 from posttrain.store.metric_names import ACCURACY, METRICS
+from posttrain.terminal.console import Text, open_console, say
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"

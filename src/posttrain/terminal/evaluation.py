@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from posttrain.activity import heartbeat
-from posttrain.commands.console import say
 from posttrain.evaluation.generation import Advance
 from posttrain.evaluation.plan import EvaluationProgress
+from posttrain.terminal.console import say
 from posttrain.untrusted import guard_output
 
 SECONDS_BETWEEN_LINES = 15.0
