@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from posttrain.errors import DataError, UsageError
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item, Kinds, read_items, write_items
-from posttrain.store.durable import refuse_links, replace_file, storage_errors
+from posttrain.store.durable import refuse_links, replace_file, storage_errors, write_json
 from posttrain.store.environment import describe_environment
 from posttrain.store.reading import read_record
 from posttrain.untrusted import first_fault, harmless
@@ -122,8 +122,7 @@ def write_records(
     replace_file(folder / SUMMARY, harmless(page).encode())
     if environment is None:
         environment = describe_environment()
-    text = json.dumps({**content, "environment": environment}, indent=1, default=str)
-    replace_file(folder / RESULTS, text.encode() + b"\n")
+    write_json(folder / RESULTS, {**content, "environment": environment}, default=str)
 
 
 def read_finished(folder: str | Path) -> FinishedEvaluation:

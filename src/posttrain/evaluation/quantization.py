@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import Device, ModelSource, complete_template, grader_for
 from posttrain.sampling.rollout import Grader, Sampler
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, storage_errors, write_json
 from posttrain.untrusted import STORED_RECIPE
 
 REPORT = "quantization.json"
@@ -171,8 +170,7 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
             report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=request.n)
         else:
             report["results"] = _compare_answers(request, before, after, grader, task)
-    text = json.dumps(report, indent=1)
-    replace_file(out / REPORT, text.encode() + b"\n")
+    write_json(out / REPORT, report)
     return report, out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item, Kinds, graded_items, item_values, measure_names
 from posttrain.evaluation.statistics import Difference, mcnemar_p, paired_bootstrap
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import storage_errors, write_json
 from posttrain.store.metric_names import METRICS, metric_of
 from posttrain.untrusted import plain
 
@@ -532,5 +531,4 @@ def write_comparison(
     }
     with storage_errors("comparison", out):
         out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1)
-    replace_file(out / COMPARISON, text.encode() + b"\n")
+    write_json(out / COMPARISON, content)

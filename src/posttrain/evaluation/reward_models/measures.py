@@ -374,27 +374,21 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
     """
     sources = tell_apart(request.models)
     named: Sequence[Component | None] = request.tasks or [None]
-    trials = []
-    tasks: dict[str, Task] = {}
+    chosen = []
     for source in sources:
         for name in named:
-            component = choose_task(name, source.name, source.recipe)
-            trials.append((source, component))
-    for _, component in trials:
-        key = component.model_dump_json()
-        if key not in tasks:
-            tasks[key] = build_task(component, "--task")
-    of_trials = [tasks[component.model_dump_json()] for _, component in trials]
-    folders = _choose_folders(
-        request.out, [(source, task) for (source, _), task in zip(trials, of_trials, strict=True)]
-    )
+            chosen.append((source, choose_task(name, source.name, source.recipe)))
+    components = {component.model_dump_json(): component for _, component in chosen}
+    tasks = {key: build_task(component, "--task") for key, component in components.items()}
+    trials = [(source, component, tasks[component.model_dump_json()]) for source, component in chosen]
+    folders = _choose_folders(request.out, [(source, task) for source, _, task in trials])
     if request.out:
         refuse_other(request.out)
     for folder in folders:
         refuse_other(folder)
     model: RewardModel | None = None
     opened: ModelSource | None = None
-    for (source, component), task, folder in zip(trials, of_trials, folders, strict=True):
+    for (source, component, task), folder in zip(trials, folders, strict=True):
         if model is None or opened != source:
             model = open_reward_model(source, dtype=request.dtype, device=request.device)
             opened = source

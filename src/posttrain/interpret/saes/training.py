@@ -52,7 +52,7 @@ from posttrain.store.checkpoint_files import (
     step_folder,
     verify,
 )
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.training.files import Observer, RunFiles
 
@@ -125,8 +125,7 @@ def train_run(
         if recipe.eval.documents:
             notify(f"measures on {recipe.eval.documents:,} documents what the dictionary keeps of the model")
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
-        text = json.dumps(results, indent=1)
-        replace_file(files.folder / RESULTS, text.encode() + b"\n")
+        write_json(files.folder / RESULTS, results)
     return trained
 
 
