@@ -238,16 +238,17 @@ class RunDirectory:
             raise DataError(self.recipe_path, "the run's recipe is not a mapping of sections")
         return data
 
-    def as_it_began(self, recipe: Recipe) -> Recipe:
+    def as_it_began(self, recipe: RunRecipe) -> RunRecipe:
         """Return the recipe for a run that is resumed: keys that came later say what the run has done so far."""
-        changed = recipe
+        changed: Any = recipe
         for key in keys_that_came_later(self.read_recipe()):
             section, _, name = key.partition(".")
             settings = getattr(changed, section)
             if name in type(settings).model_fields:  # the sections of `posttrain sae` are others
                 settings = settings.model_copy(update={name: LATER_KEYS[key]})
                 changed = changed.model_copy(update={section: settings})
-        return changed
+        began: RunRecipe = changed
+        return began
 
     def changed_keys(
         self, recipe: RunRecipe, stored: Mapping[str, object] | None = None, *, places: bool = False
