@@ -17,8 +17,7 @@ from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spellin
 from posttrain.other_names.absent import METHODS, OPTIONS
 from posttrain.other_names.answers import NOT_NEEDED, SAID
 from posttrain.other_names.command_names import COMPONENTS
-from posttrain.other_names.families import CARRIERS, FAMILIES
-from posttrain.other_names.keys import KEYS
+from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
 from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.registry import suggest_key

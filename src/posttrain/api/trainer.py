@@ -26,6 +26,7 @@ from posttrain.api.inputs import (
 from posttrain.api.measure import Prompt, examples_of
 from posttrain.api.training import given, read_recipe
 from posttrain.data.render import encode_prompt
+from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.models.generation import write_ends
 from posttrain.randomness import derive_key
@@ -146,8 +147,9 @@ class Trainer:
             >>> [rollout.text for rollout in groups[0]]
         """
         check_arguments({}, {"samples": samples, "max_tokens": max_tokens}, others, _OF_SAMPLE)
-        source, step, examples = self.source, self.step + 1, examples_of(prompts)
+        source, step = self.source, self.step + 1
         template, sampling = source.grader.template, source.sampling
+        examples, _ = take_rendered_prompts(examples_of(prompts), template, self.tokenizer, "prompts")
         request = RolloutRequest(
             examples,
             [encode_prompt(self.tokenizer, template, one.messages, one.variables) for one in examples],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evaluation.generation import task_label
@@ -300,15 +301,18 @@ def run_head_to_head(
     request = plan.request
     models = []
     evaluations = []
+    warnings = dict.fromkeys(plan.task.warnings)
     for source, template in zip(plan.sources, plan.templates, strict=True):
         model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
         models.append(model)
-        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
+        task = take_rendered(plan.task, model.grader.template, model.tokenizer, "--task")
+        warnings = dict.fromkeys((*warnings, *task.warnings))
+        evaluations.append(measure(model, task, plan.drawing, progress=progress))
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
     n = int(evaluations[0].results["n"])
-    notes = list(plan.task.warnings)
+    notes = list(warnings)
     num_too_long = n - len(items)
     if num_too_long:
         notes.append(f"{num_too_long} of {n} prompts do not fit into one of the models; they are left out")

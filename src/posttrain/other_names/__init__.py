@@ -15,8 +15,7 @@ from typing import Any
 from posttrain.other_names.absent import METHODS, OPTIONS
 from posttrain.other_names.answers import NOT_NEEDED, SAID
 from posttrain.other_names.command_names import COMMAND_OPTIONS, COMMANDS_BY_NAMES, COMPONENTS
-from posttrain.other_names.families import CARRIERS, FAMILIES
-from posttrain.other_names.keys import KEYS
+from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
 from posttrain.other_names.terms import TERMS
 
 

@@ -16,6 +16,7 @@ from posttrain.data.reading import SUFFIXES, read_file
 from posttrain.data.render import encode_plain, encode_prompt
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template import build_template
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import (
     ActivationStore,
@@ -290,8 +291,8 @@ def read_documents(
         return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens, limit)
     assert task is not None, "its callers choose one"
     assert template is not None, "its callers choose one"
-    built_task = build_task(task, f"{where}task")
     form = build_template(template, f"{where}template")
+    built_task = take_rendered(build_task(task, f"{where}task"), form, tokenizer, f"{where}task")
     data = {"source": "task", "task": built_task.name, "split": built_task.split, "template": form.name}
     examples = islice(built_task.examples, limit)
     prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in examples)
