@@ -340,22 +340,28 @@ class _Training(lightning.LightningModule):
         if should_stop:
             self.trainer.should_stop = True
 
-    def _log(self, step: int, batch: int) -> None:
+    def _numbers(self) -> dict[str, float]:
+        """Return the metrics of the step that was just made."""
         measured = self.learner.measured
         terms = {
             "squared_error": float(measured.squared_error),
             "penalty": float(measured.penalty),
             "auxk": float(measured.auxiliary),
         }
+        num_active = float((measured.features > 0).sum())
         is_dead = self.dictionary.since_fired > self.learner.dead_rows
-        numbers = {
+        (group,) = self.trainer.optimizers[0].param_groups
+        return {
             "loss": sum(terms.values()),
             **terms,
-            "l0": float((measured.features > 0).sum()) / len(measured.features),
+            "l0": num_active / len(measured.features),
             "dead": float(is_dead.double().mean()),
             "grad_norm": float(self.learner.grad_norm),
-            "lr": float(self.trainer.optimizers[0].param_groups[0]["lr"]),
+            "lr": float(group["lr"]),
         }
+
+    def _log(self, step: int, batch: int) -> None:
+        numbers = self._numbers()
         if not all(abs(numbers[name]) < float("inf") for name in ("loss", "grad_norm")):
             raise NonFiniteLoss(
                 f"step {step}: the loss is {numbers['loss']}, the gradient norm {numbers['grad_norm']}. A smaller "
