@@ -27,12 +27,12 @@ from posttrain.data.render import decode_response, encode_prompt
 from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.evaluation import DEFAULT_BATCH
-from posttrain.evaluation.files import Finished
+from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item
 from posttrain.evaluation.plan import (
+    EvaluationPlan,
     EvaluationProgress,
     EvaluationRequest,
-    Plan,
     choose_drawing,
     make_plan,
     run_plan,
@@ -80,7 +80,7 @@ class Measure:
 class Measured:
     """A finished evaluation. Its results are by name: ``measured.accuracy``, ``measured["pass@4"]``."""
 
-    finished: Finished
+    finished: FinishedEvaluation
 
     @property
     def folder(self) -> Path:
@@ -191,7 +191,7 @@ def evaluate(
         return Measured(carry_out(make_plan(request), view)[0])
 
 
-def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
+def carry_out(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 

@@ -20,7 +20,7 @@ from posttrain.evaluation.files import folder_of_its_own, refuse_other, write_re
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.items import mean_interval, with_interval
 from posttrain.evaluation.kl_from_initial import MAX_TOKENS, answers_as_batch, kl_of_states
-from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
+from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, evaluation_folder, measure
 from posttrain.evaluation.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -161,7 +161,7 @@ def _item(head_to_head: HeadToHeadItem, scores: Mapping[int, float | None], wort
 
 
 @torch.no_grad()
-def measure_kl(
+def measure_answer_kl(
     answers: Sequence[Rollout],
     own: Forward,
     other: Forward,
@@ -258,7 +258,7 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
     name = f"against-{b.label}-{task_label(task)}"
     if a.run is None:
         name = f"{a.label}-{name}"
-    folder = place_of(a, request.out, name)
+    folder = evaluation_folder(a, request.out, name)
     refuse_other(folder)
     drawn = {key: getattr(drawing, key) for key in ("n", "samples", "temperature", "top_k", "top_p")}
     settings = {
@@ -357,7 +357,7 @@ def _add_kl(
         ("a", "kl_ab", answers_of_a, a, b),
         ("b", "kl_ba", answers_of_b, b, a),
     ):
-        kl = measure_kl(answers, own, other, num_ids=num_ids)
+        kl = measure_answer_kl(answers, own, other, num_ids=num_ids)
         win_rate.results |= summarize_kl(name, answers, kl)
         records = [record for item in win_rate.items for record in item[side]]
         for record, value in zip(records, kl, strict=True):

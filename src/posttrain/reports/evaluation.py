@@ -12,7 +12,7 @@ from posttrain.evaluation.items import Item
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.tables import (
     NOTHING,
-    Row,
+    ResultsRow,
     TextTable,
     at_k_table,
     kind_tables,
@@ -56,7 +56,7 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
     """The page of one evaluation, as Markdown."""
     template, results = settings.get("template"), evaluation.results
     name = template["name"] if isinstance(template, Mapping) else template
-    row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
+    row = ResultsRow(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
     at_k = at_k_table(results) if row.is_graded else None
     others = [name for name in results if name not in _IN_FIRST_TABLE and not re.search(r"@|_low$|_high$", name)]
     further = TextTable("Further results", ["result", "mean"], [[name, show_number(results, name)] for name in others])
@@ -73,7 +73,7 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
     return "\n".join(part for part in parts if part)
 
 
-def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping[str, str]) -> str:
+def write_table_page(rows: Sequence[ResultsRow], notes: Sequence[str], folders: Mapping[str, str]) -> str:
     """The page of several evaluations: a table for each task, and where each has its own page."""
     tables = [to_markdown(results_table(own)) for own in by_evaluation(rows)]
     links = "".join(f"- [{plain(name)}]({folder})\n" for name, folder in folders.items())
@@ -81,7 +81,7 @@ def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping
     return "\n".join(part for part in parts if part)
 
 
-def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
+def by_evaluation(rows: Sequence[ResultsRow]) -> list[list[ResultsRow]]:
     """The rows of each task, in the order of their first appearance."""
     return [[row for row in rows if row.evaluation == name] for name in dict.fromkeys(row.evaluation for row in rows)]
 

@@ -30,7 +30,7 @@ from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.metric_names import ACCURACY, Metric, metric_of
-from posttrain.store.reading import read_declared, read_yaml
+from posttrain.store.reading import read_declared, read_yaml_file
 from posttrain.untrusted import harmless, kind_of_file
 
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
@@ -231,7 +231,7 @@ class RunDirectory:
     def read_recipe(self) -> dict[str, Any]:
         """Return the stored recipe as plain data; raises DataError if it cannot be read."""
         try:
-            data = read_yaml(self.recipe_path)
+            data = read_yaml_file(self.recipe_path)
         except FileNotFoundError as error:
             raise DataError(self.recipe_path, f"the run's recipe cannot be read ({error.strerror})") from None
         if not isinstance(data, dict):

@@ -17,7 +17,7 @@ from posttrain.registry import suggest
 from posttrain.sampling.base import Engine, Episode, Reply, Sampling
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.sampling.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
-from posttrain.sampling.environments.pool import Job, Pool
+from posttrain.sampling.environments.pool import EnvironmentJob, Pool
 from posttrain.sampling.environments.tools import describe_tools
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 
@@ -113,7 +113,7 @@ class _Actor:
     text: str = ""
     last: int | None = None
     requests: list[Request] = field(default_factory=list)
-    first: Job | Call | None = None  # the job of the first request, or its result where it cannot begin
+    first: EnvironmentJob | Call | None = None  # the job of the first request, or its result where it cannot begin
     finish: Finish | None = None
 
 
@@ -155,7 +155,7 @@ class EpisodeRespondent:
             begun = actor.first
             if number:
                 begun = self._begin(actor, request)
-            if isinstance(begun, Job):
+            if isinstance(begun, EnvironmentJob):
                 begun = session.answer(self.stage.toolset.tools[request.tool], request.raw_arguments, begun)
             assert begun is not None, "``hear`` began the first"
             calls.append(begun)
@@ -179,7 +179,7 @@ class EpisodeRespondent:
         actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
         return Reply(actor.prompt)
 
-    def _begin(self, actor: _Actor, request: Request) -> Job | Call:
+    def _begin(self, actor: _Actor, request: Request) -> EnvironmentJob | Call:
         """Begin a call; return its job, or the result where it cannot begin."""
         tools = self.stage.toolset.tools
         if request.wrong:

@@ -33,7 +33,7 @@ class Unanswered(ServerError):
     """No usable answer after all attempts; the text gives the last failure."""
 
 
-class Refused(ServerError):
+class RequestRefused(ServerError):
     """The server refuses the request for good. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -130,7 +130,7 @@ class HttpServer:
                     status, content = await self._exchange(method, path, data)
                 if status == 200:
                     return _read_with(read, read_json(content))
-                refusal = Refused(status, read_error(content))
+                refusal = RequestRefused(status, read_error(content))
                 if status not in RETRIED_STATUSES:
                     raise refusal
                 failure = str(refusal)

@@ -22,7 +22,15 @@ from posttrain.graders.grading import Measured
 from posttrain.option_types import LARGEST_COUNT, LOOPBACK, key_for
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.registry import find, register
-from posttrain.sampling.http import HttpServer, Interrupted, Refused, ServerError, Unanswered, all_of, describe_fault
+from posttrain.sampling.http import (
+    HttpServer,
+    Interrupted,
+    RequestRefused,
+    ServerError,
+    Unanswered,
+    all_of,
+    describe_fault,
+)
 from posttrain.sampling.judge_questions import RUBRIC, Question, ask_score, ask_winner
 from posttrain.sampling.vllm.client import read_models
 from posttrain.store.durable import storage_errors
@@ -138,7 +146,7 @@ class Judge:
         try:
             models = copy(self._server).call("GET", "/v1/models", read=read_models, retries=retries)
         except ServerError as error:
-            if isinstance(error, Refused) and error.status in (404, 405) and self.model:
+            if isinstance(error, RequestRefused) and error.status in (404, 405) and self.model:
                 return self.model  # the server lists no models
             raise self._explain(error) from None
         if self.model is None and len(models) != 1:
@@ -153,7 +161,7 @@ class Judge:
                 f"no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
                 f"give the place of one with {self.where}.url"
             )
-        elif isinstance(error, Refused):
+        elif isinstance(error, RequestRefused):
             text = f"the judge refuses to answer ({error})"
             if error.status in (401, 403):
                 text += f"; put its key into the environment variable {KEY_VARIABLE}"
@@ -220,7 +228,7 @@ class Judge:
             if "no answer within" in str(error):
                 failure = "timeout"
             return Opinion(None, failure, str(error), *spent)
-        except Refused as error:
+        except RequestRefused as error:
             if error.status in (401, 403, 404, 405):  # refusals of the client, not of the question
                 raise self._explain(error) from None
             reason = str(error)

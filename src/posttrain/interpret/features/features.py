@@ -110,6 +110,7 @@ class FeatureStatistics:
             grows = self.exponents < exponents
 
     def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
+        """Merge the strongest row of each document into ``top``; of rows with the same text before them one stays."""
         size = len(self.top)
         store = self.source.store
         rows = torch.arange(start, end)

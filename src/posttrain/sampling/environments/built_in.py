@@ -285,14 +285,14 @@ def search(
     Raises:
         DataError: no such folder, none of whose files is text, or too many.
     """
-    return Search(read_index(path, passage_chars), results, k1, b)
+    return Search(read_passages(path, passage_chars), results, k1, b)
 
 
 Index = tuple[list[tuple[str, str]], list[Counter[str]]]  # (file, passage), and the words of each passage
 
 
 @lru_cache(maxsize=4)
-def read_index(path: str, passage_chars: int) -> Index:
+def read_passages(path: str, passage_chars: int) -> Index:
     """Return the passages of a folder; read once in a process."""
     folder = Path(path)
     if not folder.is_dir():

@@ -31,7 +31,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Component
-from posttrain.sampling.environments.pool import Job, Pool
+from posttrain.sampling.environments.pool import EnvironmentJob, Pool
 from posttrain.sampling.environments.tools import Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
 
@@ -130,8 +130,8 @@ class Session:
         self.environment: Any = None
         self.failure = ""
         self.num_late = 0
-        self._late: Job | None = None  # a call of the environment that has not come back
-        self._job: Job | None = None
+        self._late: EnvironmentJob | None = None  # a call of the environment that has not come back
+        self._job: EnvironmentJob | None = None
 
     def begin(self, example: Example, seed: int) -> None:
         """Make the environment and reset it, in the background; ``opening`` waits for that."""
@@ -157,7 +157,7 @@ class Session:
             self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
         return ""
 
-    def call(self, tool: Tool, arguments: Mapping[str, object]) -> Job | None:
+    def call(self, tool: Tool, arguments: Mapping[str, object]) -> EnvironmentJob | None:
         """Begin a call; return None and set ``failure`` where the environment is broken."""
         if not tool.method:
             function = tool.function
@@ -167,7 +167,7 @@ class Session:
             return None
         return self.pool.submit(lambda: function(**arguments), self.seconds)
 
-    def answer(self, tool: Tool, raw_arguments: str, job: Job) -> Call:
+    def answer(self, tool: Tool, raw_arguments: str, job: EnvironmentJob) -> Call:
         """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
@@ -205,7 +205,7 @@ class Session:
             return self._number("get_turn_reward")
         return None
 
-    def close(self) -> Job | None:
+    def close(self) -> EnvironmentJob | None:
         """Begin to close the environment; return None where there is nothing to do."""
         closes = callable(getattr(self.environment, "close", None))
         if closes:
@@ -229,7 +229,7 @@ class Session:
             return None
         return float(value)
 
-    def _outcome(self, job: Job, what: str) -> Any:
+    def _outcome(self, job: EnvironmentJob, what: str) -> Any:
         self.pool.wait(job)
         if not job.done:
             self.failure = f"{what} took longer than {self.seconds:g} seconds (rollout.tool_seconds)"

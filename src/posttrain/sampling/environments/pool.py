@@ -17,7 +17,7 @@ from typing import Any, Self
 NUM_THREADS = 16
 
 
-class Job:
+class EnvironmentJob:
     """A function in the pool: its ``result`` or ``error`` once it is ``done``. A ``late`` one may become done later."""
 
     def __init__(self, function: Callable[[], Any], seconds: float) -> None:
@@ -35,21 +35,21 @@ class Pool:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._waiting: deque[EnvironmentJob] = deque()
+        self._running: list[EnvironmentJob] = []
         self._free = num_threads  # how many more may run
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, function: Callable[[], Any], seconds: float) -> Job:
+    def submit(self, function: Callable[[], Any], seconds: float) -> EnvironmentJob:
         """Run the function as soon as there is room; a coroutine that it returns is run to its end."""
-        job = Job(function, seconds)
+        job = EnvironmentJob(function, seconds)
         with self._changed:
             self._waiting.append(job)
             self._start()
         return job
 
-    def wait(self, job: Job) -> Job:
+    def wait(self, job: EnvironmentJob) -> EnvironmentJob:
         """Wait until the job is done or late."""
         with self._changed:
             while not (job.done or job.late):

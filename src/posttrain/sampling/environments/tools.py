@@ -58,7 +58,7 @@ class Tool:
         """
         if isinstance(values, str):
             values = by_name(self.name, {name: self._is_text(name) for name in self.parameters}, values)
-        values = {key: read_text(value, self._is_text(key)) for key, value in values.items()}
+        values = {key: read_argument(value, self._is_text(key)) for key, value in values.items()}
         try:
             checked = self.arguments.model_validate(dict(values))
         except ValidationError as error:
@@ -71,7 +71,7 @@ class Tool:
         return name not in fields or fields[name].annotation is str
 
 
-def read_text(value: object, is_text: bool) -> object:
+def read_argument(value: object, is_text: bool) -> object:
     """Return the value of an argument: an ``ArgumentText`` of a parameter that is no text is read as JSON."""
     if not isinstance(value, ArgumentText):
         return value
@@ -110,7 +110,7 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
         names = ", ".join(f'"{name}": ...' for name in parameters)
         raise ValueError(f"{tool}: give its arguments as {{{names}}}")
     ((name, is_text),) = parameters.items()
-    return {name: read_text(ArgumentText(text), is_text)}
+    return {name: read_argument(ArgumentText(text), is_text)}
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:

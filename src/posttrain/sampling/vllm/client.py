@@ -31,7 +31,7 @@ from posttrain.sampling.base import (
 from posttrain.sampling.http import (
     HttpServer,
     Interrupted,
-    Refused,
+    RequestRefused,
     ServerError,
     Unanswered,
     Unreadable,
@@ -142,7 +142,7 @@ class VllmEngine(Engine):
             prompt = tuple(map(int, prompts[i]))
             seed = key % (1 << 63)  # vLLM takes 63 bits
             limit = min(sampling.max_tokens, context - len(prompt))
-            request = CompletionRequest(served.name, prompt, limit, sampling, seed, logprobs, unused)
+            request = VllmRequest(served.name, prompt, limit, sampling, seed, logprobs, unused)
             completion = await self._complete(request, f"prompt {i}")
             sampled.num_done += 1
             return completion
@@ -207,7 +207,7 @@ class VllmEngine(Engine):
             # tokens after a single id.
             limit = min(MODE_TOKENS, (served.context or UNLIMITED_CONTEXT) - 1)
             only_one = Sampling(limit, temperature=1.0, top_k=1)
-            request = CompletionRequest(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
+            request = VllmRequest(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
             completion = await self._complete(request, "the first prompt")
             if any(value != 0 for value in completion.logprobs):
                 raise UsageError(
@@ -217,7 +217,7 @@ class VllmEngine(Engine):
             self._is_processed = True
         return True
 
-    async def _complete(self, request: CompletionRequest, what: str) -> Completion:
+    async def _complete(self, request: VllmRequest, what: str) -> Completion:
         read = partial(read_completion, request=request, vocab_size=self.vocab_size)
         return await self._ask(request.body(), read, what)
 
@@ -225,7 +225,7 @@ class VllmEngine(Engine):
         base = self.server.base
         try:
             return await self.server.ask("POST", "/v1/completions", body, read=read)
-        except Refused as error:
+        except RequestRefused as error:
             raise UsageError(f"{base}: {what} was refused: {_explain(error)}") from None
         except Unanswered as error:
             raise RunFailure(f"{base}: no completion of {what}: {error}") from None
@@ -234,7 +234,7 @@ class VllmEngine(Engine):
 
 
 def _explain(error: Exception) -> str:
-    if isinstance(error, Refused) and error.status in (401, 403):
+    if isinstance(error, RequestRefused) and error.status in (401, 403):
         return f"the server wants a key (HTTP {error.status}); put it into the environment variable {KEY_VARIABLE}"
     return str(error)
 
@@ -249,7 +249,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
+class VllmRequest:
     """One completion of ``prompt`` with at most ``limit`` tokens. Ids of ``unused`` are never drawn."""
 
     model: str
@@ -364,7 +364,7 @@ def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: st
     return models[0]
 
 
-def read_completion(answer: object, request: CompletionRequest, vocab_size: int | None) -> Completion:
+def read_completion(answer: object, request: VllmRequest, vocab_size: int | None) -> Completion:
     """Return the completion of an answer of ``/v1/completions``, compared with the request.
 
     Without log-probabilities in the request they are NaN, one per id.

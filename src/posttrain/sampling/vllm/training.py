@@ -35,9 +35,9 @@ from posttrain.option_types import LOOPBACK
 from posttrain.process_group import ProcessGroup, Within, whole
 from posttrain.randomness import generator
 from posttrain.sampling.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
-from posttrain.sampling.http import HttpServer, Refused, ServerError, Unreadable, all_of
+from posttrain.sampling.http import HttpServer, RequestRefused, ServerError, Unreadable, all_of
 from posttrain.sampling.native.engine import sampling_mode
-from posttrain.sampling.vllm.client import CompletionRequest, ServedModel, VllmEngine, check_vocabulary
+from posttrain.sampling.vllm.client import ServedModel, VllmEngine, VllmRequest, check_vocabulary
 from posttrain.sampling.vllm.server import OwnServer, find_interpreter, free_port, server_command
 
 SERVED = "policy"  # the name of the model at the run's own server
@@ -331,7 +331,7 @@ def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dic
     bodies = []
     for i, length in enumerate(lengths):
         prompt = tuple(numbers[i, :length].tolist())
-        body = CompletionRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
+        body = VllmRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
         bodies.append(body | {"logprobs": TOP})
         bodies.append(body | {"prompt_logprobs": 0, "max_tokens": 1})
     return bodies
@@ -476,7 +476,7 @@ def control(
         return server.call(method, path, body, read=read, retries=0)
     except ServerError as error:
         missing = ""
-        if isinstance(error, Refused) and error.status == 404:
+        if isinstance(error, RequestRefused) and error.status == 404:
             missing = "; it takes no weights: start it with the line that `posttrain serve-command --follows` prints"
         raise RunFailure(f"{server.base}: {path.partition('?')[0]}: {error}{missing}") from None
 
