@@ -115,11 +115,17 @@ def multiple_choice(submission: Submission) -> Verdict:
     if choices is None:
         return Verdict("ungraded")
     choices = tuple(map(fold_letters, choices))
-    gold = None if submission.answer is None else read_gold(fold_letters(submission.answer), choices)
+    if submission.answer is None:
+        gold = None
+    else:
+        gold = read_gold(fold_letters(submission.answer), choices)
     if gold is None:
         return Verdict("ungraded")
     region = answer_region(submission)
-    chosen = None if region is None else chosen_letter(fold_letters(region[0][-MAX_CHARS:]), choices)
+    if region is None:
+        chosen = None
+    else:
+        chosen = chosen_letter(fold_letters(region[0][-MAX_CHARS:]), choices)
     if chosen is None:
         return Verdict("no_answer")
     return Verdict("right" if chosen == gold else "wrong", extracted=chosen)
@@ -135,7 +141,9 @@ def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
     if len(text) == 1 and text.upper() in LETTERS:
         return text.upper()
     letters = [_letter(found) for head in _HEAD.finditer(text) if (found := _LETTER.match(text, head.end()))]
-    return letters[-1] if letters else None
+    if letters:
+        return letters[-1]
+    return None
 
 
 def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
@@ -152,7 +160,9 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
         return None
     start, end, letter = found
     is_answer = not _is_denied(text, start) and _stands(letter, text[end : end + TAIL_CHARS], choices)
-    return letter if is_answer else None
+    if is_answer:
+        return letter
+    return None
 
 
 def _is_denied(text: str, start: int) -> bool:
@@ -190,7 +200,8 @@ def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str
         if by_text := _letter_of_text(line[0], choices):
             yield line.start(), line.end(), by_text
         elif match is not None and not (len(bare) > 1 if _bare(line[0]) else len(labels) > 1 and _label(line[0])):
-            rest, inside = _plain(plain[match.end() :]), line[0].find(plain)
+            rest = _plain(plain[match.end() :])
+            inside = line[0].find(plain)
             if not (rest and choices and LETTERS.index(_letter(match)) >= len(choices)):  # the E of "E. coli"
                 yield line.start(), line.end() if inside < 0 else line.start() + inside + match.end(), _letter(match)
 
@@ -232,12 +243,16 @@ def _letter(match: re.Match[str]) -> str:
 def _bare(line: str) -> str | None:
     """Return the letter of a line that is nothing else."""
     match = _SHORT.fullmatch(_undress(line))
-    return _letter(match) if match else None
+    if match:
+        return _letter(match)
+    return None
 
 
 def _label(line: str) -> str | None:
     match = _LABEL.match(line)
-    return match[1].upper() if match else None
+    if match:
+        return match[1].upper()
+    return None
 
 
 def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:
@@ -246,7 +261,9 @@ def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:
     if len(wanted) < 2 and not wanted.isdigit():
         return None
     same = [letter for letter, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == wanted]
-    return same[0] if len(same) == 1 else None
+    if len(same) == 1:
+        return same[0]
+    return None
 
 
 def _undress(text: str) -> str:

@@ -97,7 +97,10 @@ def texts_of(listed: object) -> tuple[str, ...] | None:
     if isinstance(listed, str) and listed.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             listed = json.loads(listed)
-    items = [listed] if isinstance(listed, str | int | float) else listed
+    if isinstance(listed, str | int | float):
+        items = [listed]
+    else:
+        items = listed
     if not isinstance(items, list | tuple) or not all(isinstance(one, str | int | float) for one in items):
         return None
     return tuple(map(str, items))
@@ -105,7 +108,9 @@ def texts_of(listed: object) -> tuple[str, ...] | None:
 
 def _gold_answers(submission: Submission) -> tuple[str | None, ...]:
     listed = submission.meta.get("answers")
-    return (texts_of(listed) or (None,)) if listed else (submission.answer,)
+    if listed:
+        return texts_of(listed) or (None,)
+    return (submission.answer,)
 
 
 @register("grader", batched=True)

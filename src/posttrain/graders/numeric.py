@@ -46,7 +46,9 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
 def _without_name(text: str) -> str:
     """``12`` of ``x = 12`` and ``$x = 12$``; other text as it stands."""
     named = _NAMED.match(text[:_MAX_NAMED_CHARS])
-    return text[named.end() :].rstrip().removesuffix("\\)").removesuffix("\\]").rstrip("$") if named else text
+    if named:
+        return text[named.end() :].rstrip().removesuffix("\\)").removesuffix("\\]").rstrip("$")
+    return text
 
 
 @register("grader")
@@ -70,4 +72,6 @@ def is_number(extracted: str | None) -> float:
 
     Source: the integer reward of the widely shared GSM8K GRPO notebooks, without its weight of 0.5.
     """
-    return 1.0 if extracted is not None and parse_quantity(extracted) is not None else 0.0
+    if extracted is not None and parse_quantity(extracted) is not None:
+        return 1.0
+    return 0.0

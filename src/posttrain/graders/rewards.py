@@ -60,7 +60,9 @@ class BoundReward:
     def __call__(self, available: Mapping[str, object], example_id: str = "") -> float:
         """The reward for one completion; see ``grade``."""
         reward = self.grade([available], [example_id])[0]
-        return reward if isinstance(reward, float) else reward.value
+        if isinstance(reward, float):
+            return reward
+        return reward.value
 
     def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[Result]:
         """The rewards for many completions, in order.
@@ -74,7 +76,11 @@ class BoundReward:
         """
         places = [f"reward {self.name!r}" + (f", example {one!r}" if one else "") for one in example_ids]
         if self.batched:
-            place, count = places[0] if len(set(example_ids)) == 1 else f"reward {self.name!r}", len(available)
+            if len(set(example_ids)) == 1:
+                place = places[0]
+            else:
+                place = f"reward {self.name!r}"
+            count = len(available)
             values = self._call({name: [one[name] for one in available] for name in self.parameters}, place)
             if inspect.iscoroutine(values):
                 _check_number(values, place)
@@ -102,7 +108,10 @@ class BoundReward:
         except PosttrainError:
             raise  # it says already what is wrong and what would work
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
-            hint = "Prompts and completions are texts, no messages. " if "string indices" in str(error) else ""
+            if "string indices" in str(error):
+                hint = "Prompts and completions are texts, no messages. "
+            else:
+                hint = ""
             raise RewardFailure(
                 f"{place}: the function raised {type(error).__name__}: {error}. {hint}"
                 "Correct it (--traceback shows the place in it), or have it return a number there"
@@ -149,7 +158,8 @@ def _call_with_columns(
     }
     # of what is not bound yet, by the recipe or by functools.partial
     parameters = inspect.signature(reward).parameters.values()
-    empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    empty = inspect.Parameter.empty
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     lacking = [p.name for p in parameters if p.kind in kinds and p.default is empty and p.name not in columns]
     if lacking:
         raise RewardFailure(
@@ -159,7 +169,9 @@ def _call_with_columns(
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
     values = reward(**{key: column for key, column in columns.items() if key not in reward.keywords})
-    return [0.0 if value is None else value for value in values] if isinstance(values, list | tuple) else values
+    if isinstance(values, list | tuple):
+        return [0.0 if value is None else value for value in values]
+    return values
 
 
 def reward_parts(components: Sequence[RewardComponent], template: str, *, has_tags: bool) -> list[str]:
@@ -174,7 +186,10 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
     for index, component in enumerate(components):
         where = f"rewards.{index}"
         entry = find("reward", component.name, where)
-        name = entry.name if entry.name not in names else f"{entry.name}_{index}"
+        if entry.name not in names:
+            name = entry.name
+        else:
+            name = f"{entry.name}_{index}"
         requested = _requested_arguments(
             entry.name, entry.function, where, entry.bind(component.options, where).keywords
         )
@@ -190,7 +205,11 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
 
 def format_part(template: str, *, has_tags: bool) -> str | None:
     """Return the reward that measures the format that a prompt template asks for; None where it asks for none."""
-    return "xml_format" if has_tags else "boxed_format" if template == "boxed" else None
+    if has_tags:
+        return "xml_format"
+    if template == "boxed":
+        return "boxed_format"
+    return None
 
 
 def _requested_arguments(
@@ -245,7 +264,10 @@ def _check_number(value: object, place: str) -> float:
         value = item()
     if not isinstance(value, Real):
         has_item = type(value).__module__.partition(".")[0] in ("torch", "numpy")
-        remedy = "; return a float, such as value.item() of a tensor" if has_item else "; return a float"
+        if has_item:
+            remedy = "; return a float, such as value.item() of a tensor"
+        else:
+            remedy = "; return a float"
         if value is None:
             remedy = "; a path through it ends without return"
         elif inspect.iscoroutine(value):
@@ -277,7 +299,10 @@ def check_size(reward: float, place: str) -> float:
 
 
 def _shown(value: object) -> str:
-    text = written(value) if type(value) is not int else f"an integer of {value.bit_length()} bits"
+    if type(value) is not int:
+        text = written(value)
+    else:
+        text = f"an integer of {value.bit_length()} bits"
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
@@ -306,9 +331,15 @@ def correct(
     Raises:
         RecipeError: a tolerance, and a grader that has none.
     """
-    given = {"name": mode} if isinstance(mode, str) else mode
+    if isinstance(mode, str):
+        given = {"name": mode}
+    else:
+        given = mode
     options = ({"tolerance": tolerance} if tolerance else {}) | {k: v for k, v in given.items() if k != "name"}
-    names = list(grader) if given["name"] == "auto" else [str(given["name"])] * len(grader)
+    if given["name"] == "auto":
+        names = list(grader)
+    else:
+        names = [str(given["name"])] * len(grader)
     submissions = [Submission(*parts) for parts in zip(text, extracted, answer, meta, strict=True)]
     verdicts: dict[int, Verdict] = {}
     for name in dict.fromkeys(names):
@@ -438,7 +469,9 @@ def truncated(finish: str) -> float:
 
     Source: the "punitive reward to truncated samples" from which DAPO starts (Yu et al. 2025, section 3.4).
     """
-    return -1.0 if finish in TRUNCATED else 0.0
+    if finish in TRUNCATED:
+        return -1.0
+    return 0.0
 
 
 @register("reward")

@@ -21,7 +21,10 @@ from typing import Any
 
 SOLUTION = "solution.py"
 # Exit codes of the tests. Not 0, 1 or 2, with which Python ends by itself. ``BAD``: the tests are wrong by themselves.
-RIGHT, WRONG, GONE, BAD = 70, 71, 72, 73
+RIGHT = 70
+WRONG = 71
+GONE = 72
+BAD = 73
 HEADER = struct.Struct(">I")
 MAX_BYTES = 4 * 2**20  # of one message
 MAX_ITEMS = 1_000_000  # of a generator
@@ -89,7 +92,9 @@ def encode(value: object, *, strict: bool = False) -> Any:
         return value
     if isinstance(value, int):
         number = int.__int__(value)
-        return number if -_EXACT < number < _EXACT else ["int", hex(number)]
+        if -_EXACT < number < _EXACT:
+            return number
+        return ["int", hex(number)]
     for plain, write in _WRITE.items():
         if isinstance(value, plain):
             return write(value)
@@ -155,7 +160,8 @@ def _read(descriptor: int, size: int) -> bytes:
 
 def _take_pipes() -> tuple[int, int]:
     """Keep standard input and output as descriptors of ours, and let nothing else of this process read or write."""
-    reading, writing = os.dup(0), os.dup(1)
+    reading = os.dup(0)
+    writing = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -279,7 +285,9 @@ def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
         raise
     except BaseException as error:  # an assertion failed, or anything else was raised
         raise Ended(WRONG) from error
-    return RIGHT if num_calls else BAD
+    if num_calls:
+        return RIGHT
+    return BAD
 
 
 def _ask(calls: int, replies: int, call: list[Any]) -> Any:

@@ -73,22 +73,27 @@ def resolve(relation: Relation) -> Statement:
     if not all(sides):
         raise NotUnderstood("an empty side")
     if operators and operators[0] in (">", ">="):
-        sides, operators = sides[::-1], tuple(_FLIPPED.get(operator, operator) for operator in reversed(operators))
-    name, content = "", None
+        sides = sides[::-1]
+        operators = tuple(_FLIPPED.get(operator, operator) for operator in reversed(operators))
+    name = ""
+    content = None
     if not operators:
         content = read_form(sides[0])
     elif set(operators) == {"="} and len(set(map(without_spaces, sides))) == 1:  # 1 = 1 gives nothing a value
         pass
     elif set(operators) == {"="}:
         if is_name(sides[0]):
-            name, content = plain_name(sides[0]), read_form(sides[-1])
+            name = plain_name(sides[0])
+            content = read_form(sides[-1])
         elif len(sides) == 2 and is_name(sides[1]):  # 3 = x
-            name, content = plain_name(sides[1]), read_form(sides[0])
+            name = plain_name(sides[1])
+            content = read_form(sides[0])
         elif _BOUND.search(sides[0]) or all(map(_is_constant, sides)):
             content = read_form(sides[-1])
     elif operators == ("in",):
         if is_name(sides[0]):
-            name, content = plain_name(sides[0]), read_form(sides[1])
+            name = plain_name(sides[0])
+            content = read_form(sides[1])
     else:
         name, content = _read_inequality(sides, operators)
     return Statement(name, content, sides, operators)
@@ -96,7 +101,8 @@ def resolve(relation: Relation) -> Statement:
 
 def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """``x ≈ 11`` says x = 11; of ``1/3 ≈ 0.33`` the exact side counts, and likewise in ``x = 1/3 ≈ 0.33``."""
-    sides, operators = relation.sides, relation.operators
+    sides = relation.sides
+    operators = relation.operators
     if "~" not in operators:
         return sides, operators
     place = operators.index("~")
@@ -105,7 +111,9 @@ def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[s
     if not sides[-1]:
         raise NotUnderstood("an empty side")
     if place == 0 and (is_name(sides[0]) or not sides[0]):
-        return (sides, ("=",)) if sides[0] else (sides[1:], ())
+        if sides[0]:
+            return (sides, ("=",))
+        return (sides[1:], ())
     return sides[: place + 1], operators[:place]
 
 
@@ -139,10 +147,19 @@ def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tupl
     ends = [side for place, side in enumerate(sides) if place != middle]
     if not is_name(sides[middle]) or not all(map(_is_constant, ends)):
         return "", None
-    low = read_form(sides[middle - 1]) if middle else _MINUS_INFINITY
-    high = read_form(sides[middle + 1]) if middle + 1 < len(sides) else _INFINITY
+    if middle:
+        low = read_form(sides[middle - 1])
+    else:
+        low = _MINUS_INFINITY
+    if middle + 1 < len(sides):
+        high = read_form(sides[middle + 1])
+    else:
+        high = _INFINITY
     opening = "[" if middle and operators[0] == "<=" else "("
-    closing = "]" if middle + 1 < len(sides) and operators[-1] == "<=" else ")"
+    if middle + 1 < len(sides) and operators[-1] == "<=":
+        closing = "]"
+    else:
+        closing = ")"
     return plain_name(sides[middle]), Collection(opening, closing, (low, high))
 
 
@@ -157,7 +174,8 @@ _CHOICE = re.compile(r"(?:\\text\{)?\(?([A-E])\)?\}?")
 # Spellings of words that stand for an answer.
 _SAME_WORDS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "doesnotexist": "dne",
                "infinity": "\\infty"}  # fmt: skip
-_DOLLAR, _CENT = canonical_unit("dollars"), canonical_unit("cents")
+_DOLLAR = canonical_unit("dollars")
+_CENT = canonical_unit("cents")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
@@ -168,10 +186,12 @@ def compare_answers(item: Sequence[Any]) -> bool:
     if without_spaces(left) == without_spaces(right):
         return bool(left)
     if (labelled := _LABELLED.fullmatch(right)) is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
-        value, letter = labelled[2] or labelled[3], _CHOICE.fullmatch(left)
+        value = labelled[2] or labelled[3]
+        letter = _CHOICE.fullmatch(left)
         if letter is not None and parse_quantity(value) is not None:  # (C) maybe is a hedge
             return letter[1] == labelled[1]
-        right = right if letter else value
+        if not letter:
+            right = value
     try:
         forms = read_form(left), read_form(right)
     except NotUnderstood:
@@ -249,12 +269,19 @@ class Comparison:
 
     def _same_single(self, gold: Form, answer: Form) -> bool:
         """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
-        collection, other = (gold, answer) if isinstance(gold, Collection) else (answer, gold)
+        if isinstance(gold, Collection):
+            collection = gold
+            other = answer
+        else:
+            collection = answer
+            other = gold
         assert isinstance(collection, Collection)
         if collection.opening == ":" and len(collection.items) == 2:
             return not _is_whole(collection) and not _is_whole(other) and _same_expression(gold, answer)
         if collection.opening == "{" and len(collection.items) <= 1:
-            return self.same(collection.items[0], other) if collection.items else _is_empty_set(other)
+            if collection.items:
+                return self.same(collection.items[0], other)
+            return _is_empty_set(other)
         first, *others = collection.items
         if collection.opening or not any(one != first for one in others):
             return False
@@ -310,7 +337,9 @@ class Comparison:
         kinds = {_kind_of(side, form) for side, form in sides.items()}
         if kinds == {"time", ""}:  # a name or words may be a time, a calculation is none
             return any(isinstance(form, Expression) and not is_name(side) for side, form in sides.items())
-        return "" not in kinds if len(kinds) == 2 else kinds == {"list"} and not self.same(*sides.values())
+        if len(kinds) == 2:
+            return "" not in kinds
+        return kinds == {"list"} and not self.same(*sides.values())
 
     def _same_chain(self, gold: Statement, answer: Statement) -> bool:
         """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
@@ -319,7 +348,10 @@ class Comparison:
         pairs = list(zip(gold.sides, answer.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
-        turned = zip(gold.sides, answer.sides[::-1], strict=True) if gold.operators[0] in ("=", "!=") else ()
+        if gold.operators[0] in ("=", "!="):
+            turned = zip(gold.sides, answer.sides[::-1], strict=True)
+        else:
+            turned = ()
         for sides in filter(None, (pairs, list(turned))):
             if all(self.same(read_form(one), read_form(other)) for one, other in sides):
                 return True
@@ -334,7 +366,10 @@ def _value_of_names(statement: Statement) -> str | None:
 
     One name alone (``2x = 12``, ``x^2 + x = 12``) is an equation that waits to be solved.
     """
-    sides = statement.sides if not _is_constant(statement.sides[0]) else statement.sides[::-1]
+    if not _is_constant(statement.sides[0]):
+        sides = statement.sides
+    else:
+        sides = statement.sides[::-1]
     terms = [_COEFFICIENT.sub("", term.strip()) for term in _SIGN.split(sides[0])]
     named = {plain_name(term) for term in terms if is_name(term)}
     if len(terms) < 2 or len(named) != len(terms) or not all(map(_is_constant, sides[1:])):
@@ -345,7 +380,9 @@ def _value_of_names(statement: Statement) -> str | None:
 def _letters_named(statement: Statement) -> set[str]:
     """The single letters that a chain of equations sets equal to one another, where there are two or more."""
     letters = {side.strip() for side in statement.sides if _ONE_LETTER.fullmatch(side.strip())}
-    return letters if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2 else set()
+    if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2:
+        return letters
+    return set()
 
 
 def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
@@ -440,7 +477,9 @@ def _kind_of(side: str, form: Form) -> str:
         return "list"
     if is_time(form):
         return "time"
-    return "number" if _has_value(side) else ""
+    if _has_value(side):
+        return "number"
+    return ""
 
 
 def _rounds(exact: str, rounded: str) -> bool:
@@ -457,7 +496,9 @@ def _letters(form: Form) -> str:
     if isinstance(form, Words):
         letters = _PUNCTUATION.sub("", form.text)
         return _SAME_WORDS.get(letters, letters)
-    return "".join(form.latex.split()).casefold() if isinstance(form, Expression) and not form.unit else ""
+    if isinstance(form, Expression) and not form.unit:
+        return "".join(form.latex.split()).casefold()
+    return ""
 
 
 def _same_expression(gold: Form, answer: Form) -> bool:
@@ -465,16 +506,21 @@ def _same_expression(gold: Form, answer: Form) -> bool:
     units = [canonical_unit(_unit_of(form)) for form in (gold, answer)]
     if units[0] and units[1] and units[0] != units[1]:
         return False
-    left, right = _value_of(gold), _value_of(answer)
+    left = _value_of(gold)
+    right = _value_of(answer)
     if same_value(left, right):
         return True
     if _is_percent(gold) == _is_percent(answer):
         return False
-    return same_value(left / 100, right) if _is_percent(gold) else same_value(left, right / 100)
+    if _is_percent(gold):
+        return same_value(left / 100, right)
+    return same_value(left, right / 100)
 
 
 def _unit_of(form: Form) -> str:
-    return form.unit if isinstance(form, Quantity | Expression) else ""
+    if isinstance(form, Quantity | Expression):
+        return form.unit
+    return ""
 
 
 def _is_percent(form: Form) -> bool:

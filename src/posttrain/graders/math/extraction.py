@@ -72,19 +72,25 @@ def find_answer(text: str, extracted: str | None) -> str | None:
 
 
 def _read_tags(response: str, extracted: str | None) -> str | None:
-    contents, start = [], 0
+    contents = []
+    start = 0
     while (end := response.find("</answer>", start)) >= 0:
         begin = response.rfind("<answer>", start, end)
         if begin >= 0:
             contents.append(response[begin + len("<answer>") : end].strip())
         start = end + len("</answer>")
-    answer = extracted if extracted in contents else next(iter(contents), None)
+    if extracted in contents:
+        answer = extracted
+    else:
+        answer = next(iter(contents), None)
     if not answer:
         return None
     if (boxes := read_boxes(answer)) is not None:
         return ", ".join(boxes[0]) or None
     introduced = _INTRODUCTION.match(answer)
-    return answer[introduced.end() :].strip() or None if introduced else answer
+    if introduced:
+        return answer[introduced.end() :].strip() or None
+    return answer
 
 
 def read_solution(text: str) -> str | None:
@@ -153,7 +159,10 @@ def _states_value(statement: str) -> bool:
 
 def _read_statement(text: str) -> str | None:
     """Return what follows "the answer is"."""
-    rest = text.strip(' \t\n:*"\\`') if not text.lstrip().startswith(("\\(", "\\[")) else text.strip()
+    if not text.lstrip().startswith(("\\(", "\\[")):
+        rest = text.strip(' \t\n:*"\\`')
+    else:
+        rest = text.strip()
     if not rest:
         return None
     if formula := _FORMULA.match(rest):
@@ -166,7 +175,8 @@ def _read_statement(text: str) -> str | None:
 
 def _join_formulas(text: str, first: re.Match[str]) -> str:
     """Formulas that stand in a row: ``$12$ and $13$``."""
-    formulas, end = [_inner(first)], first.end()
+    formulas = [_inner(first)]
+    end = first.end()
     while (glue := _AND.match(text, end)) and (formula := _FORMULA.match(text, glue.end())):
         formulas.append(_inner(formula))
         end = formula.end()
@@ -198,7 +208,9 @@ def _first_value(text: str) -> str | None:
     number = NUMBER.search(text)
     if formula is not None and (number is None or formula.start() <= number.start()):
         return _join_formulas(text, formula)
-    return number[0] if number is not None else None
+    if number is not None:
+        return number[0]
+    return None
 
 
 def _states_formula(inner: str) -> bool:
@@ -214,7 +226,9 @@ def _last_value(text: str) -> str | None:
         return None
     values = list(NUMBER.finditer(text, formulas[-1].end() if formulas else 0))
     if values or not formulas:
-        return values[-1][0] if values else None
+        if values:
+            return values[-1][0]
+        return None
     first = len(formulas) - 1
     while first and _AND.fullmatch(text[formulas[first - 1].end() : formulas[first].start()]):
         first -= 1

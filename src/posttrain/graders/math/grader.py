@@ -59,7 +59,10 @@ def math(
         if one.answer is None or (gold := _read_gold(fold_signs(one.answer))) is None:
             continue
         verdicts[place] = Verdict("no_answer")
-        extracted = None if one.extracted is None else fold_signs(one.extracted)
+        if one.extracted is None:
+            extracted = None
+        else:
+            extracted = fold_signs(one.extracted)
         if (answer := find_answer(fold_signs(one.text), extracted)) is not None:
             places.setdefault((gold, answer), []).append(place)
     results = {pair: compare_quickly(*pair, relative_tolerance) for pair in sorted(places)}
@@ -70,7 +73,12 @@ def math(
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
         found = pool.run([[*pair, relative_tolerance] for pair in undecided])
         for pair, result in zip(undecided, found, strict=True):
-            outcomes[pair] = result.kind if result.kind != "value" else "right" if result.value else "wrong"
+            if result.kind != "value":
+                outcomes[pair] = result.kind
+            elif result.value:
+                outcomes[pair] = "right"
+            else:
+                outcomes[pair] = "wrong"
     for pair, own in places.items():
         for place in own:
             verdicts[place] = Verdict(outcomes[pair], extracted=pair[1])
@@ -85,7 +93,8 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
         return False
     if same_answer(gold, answer):
         return True
-    expected, actual = parse_quantity(gold), parse_quantity(answer)
+    expected = parse_quantity(gold)
+    actual = parse_quantity(answer)
     if expected is None or actual is None:
         return None
     return same_quantity(expected, actual, float(abs(expected.value)) * relative_tolerance)
@@ -94,4 +103,6 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
 def _read_gold(gold: str) -> str | None:
     """A gold answer may be a whole solution, with its answer in a box or behind "the answer is"."""
     is_solution = "\\boxed" in gold or (len(gold) > MIN_SOLUTION_CHARS and not is_bare(gold))
-    return read_solution(gold) if is_solution else gold
+    if is_solution:
+        return read_solution(gold)
+    return gold

@@ -130,7 +130,8 @@ def _fraction(match: re.Match[str]) -> str:
 
 def _repeating(match: re.Match[str]) -> str:
     """``0.1\\overline{6}`` -> ``{\\frac{15}{90}}``, by the geometric series."""
-    start, period = match[1] + match[2], match[3] or match[4]
+    start = match[1] + match[2]
+    period = match[3] or match[4]
     top = int(start + period) - int(start or 0)
     return f"{{\\frac{{{top}}}{{{'9' * len(period) + '0' * len(match[2])}}}}}"
 
@@ -139,10 +140,16 @@ def _plain_text(match: re.Match[str]) -> str:
     """``\\mathrm{E}`` is the letter, ``\\operatorname{lcm}`` the function; all other words are text."""
     words = " ".join(_SPACES.sub(" ", match[1]).split())
     if match[0].startswith(("\\text", "\\mbox")):
-        return f"\\text{{{words}}}" if words else " "
+        if words:
+            return f"\\text{{{words}}}"
+        return " "
     if words in _KEPT_NAMES:
         return f"\\{words} "
-    return words if len(words) == 1 else f"\\text{{{words}}}" if words else " "
+    if len(words) == 1:
+        return words
+    if words:
+        return f"\\text{{{words}}}"
+    return " "
 
 
 def _respell(text: str) -> str:
@@ -179,7 +186,8 @@ def _brace_arguments(text: str) -> str:
             drop()
 
     for match in _TOKENS.finditer(text):
-        token, is_awaited = match[0], bool(frames) and frames[-1][1] == level
+        token = match[0]
+        is_awaited = bool(frames) and frames[-1][1] == level
         if token == "(":
             parentheses.append(is_awaited and out[-1] in ("^", "\\sqrt"))
         becomes_brace = token in "()" and bool(parentheses) and parentheses[-1]
@@ -215,15 +223,26 @@ def _brace_arguments(text: str) -> str:
 def _parenthesize_arguments(text: str) -> str:
     """``\\sin{x} y`` and ``\\sin{(x)} y`` -> ``\\sin(x) y``: what stands in braces is the argument, all of it."""
     starts = {match.end() for match in _ARGUMENT.finditer(text)}
-    letters, opened, inner = list(text), list[int](), (-1, -1)
+    letters = list(text)
+    opened = list[int]()
+    inner = (-1, -1)
     for match in _PAIRS.finditer(text) if starts else ():
         if match[0] in "({":
             opened.append(match.start())
         elif match[0] in ")}" and opened:
-            start, end = opened.pop(), match.start()
+            start = opened.pop()
+            end = match.start()
             if text[start] == "{" and start in starts:
                 again = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
                 again = again and not text[inner[1] + 1 : end].strip()
-                letters[start], letters[end] = ("", "") if again else ("(", ")")
-            inner = (start, end) if text[start] == "(" else (-1, -1)
+                if again:
+                    letters[start] = ""
+                    letters[end] = ""
+                else:
+                    letters[start] = "("
+                    letters[end] = ")"
+            if text[start] == "(":
+                inner = (start, end)
+            else:
+                inner = (-1, -1)
     return "".join(letters)

@@ -160,7 +160,8 @@ def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], 
     """
     pieces: list[str] = []
     separators: list[str] = []
-    level, start = 0, 0
+    level = 0
+    start = 0
     for match in _TOKENS.finditer(text):
         token = match[0]
         if token.startswith(("\\begin{", "\\end{")):
@@ -291,7 +292,9 @@ def _read_entry(text: str, depth: int) -> Form | None:
     bare = _CONDITION.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" ,.;")
     if _SENTENCE.search(bare) and not split(bare, _RELATIONS)[1]:
         return Words(" ".join(bare.casefold().split()))
-    return read_form(bare, depth + 1) if bare else None
+    if bare:
+        return read_form(bare, depth + 1)
+    return None
 
 
 def _read_expression(text: str, depth: int) -> Form:
@@ -300,7 +303,11 @@ def _read_expression(text: str, depth: int) -> Form:
     if colons and all(terms):
         return Collection(":", "", tuple(read_form(term, depth + 1) for term in terms))
     percent = _PERCENT.search(text)
-    unit, body = ("", text[: percent.start()]) if percent else _split_unit(text)
+    if percent:
+        unit = ""
+        body = text[: percent.start()]
+    else:
+        unit, body = _split_unit(text)
     body = body.strip()
     quantity = parse_quantity(body) if unit or percent else None
     if quantity is not None and not quantity.unit and not quantity.percent:

@@ -40,7 +40,9 @@ MAX_CANCELLED_DIGITS = 400
 BITS_PER_DIGIT = 3  # a little less than log2(10)
 NUM_POINTS = 4  # that must agree, of smooth sides
 MIN_POINTS = 3  # that must agree where the domain is small
-NUM_GENERAL, NUM_WHOLE, NUM_FAR = 12, 22, 24
+NUM_GENERAL = 12
+NUM_WHOLE = 22
+NUM_FAR = 24
 MAX_CONSTANTS = 4
 GATE_DIGITS = 15
 MAX_BITS = 10_000
@@ -65,7 +67,9 @@ class PointComparison:
     def __init__(
         self, left: sympy.Basic, right: sympy.Basic, names: Sequence[sympy.Symbol], *, skip_zeros: bool = False
     ) -> None:
-        self.names, self.skip_zeros, self.is_decided = names, skip_zeros, False
+        self.names = names
+        self.skip_zeros = skip_zeros
+        self.is_decided = False
         self.span = digits_spanned(left, right) * (2 if skip_zeros else 1)  # a ratio changes by the square of that
         self.whole = self.uneven = False
         self.barred: set[sympy.Symbol] = set()
@@ -98,7 +102,8 @@ class PointComparison:
             NUM_POINTS if not self.whole and not self.uneven else NUM_GENERAL + NUM_WHOLE + NUM_FAR
         )
         undefined: list[tuple[Point, Values]] = []  # nowhere real: compared as complex functions
-        counted, one_sided = 0, False
+        counted = 0
+        one_sided = False
         for point in self._points():
             values = self._values(point)
             if values is None:
@@ -122,7 +127,10 @@ class PointComparison:
 
     def _values(self, point: Point) -> Values | None:
         left = number_at(self.left, point, DIGITS + self.span)
-        right = number_at(self.right, point, DIGITS + self.span) if left is not None else None
+        if left is not None:
+            right = number_at(self.right, point, DIGITS + self.span)
+        else:
+            right = None
         if left is None or right is None or (self.skip_zeros and not left and not right):
             return None
         if self.names and min(mpmath.mag(left), mpmath.mag(right)) > MAX_BITS + 4 * self.span:
@@ -152,8 +160,13 @@ def _general(number: int, place: int) -> sympy.Rational:
     low, high = sorted(_PRIMES[(5 * number + 3 * place + shift) % len(_PRIMES)] for shift in (0, 7))
     if kind == 5:
         return sympy.Integer(2 + number + place)
-    value = sympy.Rational(low, high) if kind in (0, 2) else sympy.Rational(high, low)
-    return -value if kind in (2, 3) or (kind == 4 and place % 2) else value
+    if kind in (0, 2):
+        value = sympy.Rational(low, high)
+    else:
+        value = sympy.Rational(high, low)
+    if kind in (2, 3) or (kind == 4 and place % 2):
+        return -value
+    return value
 
 
 def _whole(number: int, place: int, num_names: int) -> sympy.Integer:
@@ -166,7 +179,8 @@ def _whole(number: int, place: int, num_names: int) -> sympy.Integer:
 
 
 def _around(constant: sympy.Basic) -> tuple[sympy.Basic, ...]:
-    near, far = sympy.Rational(1, 7), sympy.Rational(7, 5)
+    near = sympy.Rational(1, 7)
+    far = sympy.Rational(7, 5)
     return (constant + near, constant - near, -constant + near, -constant - near, constant * far, constant / 3 / far)
 
 
@@ -181,7 +195,9 @@ def _with_real_roots(expression: sympy.Basic) -> sympy.Basic:
 
     def real(node: sympy.Basic) -> sympy.Basic:
         size = sympy.Pow(sympy.Abs(node.base), node.exp, evaluate=False)
-        return size if node.exp.p % 2 == 0 else sympy.Mul(sympy.sign(node.base), size, evaluate=False)
+        if node.exp.p % 2 == 0:
+            return size
+        return sympy.Mul(sympy.sign(node.base), size, evaluate=False)
 
     return expression.replace(_is_odd_root, real)
 
@@ -293,11 +309,15 @@ class _Reader(_Latex2Sympy):
         if rest < len(arr) and (mixed := _MIXED.fullmatch(arr[i].getText() + arr[rest].getText())):
             whole, top, bottom = map(int, mixed.groups())
             if 0 < top < bottom:
-                head, rest = sympy.Rational(whole * bottom + top, bottom), rest + 1
+                head = sympy.Rational(whole * bottom + top, bottom)
+                rest = rest + 1
         if rest == len(arr):
             return head
         tail = self.convert_postfix_list(arr, rest)
-        multiply = self.mat_mul_flat if head.is_Matrix or getattr(tail, "is_Matrix", False) else self.mul_flat
+        if head.is_Matrix or getattr(tail, "is_Matrix", False):
+            multiply = self.mat_mul_flat
+        else:
+            multiply = self.mul_flat
         return multiply(head, tail)
 
     def convert_postfix(self, postfix: ParserRuleContext) -> sympy.Basic:
@@ -311,14 +331,20 @@ class _Reader(_Latex2Sympy):
     def convert_func(self, func: ParserRuleContext) -> sympy.Basic:
         """A logarithm to a base is a quotient: of sympy's own with a base e^{\\log_2 5} would be 5."""
         value = super().convert_func(func)
-        inner = value.base if isinstance(value, sympy.Pow) else value
+        if isinstance(value, sympy.Pow):
+            inner = value.base
+        else:
+            inner = value
         if not isinstance(inner, sympy.log) or len(inner.args) != 2:
             return value
         top, bottom = (sympy.log(part, evaluate=False) for part in inner.args)
-        quotient = (
-            top if inner.args[1] is sympy.E else sympy.Mul(top, sympy.Pow(bottom, -1, evaluate=False), evaluate=False)
-        )
-        return quotient if inner is value else sympy.Pow(quotient, value.exp, evaluate=False)
+        if inner.args[1] is sympy.E:
+            quotient = top
+        else:
+            quotient = sympy.Mul(top, sympy.Pow(bottom, -1, evaluate=False), evaluate=False)
+        if inner is value:
+            return quotient
+        return sympy.Pow(quotient, value.exp, evaluate=False)
 
     def convert_binom(self, binom: ParserRuleContext) -> sympy.Basic:
         """Not evaluated."""
@@ -406,7 +432,9 @@ def _as_variables(parsed: sympy.Basic) -> sympy.Basic:
     known = dict.fromkeys(units, sympy.I) | {call: sympy.Symbol(str(call)) for call in unknown}
     slopes = (node for node in parsed.atoms(sympy.Derivative) if not node.expr.free_symbols & set(node.variables))
     known |= {slope: sympy.Symbol(str(slope)) for slope in slopes if slope.expr.free_symbols}
-    return parsed.xreplace(known) if known else parsed
+    if known:
+        return parsed.xreplace(known)
+    return parsed
 
 
 @_understanding()
@@ -428,7 +456,8 @@ def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    left, right = _evaluated(left), _evaluated(right)
+    left = _evaluated(left)
+    right = _evaluated(right)
     if left.free_symbols != right.free_symbols or not left.free_symbols or digits_spanned(left, right) > MAX_SPAN:
         return None
     comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
@@ -437,13 +466,16 @@ def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
         if not values[0] or not values[1]:
             return None  # one holds where the other does not
         with mpmath.workdps(DIGITS + comparison.span):
-            ratio, close = values[0] / values[1], mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
+            ratio = values[0] / values[1]
+            close = mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
             if first is not None and abs(ratio / first - 1) > close:
                 return None
             if abs(ratio.imag) <= abs(ratio.real) * close:
                 ratio = mpmath.mpc(ratio.real)
         first = ratio
-    return first if comparison.is_decided else None
+    if comparison.is_decided:
+        return first
+    return None
 
 
 @_understanding()
@@ -466,7 +498,9 @@ def _evaluated(parsed: sympy.Basic) -> sympy.Basic:
     """With sums, integrals, limits and matrix products carried out."""
     if isinstance(parsed, sympy.MatrixBase):
         return parsed.applyfunc(_evaluated)
-    return parsed.doit() if isinstance(parsed, sympy.MatrixExpr) or parsed.has(*_OPERATIONS) else parsed
+    if isinstance(parsed, sympy.MatrixExpr) or parsed.has(*_OPERATIONS):
+        return parsed.doit()
+    return parsed
 
 
 def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
@@ -490,7 +524,8 @@ def _close(comparison: PointComparison, values: Sequence[mpmath.mpc], point: Poi
     if not values[0] or not values[1]:
         return bool(values[0] == values[1])
     # about the digits before the decimal point; negative of small numbers
-    span, magnitude = comparison.span, max(int(mpmath.mag(value) * 0.30103) + 1 for value in values)
+    span = comparison.span
+    magnitude = max(int(mpmath.mag(value) * 0.30103) + 1 for value in values)
     if not _agree(values, magnitude - span, span) or magnitude > MAX_MAGNITUDE + 2 * span:
         return False
     if magnitude <= DIGITS + span - CLOSE_DIGITS:

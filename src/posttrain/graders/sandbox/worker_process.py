@@ -92,7 +92,8 @@ def _take_channel() -> tuple[IO[bytes], int]:
         signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, results = os.fdopen(os.dup(0), "rb"), os.dup(0)
+    requests = os.fdopen(os.dup(0), "rb")
+    results = os.dup(0)
     os.dup2(1, 0)
     return requests, results
 
@@ -100,9 +101,13 @@ def _take_channel() -> tuple[IO[bytes], int]:
 def _limit_memory(num_bytes: int | None) -> None:
     """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft, size = hard, _address_space()
+    soft = hard
+    size = _address_space()
     if num_bytes is not None and size:
-        soft = size + num_bytes if hard == resource.RLIM_INFINITY else min(size + num_bytes, hard)
+        if hard == resource.RLIM_INFINITY:
+            soft = size + num_bytes
+        else:
+            soft = min(size + num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

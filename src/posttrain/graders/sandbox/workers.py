@@ -83,7 +83,9 @@ class WorkerPool:
     """
 
     def __init__(self, target: str, num_workers: int, limits: Limits) -> None:
-        self.target, self.num_workers, self.limits = target, num_workers, limits
+        self.target = target
+        self.num_workers = num_workers
+        self.limits = limits
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
@@ -98,7 +100,8 @@ class WorkerPool:
         waiting = deque(enumerate(items))
         results: dict[int, Result] = {}
         failures: list[RunFailure] = []
-        size, shared = min(self.num_workers, len(items)), (waiting, results, failures)
+        size = min(self.num_workers, len(items))
+        shared = (waiting, results, failures)
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
             # No executor: its threads would hold up the end of the program. One worker needs no thread.
@@ -147,7 +150,9 @@ class _Worker:
     """One process at a time, which is started when an item needs it."""
 
     def __init__(self, target: str, limits: Limits) -> None:
-        self.target, self.limits, self.is_stopped = target, limits, False
+        self.target = target
+        self.limits = limits
+        self.is_stopped = False
         self.process: subprocess.Popen[bytes] | None = None
 
     def serve(self, waiting: deque[tuple[int, object]], results: dict[int, Result], failures: list[RunFailure]) -> None:
@@ -213,7 +218,8 @@ class _Worker:
         ``is_late``.
         """
         is_late = has_ended = False
-        data, deadline = bytearray(), time.monotonic() + seconds
+        data = bytearray()
+        deadline = time.monotonic() + seconds
         self._channel.settimeout(seconds)
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
@@ -227,7 +233,8 @@ class _Worker:
             if isinstance(answer, dict) and not answer.keys().isdisjoint(keys):
                 return answer
         except (OSError, ValueError) as error:  # the process is gone or late, or this is no JSON
-            is_late, has_ended = isinstance(error, TimeoutError), isinstance(error, ConnectionError)
+            is_late = isinstance(error, TimeoutError)
+            has_ended = isinstance(error, ConnectionError)
         return {"code": self.end(has_ended=has_ended), "is_late": is_late}
 
     def end(self, *, has_ended: bool = False) -> int:
@@ -235,7 +242,8 @@ class _Worker:
 
         One that has closed its end of the channel is ending by itself, and keeps its own code.
         """
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is None:
             return 0
         if has_ended:
@@ -267,5 +275,8 @@ def shared_pool(target: str, num_workers: int, limits: Limits) -> WorkerPool:
 
 def count_cpus() -> int:
     """Return the processors that this process may use: its share, where several train one model."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        there = len(os.sched_getaffinity(0))
+    else:
+        there = os.cpu_count() or 1
     return max(1, there // local_size())
