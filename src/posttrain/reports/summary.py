@@ -18,6 +18,7 @@ from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.runs.directory import RunDirectory, State
+from posttrain.runs.listing import seconds_of
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.metric_names import REWARD, Metric
@@ -144,11 +145,6 @@ def _state_of(run: RunDirectory) -> State | None:
     if status.state == "running" and status.step >= status.steps > 0:
         return "finished"
     return status.state
-
-
-def seconds_of(rows: Sequence[MetricsRow]) -> float:
-    """Return the seconds of steps and evaluations, over all starts of the run."""
-    return sum(row.timing.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds"))
 
 
 def chapter_of(folder: Path, title: str, text: str) -> Chapter:
