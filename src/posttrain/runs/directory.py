@@ -23,7 +23,8 @@ from pydantic import BaseModel, Field
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
 from posttrain.option_types import shorten
-from posttrain.recipes.document import flatten, is_place
+from posttrain.recipes.document import is_place
+from posttrain.recipes.overriding import flatten
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import refuse_links, replace_file, storage_errors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from posttrain.errors import DataError, UsageError
-from posttrain.recipes.document import flatten
+from posttrain.recipes.overriding import flatten
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, is_live, run_names

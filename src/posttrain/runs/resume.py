@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain import __version__
 from posttrain.errors import RunConflict
-from posttrain.recipes.document import LENGTHS
+from posttrain.recipes.overriding import LENGTHS
 from posttrain.runs.directory import RunDirectory, RunRecipe
 from posttrain.store.checkpoint_files import checkpoint_steps, newest_state
 from posttrain.store.metrics import MetricsLog

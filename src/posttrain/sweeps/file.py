@@ -16,17 +16,8 @@ from pydantic import BeforeValidator, Field
 
 from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.option_types import Repetitions, Tokens, Unread
-from posttrain.recipes.document import (
-    Content,
-    Document,
-    apply_override,
-    apply_overrides,
-    complete_component,
-    flatten,
-    interpretation_names,
-    merge,
-    recipe_names,
-)
+from posttrain.recipes.document import Content, Document, complete_component, interpretation_names, recipe_names
+from posttrain.recipes.overriding import apply_override, apply_overrides, flatten, merge
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, Section
 from posttrain.registry import suggest

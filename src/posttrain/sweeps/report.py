@@ -8,7 +8,7 @@ from dataclasses import replace
 from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.files import ITEMS
 from posttrain.evaluation.items import Item, read_items
-from posttrain.recipes.document import flatten
+from posttrain.recipes.overriding import flatten
 from posttrain.store.metric_names import Metric, metric_of
 from posttrain.store.metrics import is_evaluation, learning_warnings
 from posttrain.sweeps.best_of_n import best_of_n_part, choose, collect_curves, overoptimization_part
