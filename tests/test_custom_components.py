@@ -77,7 +77,7 @@ class Own:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     """A working directory, and no words but the package's; nothing of its ``mine.py`` stays in this process."""
-    for kind in registry.COMPONENT_MODULES:  # what is imported within the test would be forgotten after it
+    for kind in registry.ALL_KINDS:  # what is imported within the test would be forgotten after it
         registry.entries(kind)
     packages = {
         kind: {word: entry for word, entry in words.items() if entry.function.__module__.startswith("posttrain.")}
