@@ -119,8 +119,8 @@ def what_goes_wrong(recipe: Recipe) -> str:
         paragraphs.append(own)
     if not paragraphs:
         raise SystemExit(
-            f"objective {recipe.objective.name}: no paragraph of its docstring begins with '{WRONG}:'. Write one, or end "
-            "the recipe's description with it"
+            f"objective {recipe.objective.name}: no paragraph of its docstring begins with '{WRONG}:'. Write one, or "
+            "end the recipe's description with it"
         )
     return "\n\n".join(paragraphs)
 
