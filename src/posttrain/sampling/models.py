@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import PreTrainedTokenizerFast
+
 from posttrain import registry
 from posttrain.data.render.template import build_template
 from posttrain.errors import UsageError
@@ -56,10 +58,18 @@ class ModelSource:
         embedded = EMBEDDED_TEMPLATES.get(Path(resolve_model_name(self.path)))
         if embedded is not None:
             return embedded
-        tokenizer = load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
-        if tokenizer.chat_template:
+        if self.tokenizer.chat_template:
             return CHAT
         return DEFAULT_TEMPLATE
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Its tokenizer, which takes as long to load as a small model's weights.
+
+        Raises:
+            UsageError: there is no such model, or its tokenizer cannot be loaded.
+        """
+        return load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
 
     def describe_template(self, template: Component | None = None) -> str | None:
         """Return one line about the template of a model that no run here trained.
@@ -171,7 +181,9 @@ def open_model(
         options.setdefault("checkpoint", resolve_model_name(source.path))
     build = entry.bind(options, "--engine")
     if entry.traits.get("needs_model", True):
-        loaded = load_model(section, seed=0)
+        loaded = load_model(
+            section, seed=0, tokenizer=vars(source).get("tokenizer")
+        )  # if its template was read from it
         model, tokenizer = loaded.model, loaded.tokenizer
     else:
         model, tokenizer = None, load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
