@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain import registry
 from posttrain.data.render.template import build_template
@@ -19,6 +17,9 @@ from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, ModelSection, RewardComponent
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Component(name="r1_zero")
