@@ -73,10 +73,11 @@ class ChoiceColumns:
         kind: str = self.kind
         if self.kind == "index":
             kind += f", counted from {self.first_index}{self.why}"
-        shown = ", which the prompts show already" if self.is_shown else ""
+        options = ", ".join(self.keys)
+        if self.is_shown:
+            options += ", which the prompts show already"
         return (
-            f"multiple choice: options {', '.join(self.keys)}{shown}; right one {self.gold} ({kind}). "
-            'task.choices_key: "" reads no options'
+            f'multiple choice: options {options}; right one {self.gold} ({kind}). task.choices_key: "" reads no options'
         )
 
     def options_of(self, row: Row) -> tuple[str, ...]:

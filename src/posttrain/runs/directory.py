@@ -23,7 +23,8 @@ from pydantic import BaseModel, Field
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
 from posttrain.option_types import shorten
-from posttrain.recipes.document import flatten, is_place
+from posttrain.recipes.document import is_place
+from posttrain.recipes.overriding import flatten
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
@@ -126,22 +127,28 @@ def check_run_name(name: str) -> str:
 def name_of_recipe(recipe_name: str) -> str:
     """Return a run's default name: ``tiny/grpo`` and ``my/tiny-grpo.yaml`` both give ``tiny-grpo``."""
     path = Path(recipe_name)
-    plain = path.stem if path.suffix in (".yaml", ".yml") else recipe_name
+    if path.suffix in (".yaml", ".yml"):
+        plain = path.stem
+    else:
+        plain = recipe_name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.")[:MAX_NAME_CHARS] or "run"
 
 
 def find_run(root: str | Path, name: str) -> Path:
     """Return the directory of a run, by name under ``root`` or by path; raises UsageError if there is none."""
-    for path in (Path(root) / name, Path(name)) if name else ():
-        if kind_of_file(path / "recipe.yaml") != "nothing":
-            return path
+    if name:
+        for path in (Path(root) / name, Path(name)):
+            if kind_of_file(path / "recipe.yaml") != "nothing":
+                return path
     known = run_names(root)
     raise UsageError(f"there is no run {shorten(name)} in {root}.{suggest(name, known)} {list_names(known)}")
 
 
 def list_names(known: Sequence[str]) -> str:
     """Return the names of runs for a message: some of them, and the number of the others."""
-    more = f" and {len(known) - NUM_NAMES_SHOWN} more" if len(known) > NUM_NAMES_SHOWN else ""
+    more = ""
+    if len(known) > NUM_NAMES_SHOWN:
+        more = f" and {len(known) - NUM_NAMES_SHOWN} more"
     return f"Runs there: {', '.join(known[:NUM_NAMES_SHOWN]) or 'none'}{more}"
 
 
@@ -262,13 +269,17 @@ class RunDirectory:
             stored: plain data to compare with; by default the run's ``recipe.yaml``.
             places: the keys of place (``document.PLACE_KEYS``), which may change at any time, instead of all others.
         """
-        stored = dict(stored) if stored is not None else self.read_recipe()
+        if stored is not None:
+            stored = dict(stored)
+        else:
+            stored = self.read_recipe()
         later = keys_that_came_later(stored)
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no longer validates is
         # compared as it is.
         with suppress(PosttrainError):
             stored = validate_recipe(stored, is_own=False).resolve(to_read=True).dump()
-        old, new = flatten(stored), flatten(recipe.dump())
+        old = flatten(stored)
+        new = flatten(recipe.dump())
         kept = [key for key in {**old, **new} if is_place(key) == places and key not in later]
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}
 
@@ -287,11 +298,14 @@ class RunDirectory:
     def primary_metric(self) -> Metric:
         """Return the primary metric of the run; the accuracy where nothing is stored."""
         status = self.read_status()
-        return ACCURACY if status is None or status.primary_metric is None else metric_of(status.primary_metric)
+        if status is None or status.primary_metric is None:
+            return ACCURACY
+        return metric_of(status.primary_metric)
 
     def write_environment(self, recipe_name: str, fingerprint: str) -> None:
         """Add this start of the run to ``env.json``: command, commit, versions, hardware."""
-        environment, now = self.read_environment(), describe_environment()
+        environment = self.read_environment()
+        now = describe_environment()
         content = {
             "recipe": environment.get("recipe", recipe_name),
             "created": environment.get("created", now["started"]),

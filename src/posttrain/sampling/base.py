@@ -167,13 +167,15 @@ class Engine(ABC):
     ``version``: the number of updates of the weights that sample. ``folder``: the run's, for files of the engine.
     ``process_group``: the processes that train; each has an engine and calls the same methods in the same order.
     ``in_background``: the main process alone samples, in a thread, while the model changes; the engine must then
-    neither read the model nor wait for the others.
+    neither read the model nor wait for the others. ``uses_cache``: what was found out about a model before may be read
+    from the user's cache folder.
     """
 
     version: int = 0
     folder: Path | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
     in_background: bool = False
+    uses_cache: bool = False
     _warnings: tuple[str, ...] = ()  # all that were ever given, of which the user has seen the first
     _num_shown: int = 0
 

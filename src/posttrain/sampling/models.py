@@ -190,6 +190,7 @@ def open_model(
     else:
         tokenizer = load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
     built = build(model, tokenizer)
+    built.uses_cache = True
     if model is None:
         context_tokens = built.context_tokens
     else:

@@ -17,11 +17,13 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from posttrain import __version__
 from posttrain.errors import DataError
 from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_file, sync_folder
 
 MANIFEST = "manifest.json"
 BEST = "best"
+FORMAT = 1  # of the manifest; a later version may add keys to it without another number
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
 _REPLACED = ".tmp-replaced-"
 _FAILED = "failed-"
@@ -69,11 +71,17 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
         manifest = json.loads(content)
         files = dict(manifest["files"])
         manifest_step = int(manifest["step"])
+        manifest_format = int(manifest["format"])
         expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Unverified(MANIFEST, f"is damaged ({error})") from None
-    if content != _manifest_bytes(manifest_step, files) or step not in (None, manifest_step):
+    if content != _in_one_spelling(manifest) or step not in (None, manifest_step):
         raise Unverified(MANIFEST, "is damaged")
+    if manifest_format > FORMAT:
+        what = (
+            f"was written by a later posttrain (format {manifest_format}; this is {__version__}, which reads {FORMAT})"
+        )
+        raise Unverified(MANIFEST, what)
     for name, size, digest in expected:
         file = path / name
         parts = PurePosixPath(name)
@@ -127,7 +135,7 @@ def _is_checkpoint(path: Path) -> bool:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
         return (path / "state.json").is_file()
-    return isinstance(manifest, dict) and manifest.keys() == {"format", "step", "files"}
+    return isinstance(manifest, dict) and manifest.keys() >= {"format", "step", "files"}
 
 
 def _step_of(path: Path) -> int | None:
@@ -151,9 +159,12 @@ def _remedy(path: Path, shown: Path) -> str:
 
 
 def _manifest_bytes(step: int, files: Mapping[str, object]) -> bytes:
-    # one spelling only, so that a flipped byte anywhere in the manifest shows
-    content = json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True)
-    return (content + "\n").encode()
+    return _in_one_spelling({"format": FORMAT, "step": step, "files": files})
+
+
+def _in_one_spelling(manifest: Mapping[str, object]) -> bytes:
+    # a flipped byte anywhere in the manifest shows
+    return (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _digest(path: Path) -> str:

@@ -20,9 +20,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from posttrain import __version__
 from posttrain.errors import DataError, PosttrainError, RewardFailure
 from posttrain.store.durable import explain_storage, sync_folder
 from posttrain.store.reading import refuse_link_out
+from posttrain.store.schema import (
+    SCHEMA_VERSION,
+    TABLES,
+    Columns,
+    bring_up_to_date,
+    check_schema,
+    insertion,
+    selection,
+    version_of,
+)
 from posttrain.types import Call, Example, Rollout, Turn
 
 READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
@@ -30,43 +41,6 @@ MAX_VALUE_BYTES = 1 << 27
 _BUSY_TIMEOUT_SECONDS = 30.0
 _INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
-SCHEMA_VERSION = 6  # PRAGMA user_version; files of another version are refused
-# token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
-# several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
-COLUMNS = {
-    "step": "INTEGER NOT NULL",
-    "epoch": "INTEGER NOT NULL",
-    "prompt_index": "INTEGER NOT NULL",
-    "rollout_index": "INTEGER NOT NULL",
-    "example_id": "TEXT NOT NULL",
-    "prompt": "TEXT NOT NULL",
-    "completion": "TEXT NOT NULL",
-    "answer": "TEXT",
-    "parts": "TEXT NOT NULL",
-    "reward": "REAL NOT NULL",
-    "advantage": "REAL",
-    "num_tokens": "INTEGER NOT NULL",
-    "finish": "TEXT NOT NULL",
-    "mean_sampler_logprob": "REAL",
-    "extracted": "TEXT",
-    "outcome": "TEXT NOT NULL",
-    "token_ids": "BLOB NOT NULL",
-    "version": "INTEGER NOT NULL",
-    "spans": "BLOB",
-    "turns": "TEXT",
-    "failures": "TEXT",
-}
-TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
-_ROWS = ",\n    ".join(["\n    id INTEGER PRIMARY KEY", *(f"{name} {kind}" for name, kind in COLUMNS.items())]) + "\n"
-_SCHEMA = (
-    "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    f"CREATE TABLE rollouts ({_ROWS})",
-    "CREATE INDEX rollouts_by_step ON rollouts (step)",
-    f"CREATE TABLE evaluation_rollouts ({_ROWS}, evaluation TEXT NOT NULL)",
-    "CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)",
-)
-# Written by SQLite's ANALYZE: numbers for its planner.
-_STATISTICS = {"CREATE TABLE sqlite_stat1(tbl,idx,stat)", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"}
 
 
 @contextmanager
@@ -91,16 +65,34 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     address = f"{path.resolve().as_uri()}?mode={mode}"
     db = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
     try:
-        db.execute("PRAGMA trusted_schema = OFF")
-        db.execute("PRAGMA cell_size_check = ON")
-        db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-        if read_only:
-            end = time.monotonic() + READ_SECONDS
-            db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)
+        _limit(db, read_only=read_only)
         yield db
     finally:
         db.close()
+
+
+def _limit(db: sqlite3.Connection, *, read_only: bool) -> None:
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA cell_size_check = ON")
+    db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    if read_only:
+        end = time.monotonic() + READ_SECONDS
+        db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)
+
+
+@contextmanager
+def _migrated_copy(db: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
+    """Yield a file of an earlier version as this version writes it; the file itself stays as it is."""
+    copy = sqlite3.connect("", isolation_level=None)  # SQLite removes it with the connection
+    try:
+        _limit(copy, read_only=True)
+        db.backup(copy)
+        with transaction(copy):
+            bring_up_to_date(copy, path)
+        yield copy
+    finally:
+        copy.close()
 
 
 @contextmanager
@@ -131,48 +123,6 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
     finally:
         if db.in_transaction:
             db.execute("ROLLBACK")
-
-
-def check_schema(db: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the file has the tables of this version, False of an empty one; nothing in it can run.
-
-    A view, a trigger, a generated column or an index over an expression would be evaluated when the file is read or
-    written, and an untrusted source may have put it there.
-
-    Raises:
-        DataError: a file of another version, or with something else in it.
-    """
-    with transaction(db, "DEFERRED"):  # both questions of one state, even while another process writes
-        version = _version_of(db)
-        query = "SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
-        there = {}
-        for sql, kind, name in db.execute(query):
-            if sql not in _STATISTICS:
-                there[sql] = f"{kind} {str(name)[:60]!r}"
-    if 0 < version != SCHEMA_VERSION and there:
-        if version > SCHEMA_VERSION:
-            age = "a later"
-        else:
-            age = "an earlier"
-        raise DataError(
-            path,
-            f"{age} posttrain wrote this file (schema version {version}, this one reads {SCHEMA_VERSION}); use that "
-            "version to read it. Nothing was changed",
-        )
-    expected: set[str] = set()
-    if version:
-        expected = set(_SCHEMA)
-    if version < 0 or there.keys() != expected:
-        what = "something is missing"
-        strange = sorted(what for sql, what in there.items() if sql not in _SCHEMA)
-        if strange:
-            what = f"it holds {strange[0]}"
-        raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
-    return version != 0
-
-
-def _version_of(db: sqlite3.Connection) -> int:
-    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
@@ -284,7 +234,7 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     """
     turns = []
     for row in rows:
-        calls = tuple(Call(**call) for call in row["calls"])
+        calls = tuple(_read_call(call) for call in row["calls"])
         texts = [row["text"]]
         for call in calls:
             texts += [getattr(call, f.name) for f in fields(Call)]
@@ -295,6 +245,11 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
             raise ValueError("the reward of a turn is no finite number")
         turns.append(Turn(row["text"], calls, reward))
     return tuple(turns)
+
+
+def _read_call(stored: Mapping[str, Any]) -> Call:
+    known = {name: stored[name] for name in (f.name for f in fields(Call)) if name in stored}
+    return Call(**known)
 
 
 def prompt_text(example: Example) -> str:
@@ -323,11 +278,13 @@ class RolloutStore:
         self.read_only = read_only
         self._opened = ExitStack()
         self._writer: sqlite3.Connection | None = None
+        self._columns: Columns = {}  # of the file that the writer writes to
         is_new = not self.path.exists()
         if read_only and is_new:
             raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
-        with self._connection() as db:
-            if not check_schema(db, self.path) and read_only:
+        with sqlite_errors(self.path), connect(self.path, read_only=read_only) as db:
+            columns = check_schema(db, self.path)
+            if read_only and not columns:
                 raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
             if not read_only:
                 self._prepare(db, about or {})
@@ -335,13 +292,12 @@ class RolloutStore:
                 sync_folder(self.path.parent)
 
     def _prepare(self, db: sqlite3.Connection, about: Mapping[str, str]) -> None:
-        """Create the tables in an empty file, if no other process was faster, and write ``about``."""
+        """Bring the tables up to date, if no other process was faster, and write ``about``."""
         db.execute("PRAGMA journal_mode = WAL")
         with transaction(db):
-            if _version_of(db) == 0:
-                for statement in (*_SCHEMA, f"PRAGMA user_version = {SCHEMA_VERSION}"):
-                    db.execute(statement)
-        db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(about.items()))
+            bring_up_to_date(db, self.path)
+            facts = {**about, "posttrain": __version__}
+            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(facts.items()))
 
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
         """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
@@ -355,15 +311,14 @@ class RolloutStore:
             table = "rollouts"
         else:
             table = "evaluation_rollouts"
-        names = TABLES[table]
-        values = [f":{name}" for name in names]
-        insertion = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(values)})"
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
+                self._columns = check_schema(self._writer, self.path)
+            statement = insertion(table, self._columns[table])
             with transaction(self._writer):
                 rows = [_to_row(rollout) | {"evaluation": evaluation} for rollout in rollouts]
-                self._writer.executemany(insertion, rows)
+                self._writer.executemany(statement, rows)
 
     def close(self) -> None:
         """Close the file. The store can be read afterwards, and recorded to again."""
@@ -448,22 +403,24 @@ class RolloutStore:
         order = "ASC"
         if newest_first:
             order = "DESC"
-        query = (
-            f"SELECT {', '.join(columns)} FROM {table} WHERE {' AND '.join(conditions)} "
-            f"ORDER BY id {order} LIMIT :limit"
-        )
         if limit is None:
             values["limit"] = -1
         else:
             values["limit"] = limit
         with self._connection() as db:
+            selected = selection(table, check_schema(db, self.path)[table])
+            query = f"SELECT {selected} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit"
             rows = db.execute(query, values).fetchall()
         return [_read_row(dict(zip(columns, row, strict=True)), table, self.path) for row in rows]
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with sqlite_errors(self.path), connect(self.path, read_only=self.read_only) as db:
-            yield db
+            if version_of(db) == SCHEMA_VERSION:
+                yield db
+            else:
+                with _migrated_copy(db, self.path) as copy:
+                    yield copy
 
 
 def _to_row(rollout: Rollout) -> dict[str, object]:

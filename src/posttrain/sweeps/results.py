@@ -66,16 +66,15 @@ class SweepResults:
 
     def to_markdown(self) -> str:
         """The text of ``table.md``."""
-        lines = [*self.problems, *self.findings]
-        parts = [
-            f"# {plain(self.title)}\n",
-            f"{paragraph(self.description)}\n" if self.description else "",
-            bullets(lines) if lines else "",
-            *(text.to_markdown(table) for table in self.tables),
-            bullets(self.notes),
-            f"## What differs\n\n{bullets(self.differences)}" if self.differences else "",
-            f"## Make it again\n\n```\n{self.command}\n```\n",
-        ]
+        parts = [f"# {plain(self.title)}\n"]
+        if self.description:
+            parts.append(f"{paragraph(self.description)}\n")
+        parts.append(bullets([*self.problems, *self.findings]))
+        parts += [text.to_markdown(table) for table in self.tables]
+        parts.append(bullets(self.notes))
+        if self.differences:
+            parts.append(f"## What differs\n\n{bullets(self.differences)}")
+        parts.append(f"## Make it again\n\n```\n{self.command}\n```\n")
         return "\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
@@ -91,7 +90,14 @@ def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int
     """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0%`` of a share; ``61.2%`` for one seed or equal ones."""
     if summary is None:
         return NOTHING
-    scale, places, unit = (100.0, 1, "%") if is_share else (1.0, digits, "")
+    if is_share:
+        scale = 100.0
+        places = 1
+        unit = "%"
+    else:
+        scale = 1.0
+        places = digits
+        unit = ""
     if not summary.half_width:
         return f"{summary.mean * scale:.{places}f}{unit}"
     places = max(places, min(9, -math.floor(math.log10(summary.half_width * scale))))  # never ± 0.0

@@ -40,6 +40,9 @@ def bradley_terry(
     that grows with how much better the answer was judged. c: Eisenstein et al. (2023), "Helping or
     herding?", eq. 2: only differences are determined by pairs, this pulls their mean to 0; 0.01 is common.
 
+    What goes wrong: Pair accuracy on training pairs rises while held-out accuracy does not. Stop at the best
+    checkpoint.
+
     Shapes: scores ``[B, T]``, margins ``[B]`` (equal on both rows of a pair) → values ``[B / 2]``. An infinite
     score, or an answer without a trained token, gives NaN, which the loop refuses.
 
@@ -90,6 +93,8 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
     after every token. Departures: binary cross-entropy on the score of a linear head, and no
     language-modelling loss next to it. An answer is ranked by the score of its last token.
 
+    What goes wrong: With few correct answers the score is near their base rate. Balance the rows.
+
     Shapes: scores ``[B, T]``, labels ``[B]`` (1 right, 0 wrong; a share between them is a soft label) →
     values ``[B, T]``.
 
@@ -133,6 +138,9 @@ def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -
     Lightman et al. (2023), "Let's verify step by step" (PRM800K; three classes); two classes, from
     automatic labels: Wang et al. (2023), "Math-Shepherd". Departure: a head of its own in place of the
     log-probabilities of label tokens.
+
+    What goes wrong: Later steps after a mistake are labelled wrong; a model may learn the position of a step in
+    place of its content.
 
     Shapes: the mask is True at the ends of steps only; scores ``[B, T]`` for two classes, ``[B, T, 3]`` for
     three; ``step_labels`` ``[B, T]`` → values ``[B, T]``. With two classes a label between 0 and 1 is a soft label

@@ -132,7 +132,9 @@ def train_sae(
             _print_results(json.loads((result.folder / RESULTS).read_text(encoding="utf-8")))
             print(f"dictionary: {result.folder / DICTIONARY}")
     print(f"run:        {result.folder}")
-    return 0 if is_finished else INTERRUPTED
+    if is_finished:
+        return 0
+    return INTERRUPTED
 
 
 def _print_results(results: dict[str, Any]) -> None:
@@ -161,7 +163,10 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     console = open_console()
     folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
     name = PAGE if arguments.features is None else SOME
-    page = Path(arguments.out) if arguments.out else (run or folder) / name
+    if arguments.out:
+        page = Path(arguments.out)
+    else:
+        page = (run or folder) / name
     if page.suffix != ".html":
         raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
     with storage_errors("page", page):
@@ -214,19 +219,30 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
 
-    started, console, root = time.monotonic(), open_console(), Path(arguments.runs_dir)
-    tell: Callable[[str], object] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
+    started = time.monotonic()
+    console = open_console()
+    root = Path(arguments.runs_dir)
+
+    def tell(line: str) -> None:
+        if not arguments.quiet:
+            say(console, line, style="dim")
+
     folder = root / _folder_name(arguments)
     base = find_pair(recipe, root) or find_model(recipe.base, root, None, arguments.quiet, tell)
-    post = None if base is None else find_model(recipe.post, root, base, arguments.quiet, tell)
+    if base is None:
+        post = None
+    else:
+        post = find_model(recipe.post, root, base, arguments.quiet, tell)
     if base is None or post is None:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
     sources = find_source(base, root), find_source(post, root)
     work = prepare_comparison(recipe, *sources, folder, tell, allow_large=arguments.yes)
     words = ["posttrain", "sae", "diff", *arguments.models, *(x for key, y in overrides for x in (f"--{key}", y))]
-    words += ["--run", arguments.run] if arguments.run is not None else []
-    words += ["--runs-dir", arguments.runs_dir] if arguments.runs_dir != "runs" else []
+    if arguments.run is not None:
+        words += ["--run", arguments.run]
+    if arguments.runs_dir != "runs":
+        words += ["--runs-dir", arguments.runs_dir]
     about = {
         "title": "What did training change?",
         "description": recipe.description,
@@ -263,11 +279,11 @@ def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
     The newest run of the base may be another one, with no run that begins there. None: there is no such pair.
     """
     from posttrain.recipes.recipe import load_recipe
-    from posttrain.runs.launch import find_runs, runs_of
+    from posttrain.runs.launch import find_runs, runs_by_recipe
 
     if recipe.base.recipe is None or recipe.post.recipe is None:
         return None
-    for folder in runs_of(load_recipe(recipe.base.recipe, []).resolve(), root)[0]:
+    for folder in runs_by_recipe(load_recipe(recipe.base.recipe, []).resolve(), root)[0]:
         began = [("model.name", json.dumps(str(folder)))]
         if find_runs(load_recipe(recipe.post.recipe, began).resolve(), root)[0] is not None:
             return str(folder)
@@ -289,7 +305,9 @@ def find_model(
     from posttrain.terminal.training import choose_progress
 
     name = compared.recipe
-    changes = [("model.name", json.dumps(base))] if base is not None else []
+    changes = []
+    if base is not None:
+        changes = [("model.name", json.dumps(base))]
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
         recipe,

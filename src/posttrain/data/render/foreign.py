@@ -75,19 +75,17 @@ def render_foreign(tokenizer: Any, rows: list[dict[str, Any]], variables: Mappin
         "max_chars": _OWN_CHARS + _GROWTH * len(given),
     }
     result = pool_of(_RENDER).run([item])[0]
+    reason = result.reason
     if result.kind == "value":
         answer: dict[str, Any] = result.value
-    else:
-        answer = {}
-    if "text" in answer:
-        return str(answer["text"])
-    if "error" in answer:
-        raise TemplateError(answer["error"])
-    if "length" in answer:
-        _REFUSED[name] = f"it writes {answer['length']:,} characters"
-    else:
-        _REFUSED[name] = result.reason
-    raise UsageError(_refusal(tokenizer, _REFUSED[name]))
+        if "text" in answer:
+            return str(answer["text"])
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        if "length" in answer:
+            reason = f"it writes {answer['length']:,} characters"
+    _REFUSED[name] = reason
+    raise UsageError(_refusal(tokenizer, reason))
 
 
 def _as_plain(value: Any) -> object:
@@ -129,21 +127,26 @@ _PARTS: WeakKeyDictionary[Any, tuple[int, Parts | None]] = WeakKeyDictionary()
 
 def patterns_in(part: object) -> Iterator[str]:
     """The regular expressions in a part of ``tokenizer.json``; an empty one for what its library divides by zero."""
+    inside: list[object] = []
     if isinstance(part, dict):
-        if isinstance(pattern := part.get("Regex"), str):
+        pattern = part.get("Regex")
+        if isinstance(pattern, str):
             yield pattern
         if part.get("String") == "" or (part.get("type") == "FixedLength" and not part.get("length")):
             yield ""
-        part = list(part.values())
-    for item in part if isinstance(part, list) else ():
+        inside = list(part.values())
+    elif isinstance(part, list):
+        inside = part
+    for item in inside:
         yield from patterns_in(item)
 
 
 def unknown_pattern(parts: object) -> str | None:
     """The first pattern that is not a published one and could take longer than its text is long."""
-    found = (one for one in patterns_in(parts) if one not in PUBLISHED)
-    unknown = (one for one in found if not one or _MAY_REPEAT.search(one))
-    return next(unknown, None)
+    for pattern in patterns_in(parts):
+        if pattern not in PUBLISHED and (not pattern or _MAY_REPEAT.search(pattern)):
+            return pattern
+    return None
 
 
 def make_parts(steps: dict[str, Any], added: list[dict[str, Any]]) -> Parts | None:

@@ -11,7 +11,16 @@ from typing import Any, Literal
 from posttrain import registry
 from posttrain.data.render.calls import TAGGED, write_call
 from posttrain.data.render.chat_template import mark, probed, render_dicts, render_history
-from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, decode_ids, encode_pieces, markers_of
+from posttrain.data.render.encoding import (
+    END_THINK,
+    THINK,
+    Piece,
+    Tokenizer,
+    decode_ids,
+    encode_pieces,
+    markers_of,
+    text_of,
+)
 from posttrain.data.render.sheet import Sheet, as_row_texts
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
@@ -79,8 +88,11 @@ def chat_pieces(
         UsageError: no chat template, or it cannot render these messages.
     """
     check_messages(messages)
-    shown = with_reasoning(tokenizer, messages, variables or {})
-    return render_pieces(tokenizer, shown, system, variables or {}, prompt=True)[0]
+    if variables is None:
+        variables = {}
+    shown = with_reasoning(tokenizer, messages, variables)
+    pieces, _ = render_pieces(tokenizer, shown, system, variables, prompt=True)
+    return pieces
 
 
 def with_reasoning(
@@ -110,13 +122,23 @@ def with_reasoning(
 
     if not any(map(thinks, messages)):
         return tuple(messages)
-    if any(map(closes, messages)):
-        plain = {key: value for key, value in variables.items() if key != "tools"}
-        if OPENED.search(render_dicts(tokenizer, [{"role": "user", "content": "a"}], plain, prompt=True)):
-            messages = [replace(m, content=THINK + m.content) if closes(m) else m for m in messages]
+    if any(map(closes, messages)) and _opens_thinking(tokenizer, variables):
+        opened = []
+        for message in messages:
+            if closes(message):
+                message = replace(message, content=THINK + message.content)
+            opened.append(message)
+        messages = opened
     probe = [Message("user", "a"), Message("assistant", "b", reasoning="c")]
-    hidden = render_pieces(tokenizer, probe, "", variables, prompt=False)[1]
+    _, hidden = render_pieces(tokenizer, probe, "", variables, prompt=False)
     return tuple(map(change, messages))
+
+
+def _opens_thinking(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
+    """Return True if the chat template opens a block of thinking at the end of a prompt."""
+    plain = {key: value for key, value in variables.items() if key != "tools"}
+    prompt = render_dicts(tokenizer, [{"role": "user", "content": "a"}], plain, prompt=True)
+    return OPENED.search(prompt) is not None
 
 
 def spell(messages: Sequence[Message]) -> list[Message]:
@@ -165,19 +187,22 @@ def render_pieces(
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
     """The messages with their calls in the content; results may become messages of the user, one for each turn."""
     spelled: list[Message] = []
-    for number, message in enumerate(messages):
+    previous_role = ""
+    for message in messages:
+        role = message.role
         if message.calls:
-            calls = ["".join(piece.text for piece in write_call(call, TAGGED)) for call in message.calls]
-            content = "\n".join([message.content, *calls] if message.content else calls)
-            message = replace(message, content=content, calls=())
-        elif message.role == "tool" and results != "tool":
-            if number and messages[number - 1].role == "tool":
-                before = f"{spelled.pop().content}\n"
-            else:
-                before = ""
+            lines = [text_of(write_call(call, TAGGED)) for call in message.calls]
+            if message.content:
+                lines.insert(0, message.content)
+            message = replace(message, content="\n".join(lines), calls=())
+        elif role == "tool" and results != "tool":
             opening, closing = TAGGED.results
-            message = Message(results, f"{before}{opening}{message.content}{closing}")
+            content = f"{opening}{message.content}{closing}"
+            if previous_role == "tool":
+                content = f"{spelled.pop().content}\n{content}"
+            message = Message(results, content)
         spelled.append(message)
+        previous_role = role
     return spelled
 
 
@@ -215,26 +240,26 @@ def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
 
     whole = render(2)
     tail = whole.partition(mark(1))[2]
-    found = list(markers_of(tokenizer).find(tail))
+    find = markers_of(tokenizer).find
+    found = list(find(tail))
     if len(found) > 1 and render(1) == render(1, prompt=True):  # what it writes in any case may begin the next answer
-        opened = (index for _, _, index in markers_of(tokenizer).find(whole) if index != tokenizer.bos_token_id)
-        opening = next(opened, None)
-        begun = next((place for place, (_, _, index) in enumerate(found) if index == opening), len(found))
-        found = found[: max(1, begun)]
+        marker_ids = [index for _, _, index in find(whole) if index != tokenizer.bos_token_id]
+        ids_behind = [index for _, _, index in found]
+        if marker_ids and marker_ids[0] in ids_behind:
+            begun = ids_behind.index(marker_ids[0])
+            found = found[: max(1, begun)]
     if not found:
         return None
     next_tail = ""
     with suppress(UsageError):
         next_tail = render(3).partition(mark(1))[2].partition(mark(2))[0]
-    last = found[-1]
+    _, end, last_id = found[-1]
     shared = [place for place in found if next_tail.startswith(tail[: place[1]])]
-    if shared:
-        stop = shared[-1]
-    else:
-        stop = last
-    middle = tail[: stop[1]] if shared else ""
-    ids = tuple(dict.fromkeys((stop[2], last[2])))
-    return Ending(tail[: last[1]], tail[: stop[0]], ids, middle)
+    if not shared:
+        return Ending(tail[:end], tail[: found[-1][0]], (last_id,), "")
+    start, stop, stop_id = shared[-1]
+    ids = tuple(dict.fromkeys((stop_id, last_id)))
+    return Ending(tail[:end], tail[:start], ids, tail[:stop])
 
 
 @dataclass(frozen=True)
@@ -293,7 +318,7 @@ def prompt_pieces(
         wrong = f"template {template.name} has tools of its own, and the row brings {names}"
     if wrong:
         raise UsageError(f"{wrong}. Choose another, or name {names} in task.ignore_keys")
-    read = set(re.findall(r"\w+", str(tokenizer.chat_template or "")))
+    read = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     unread = [name for name in variables if name not in read]
     if unread:
         key = "tools" if unread == ["tools"] else "chat_template_kwargs"
@@ -313,11 +338,9 @@ def encode_prompt(
         UsageError: no messages, a blank one, an unknown role, or no chat template where one is needed.
     """
     ids = encode_pieces(tokenizer, prompt_pieces(tokenizer, template, messages, variables or {}))
-    # a chat template and a document spell out whatever must come first (BOS)
-    if template.chat or template.name == "document":
-        leading = []
-    else:
-        leading = list(markers_of(tokenizer).leading)
+    if template.chat or template.name == "document":  # they spell out whatever must come first (BOS)
+        return ids
+    leading = list(markers_of(tokenizer).leading)
     if ids[: len(leading)] == leading:
         return ids
     return leading + ids
@@ -329,8 +352,10 @@ def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    own = {*trained_ends(tokenizer, template), tokenizer.eos_token_id} - {None}
-    return frozenset(own) | getattr(tokenizer, "generation_end_ids", frozenset())
+    ends = frozenset(trained_ends(tokenizer, template)) | getattr(tokenizer, "generation_end_ids", frozenset())
+    if tokenizer.eos_token_id is None:
+        return ends
+    return ends | {tokenizer.eos_token_id}
 
 
 def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
@@ -339,21 +364,28 @@ def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
+    found = _chat_ending(tokenizer, template)
     if found is not None:
         return found.ids
     return (end_id(tokenizer, template),)
 
 
+def _chat_ending(tokenizer: Tokenizer, template: Template) -> Ending | None:
+    """The end of an answer in a chat; None for other prompts, and if the chat template writes no special token."""
+    if template.chat:
+        return ending(tokenizer)
+    return None
+
+
 def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
     """A line on the end tokens that only the model's configuration names; none where there are none."""
-    end = end_id(tokenizer, template)
-    further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, end})
-    names = [str(tokenizer.convert_ids_to_tokens(i)) for i in (*further, end)]
-    line = f"answers also end at {', '.join(names[:-1])}, by the model's configuration; {names[-1]} is trained"
-    if further:
-        return [line]
-    return []
+    trained = end_id(tokenizer, template)
+    further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, trained})
+    if not further:
+        return []
+    names = ", ".join(str(tokenizer.convert_ids_to_tokens(index)) for index in further)
+    trained_name = tokenizer.convert_ids_to_tokens(trained)
+    return [f"answers also end at {names}, by the model's configuration; {trained_name} is trained"]
 
 
 def end_id(tokenizer: Tokenizer, template: Template) -> int:
@@ -362,10 +394,9 @@ def end_id(tokenizer: Tokenizer, template: Template) -> int:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
-    if found is None:
-        end = tokenizer.eos_token_id
-    else:
+    found = _chat_ending(tokenizer, template)
+    end = tokenizer.eos_token_id
+    if found is not None:
         end = found.ids[-1]
     if end is None:
         raise UsageError(
@@ -380,7 +411,7 @@ def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = Fals
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
+    found = _chat_ending(tokenizer, template)
     if found is None:
         return decode_ids(tokenizer, [end_id(tokenizer, template)])
     if continued:
@@ -394,7 +425,7 @@ def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
+    found = _chat_ending(tokenizer, template)
     if found is None:
         return [end_id(tokenizer, template)]
     text = end_text(tokenizer, template, continued=continued)
@@ -403,7 +434,7 @@ def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False
 
 def end_lead(tokenizer: Tokenizer, template: Template) -> str:
     """The text that ends an answer before the token at which it stops; mostly empty."""
-    found = ending(tokenizer) if template.chat else None
+    found = _chat_ending(tokenizer, template)
     if found is not None:
         return found.lead
     return ""

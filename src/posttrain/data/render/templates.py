@@ -57,10 +57,15 @@ def _first_complete(text: str) -> str | None:
     for part in text.split("</answer>")[:-1]:
         _, opened, answer = part.rpartition("<answer>")
         if opened:
-            if is_blank(answer):
-                return None
-            return answer.strip()
+            return _unless_blank(answer)
     return None
+
+
+def _unless_blank(answer: str) -> str | None:
+    """The answer without white space around it; None if nothing can be seen in it."""
+    if is_blank(answer):
+        return None
+    return answer.strip()
 
 
 def behind_thinking(text: str) -> str | None:
@@ -87,14 +92,24 @@ def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str 
         rest = behind_thinking(text)
         if rest is None:
             return None
-        return next(filter(None, (way(rest) for way in ways)), None)
+        for way in ways:
+            answer = way(rest)
+            if answer:
+                return answer
+        return None
 
     return extract
 
 
 def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | None]:
     """A function that looks for an answer in the whole text, unless it was cut off within its thinking."""
-    return lambda text: None if behind_thinking(text) is None else way(text)
+
+    def extract(text: str) -> str | None:
+        if behind_thinking(text) is None:
+            return None
+        return way(text)
+
+    return extract
 
 
 def split_response(text: str) -> tuple[str, str | None]:
@@ -106,14 +121,13 @@ def split_response(text: str) -> tuple[str, str | None]:
     """
     opening = _OPENING.match(text)
     closing = _CLOSING.search(text)
-    if closing is not None:  # the opening tag may be missing, where it ends the prompt
+    if closing is not None:
+        start = 0  # the opening tag may be missing, if it ends the prompt
         if opening is not None and opening[1] == closing[1]:
             start = opening.end()
-        else:
-            start = 0
         rest = text[closing.end() :]
-        answer = _first_complete(rest) or boxed_answer(rest)
-        return text[start : closing.start()].strip(), answer or (None if is_blank(rest) else rest.strip())
+        answer = _first_complete(rest) or boxed_answer(rest) or _unless_blank(rest)
+        return text[start : closing.start()].strip(), answer
     if opening is not None:
         return text.strip(), None
     tagged = _first_complete(text)
@@ -146,8 +160,10 @@ class Dialogue:
         check_messages(messages)
         names = {"system": "System", "user": self.user, "assistant": self.assistant}
         pieces: list[Piece] = []
-        for number, message in enumerate(spell(messages)):
-            before = f"{self.separator if number else ''}{names[message.role]}: "
+        for message in spell(messages):
+            before = f"{names[message.role]}: "
+            if pieces:
+                before = self.separator + before
             pieces += [_ours(before), _theirs(self.quote(message.content))]
         return pieces
 
@@ -178,18 +194,19 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         if any(message.is_rendered for message in messages):
             return _rendered(messages, "<think>")
-        return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
+        pieces = [*PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
+        if preamble:
+            pieces.insert(0, _ours(f"{preamble}\n"))
+        return pieces
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
+        if not answer:
+            return []
+        pieces = [_ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
         if solution:
-            reasoning = [_ours(" "), _theirs(solution)]
-        else:
-            reasoning = []
-        written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
-        if answer:
-            return written
-        return []
+            pieces = [_ours(" "), _theirs(solution), *pieces]
+        return pieces
 
     extract = partial(tagged_answer, reasoning="think")
     frame = ("\nUser: ", "\nAssistant: <think>")
@@ -211,14 +228,12 @@ def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
+        if not answer:
+            return []
+        pieces = [_ours("<reasoning>\n")]
         if solution:
-            reasoning = [_theirs(solution), _ours("\n")]
-        else:
-            reasoning = []
-        closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
-        if answer:
-            return [_ours("<reasoning>\n"), *reasoning, *closing]
-        return []
+            pieces += [_theirs(solution), _ours("\n")]
+        return [*pieces, _ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
 
     extract = partial(tagged_answer, reasoning="reasoning")
     tags = ("reasoning", "answer")
@@ -240,21 +255,22 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     """
 
     def response(example: Example) -> list[Piece]:
-        text = example.demonstration
         answer = example.answer
-        if text is None:
-            text = example.solution
-            answer = _answer_of(example)
-            has_box = last_boxed(text or "") == answer
-        else:
+        if example.demonstration is not None:
+            text = example.demonstration
             has_box = answer is None or boxed_answer(text) is not None
-        if text:
-            rest = [_theirs(text)]
         else:
-            rest = []
+            text = example.solution or ""
+            answer = _answer_of(example)
+            has_box = last_boxed(text) == answer
+        pieces: list[Piece] = []
+        if text:
+            pieces.append(_theirs(text))
         if has_box:
-            return rest
-        return [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
+            return pieces
+        if pieces:
+            pieces.append(_ours("\n"))
+        return [*pieces, _ours("\\boxed{"), _theirs(answer), _ours("}")]
 
     extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _question_of(instruction, chat), response, extract, chat=chat)
@@ -336,9 +352,11 @@ def dialogue() -> Template:
 
     def response(example: Example) -> list[Piece]:
         text = _response_text(example)
-        return [_ours("" if text[0].isspace() else " "), _theirs(text)]
+        if text[0].isspace():
+            return [_theirs(text)]
+        return [_ours(" "), _theirs(text)]
 
-    extract = _unless_cut_off(lambda text: None if is_blank(text) else text.strip())
+    extract = _unless_cut_off(_unless_blank)
     frame = ("\n\nHuman: ", "\n\nAssistant:")
     return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=TRANSCRIPT.quote, space=" ")
 
@@ -416,11 +434,10 @@ def _concluded(example: Example, separator: str) -> list[Piece]:
     """The given response, or the solution with the answer in a sentence behind it."""
     if example.demonstration is not None:
         return [_theirs(example.demonstration)]
+    pieces = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
     if example.solution:
-        reasoning = [_theirs(example.solution), _ours(separator)]
-    else:
-        reasoning = []
-    return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+        pieces = [_theirs(example.solution), _ours(separator), *pieces]
+    return pieces
 
 
 def _parts_of(example: Example) -> tuple[str | None, str | None]:
@@ -428,8 +445,10 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
     if example.demonstration is None:
         return example.solution, _answer_of(example)
     reasoning, answer = split_response(example.demonstration)
-    cut_off = answer is None and reasoning.startswith("<")
-    return reasoning, answer or (None if cut_off else example.answer)
+    is_cut_off = answer is None and reasoning.startswith("<")
+    if not answer and not is_cut_off:
+        answer = example.answer
+    return reasoning, answer
 
 
 def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callable[..., list[Piece]]:
@@ -439,12 +458,12 @@ def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callabl
         if chat:
             return chat_pieces(messages, tokenizer, instruction, variables)
         check_messages(messages)
-        is_question = len(messages) == 1 and messages[0].name is None
-        if is_question:
-            question = [_theirs(messages[0].content)]
-        else:
-            question = PARAGRAPHS.pieces(messages)
-        return [*question, _ours(f"\n{instruction}\n" if instruction else "\n")]
+        closing = "\n"
+        if instruction:
+            closing = f"\n{instruction}\n"
+        if len(messages) == 1 and messages[0].name is None:
+            return [_theirs(messages[0].content), _ours(closing)]
+        return [*PARAGRAPHS.pieces(messages), _ours(closing)]
 
     return prompt
 

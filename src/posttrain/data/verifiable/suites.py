@@ -14,7 +14,7 @@ from posttrain.data.base import Task
 from posttrain.data.choices import lettered_lines
 from posttrain.data.golds import golds_of
 from posttrain.data.messages import read_prompt
-from posttrain.data.reader import Reader, TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
+from posttrain.data.reader import TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.behaviour import KINDS
@@ -36,30 +36,6 @@ _META = {
     "answer_type": "answer_type",
     "year": "year",
 }
-_AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
-
-Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
-"""
-_AMC = """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
-
-Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
-others call AMC 23 set ``path: hf:math-ai/amc23@test``.
-"""
-_MINERVA = """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
-
-Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
-(``meta["answers"]``).
-
-Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
-"""
-_OLYMPIAD = """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
-
-Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
-text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
-meta, the first as ``subject``).
-
-Source: He et al. 2024 (arXiv 2402.14008).
-"""
 
 
 @register("task", held_out="validation")
@@ -162,41 +138,86 @@ def _read_kind(row: Row, key: str) -> str | int | float:
     return value
 
 
-def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Reader:
-    """A suite in the common layout: a problem with its answer or answers."""
-
-    def suite(row: Row) -> Example:
-        question_key = "problem"
-        if "problem" not in row.data and "question" in row.data:
-            question_key = "question"
-        question = _question_messages(row.text(question_key))
-        golds = read_golds(row, ("answer", "final_answer"))
-        drop_if(not golds, "no answer")
-        if len(golds) > 1 and grader != "math":
-            raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-        meta: dict[str, object] = {}
-        for key, kept in _META.items():
-            if row.has(key) and kept not in meta:
-                meta[kept] = _read_kind(row, key)
-        chosen_grader = grader
-        if len(golds) > 1:
-            meta["answers"] = tuple(golds)
-            chosen_grader = "any_answer"
-        solution = None
-        if row.has("solution") and isinstance(row.data["solution"], str):
-            solution = row.text("solution").strip()
-        return Example("", question, answer=golds[0], solution=solution, meta=meta, grader=chosen_grader)
-
-    suite.__name__ = name
-    suite.__doc__ = about
-    return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
+def _read_suite(row: Row, grader: str) -> Example:
+    """A row in the common layout of suites: a problem with its answer or answers."""
+    question_key = "problem"
+    if "problem" not in row.data and "question" in row.data:
+        question_key = "question"
+    question = _question_messages(row.text(question_key))
+    golds = read_golds(row, ("answer", "final_answer"))
+    drop_if(not golds, "no answer")
+    if len(golds) > 1 and grader != "math":
+        raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+    meta: dict[str, object] = {}
+    for key, kept in _META.items():
+        if row.has(key) and kept not in meta:
+            meta[kept] = _read_kind(row, key)
+    chosen_grader = grader
+    if len(golds) > 1:
+        meta["answers"] = tuple(golds)
+        chosen_grader = "any_answer"
+    solution = None
+    if row.has("solution") and isinstance(row.data["solution"], str):
+        solution = row.text("solution").strip()
+    return Example("", question, answer=golds[0], solution=solution, meta=meta, grader=chosen_grader)
 
 
-aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", "numeric", _AIME.format(year=2024))
-aime25 = _suite("aime25", "math-ai/aime25", "test", "numeric", _AIME.format(year=2025))
-amc = _suite("amc", "AI-MO/aimo-validation-amc", "train", "math", _AMC)
-minerva_math = _suite("minerva_math", "math-ai/minervamath", "test", "math", _MINERVA)
-olympiad_bench = _suite("olympiad_bench", "math-ai/olympiadbench", "test", "math", _OLYMPIAD)
+@register("task", held_out="test")
+@row_task("HuggingFaceH4/aime_2024", test="train", share=None, splits=TestSplit)
+def aime24(row: Row) -> Example:
+    """The 30 problems of AIME 2024; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+    Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+    """
+    return _read_suite(row, "numeric")
+
+
+@register("task", held_out="test")
+@row_task("math-ai/aime25", test="test", share=None, splits=TestSplit)
+def aime25(row: Row) -> Example:
+    """The 30 problems of AIME 2025; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+    Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+    """
+    return _read_suite(row, "numeric")
+
+
+@register("task", held_out="test")
+@row_task("AI-MO/aimo-validation-amc", test="train", share=None, splits=TestSplit)
+def amc(row: Row) -> Example:
+    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+
+    Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
+    others call AMC 23 set ``path: hf:math-ai/amc23@test``.
+    """
+    return _read_suite(row, "math")
+
+
+@register("task", held_out="test")
+@row_task("math-ai/minervamath", test="test", share=None, splits=TestSplit)
+def minerva_math(row: Row) -> Example:
+    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+
+    Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+    (``meta["answers"]``).
+
+    Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
+    """
+    return _read_suite(row, "math")
+
+
+@register("task", held_out="test")
+@row_task("math-ai/olympiadbench", test="test", share=None, splits=TestSplit)
+def olympiad_bench(row: Row) -> Example:
+    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+
+    Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
+    text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
+    meta, the first as ``subject``).
+
+    Source: He et al. 2024 (arXiv 2402.14008).
+    """
+    return _read_suite(row, "math")
 
 
 @register("task", held_out="test")

@@ -37,7 +37,7 @@ from posttrain.interpret.features.lens import strongest_tokens
 from posttrain.interpret.saes.fitting import StoreRows, first_held_out, fit_sae, median_norm
 from posttrain.interpret.saes.sae import CONFIG, SparseAutoencoder, load_sae, save_sae
 from posttrain.randomness import permutation
-from posttrain.recipes.document import flatten
+from posttrain.recipes.overriding import flatten
 from posttrain.sampling.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file, storage_errors
