@@ -195,16 +195,10 @@ def open_model(
     build = entry.bind(options, "--engine")
     model = None
     if entry.traits.get("needs_model", True):
-<<<<<<< HEAD
-        loaded = load_model(section, seed=0)
+        already = vars(source).get("tokenizer")  # if its template was read from it
+        loaded = load_model(section, seed=0, tokenizer=already)
         model = loaded.model
         tokenizer = loaded.tokenizer
-=======
-        loaded = load_model(
-            section, seed=0, tokenizer=vars(source).get("tokenizer")
-        )  # if its template was read from it
-        model, tokenizer = loaded.model, loaded.tokenizer
->>>>>>> wt-62
     else:
         tokenizer = load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
     built = build(model, tokenizer)
