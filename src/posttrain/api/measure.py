@@ -16,6 +16,7 @@ from posttrain.api.arguments import (
     check_whole,
     plain_component,
     plain_counts,
+    plain_number,
     plain_path,
     plain_text,
     reading,
@@ -175,6 +176,8 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
+    limit, samples, max_tokens, seed = map(plain_number, (limit, samples, max_tokens, seed))
+    temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
     rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
@@ -267,6 +270,8 @@ def generate(
     check_numbers(temperature=temperature, top_p=top_p)
     check_whole("seed", seed)
     check_flag("progress", progress)
+    samples, max_tokens, seed = map(plain_number, (samples, max_tokens, seed))
+    temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
     runs = plain_path("runs_dir", runs_dir)
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.activity import heartbeat
-from posttrain.api.arguments import check_flag, plain_path, reading
+from posttrain.api.arguments import check_flag, plain_names, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -91,6 +91,8 @@ def sweep(
     check_flag("progress", progress)
     content = _read_spec(spec, {"over": over, "rows": rows, "seeds": seeds})
     only, repeats = content.get("rows"), content.get("seeds")
+    if only is not None:
+        only = plain_names("rows", only)
     row_key = _read_over(content.get("over"))
     check_arguments({}, {"seeds": repeats, "jobs": jobs})
     folder = folder_of(run, str(content["recipe"]), None if row_key is None else row_key[0], runs_dir)
@@ -134,7 +136,7 @@ def _read_over(over: object) -> tuple[str, list[str]] | None:
     if (
         not isinstance(over, Mapping)
         or len(over) != 1
-        or not all(isinstance(v, list | tuple) and v for v in over.values())
+        or not all(isinstance(key, str) and isinstance(v, list | tuple) and v for key, v in over.items())
     ):
         raise RecipeError('over: one key with its values is needed, such as {"train.lr": [1e-5, 1e-4]}')
     ((name, values),) = over.items()
