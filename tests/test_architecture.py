@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "strict_yaml",
         "option_types",
         "registry",
+        "signatures",
         "randomness",
         "untrusted",
         "process_group",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field
-
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
 from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
+from posttrain.signatures import Range
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
 MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
@@ -25,10 +24,10 @@ WALL_FACTOR = 12  # elapsed time that an item may take, in units of its computin
 def math(
     submissions: Sequence[Submission],
     *,
-    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0,
-    memory_megabytes: Annotated[int, Field(ge=64)] = 512,
-    num_workers: Annotated[int, Field(ge=1)] | None = None,
-    relative_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    timeout_seconds: Annotated[float, Range(gt=0)] = 5.0,
+    memory_megabytes: Annotated[int, Range(ge=64)] = 512,
+    num_workers: Annotated[int, Range(ge=1)] | None = None,
+    relative_tolerance: Annotated[float, Range(ge=0, lt=1)] = 0.0,
 ) -> list[Verdict]:
     """Right if the answer means the same as the gold answer.
 

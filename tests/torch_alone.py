@@ -1,0 +1,54 @@
+"""A Python process in which torch is installed, with what it requires, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# The modules of the wheel of torch, and what its metadata require; numpy is not among them.
+OF_TORCH = (
+    "torch",
+    "torchgen",
+    "functorch",
+    "filelock",
+    "typing_extensions",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "fsspec",
+)
+
+# Refuses every installed package but those that are named; the standard library and posttrain stay.
+PROGRAM = """
+import sys
+
+ALLOWED = {allowed}
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        package = name.partition(".")[0]
+        if package in sys.stdlib_module_names or package in ALLOWED or package == "posttrain":
+            return None
+        is_private = path is None and package.startswith("_")
+        if is_private:
+            return None
+        raise ModuleNotFoundError(f"No module named {{package!r}}", name=package)
+
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_with_torch_alone(code: str, *, modules: tuple[str, ...] = (), torch: bool = True) -> str:
+    """Run code where only torch (or not even that) and the named modules can be imported; return what it printed."""
+    allowed = set(modules)
+    if torch:
+        allowed.update(OF_TORCH)
+    program = PROGRAM.format(allowed=allowed) + code
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
