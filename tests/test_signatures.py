@@ -4,11 +4,11 @@ from typing import Annotated
 
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
-from torch_alone import run_with_torch_alone
 
 from posttrain.errors import RecipeError
 from posttrain.registry import find
 from posttrain.signatures import Range
+from torch_alone import run_with_torch_alone
 
 
 def test_range_has_the_schema_of_pydantics_own_field():

@@ -20,25 +20,22 @@ OF_TORCH = (
     "fsspec",
 )
 
-# Refuses every installed package but those that are named; the standard library and posttrain stay.
+# No installed package is found but those that are named; the standard library and posttrain stay.
 PROGRAM = """
 import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 
 ALLOWED = {allowed}
 
 
-class Absent:
+class Named:
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]
-        if package in sys.stdlib_module_names or package in ALLOWED or package == "posttrain":
-            return None
-        is_private = path is None and package.startswith("_")
-        if is_private:
-            return None
-        raise ModuleNotFoundError(f"No module named {{package!r}}", name=package)
+        is_there = package in sys.stdlib_module_names or package in ALLOWED or package == "posttrain"
+        return PathFinder.find_spec(name, path, target) if is_there else None
 
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Named()]
 """
 
 

@@ -94,6 +94,10 @@ def pass_at_k(n: int, num_correct: int, k: int) -> float:
     that one of k fresh samples is right, where ``1 − (1 − c/n)^k`` is not.
 
     Source: Chen et al. (2021), "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Examples:
+        >>> pass_at_k(n=10, num_correct=3, k=2)
+        0.5333333333333332
     """
     assert 0 <= num_correct <= n, "right samples are among the samples"
     assert 1 <= k <= n, "k samples are taken out of n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Annotated
 
+from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
@@ -14,6 +16,7 @@ from posttrain.registry import register
 from posttrain.signatures import Range
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
+PARSERS = ("sympy", "latex2sympy2-extended")  # by their names on PyPI
 MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
 MIN_SOLUTION_CHARS = 200  # of a gold answer that is a sentence
 MAX_WORKERS = 4
@@ -65,6 +68,7 @@ def math(
     undecided = [pair for pair, is_correct in results.items() if is_correct is None]
     outcomes: dict[tuple[str, str], Outcome] = {pair: "right" if found else "wrong" for pair, found in results.items()}
     if undecided:
+        _require_parser()
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
         found = pool.run([[*pair, relative_tolerance] for pair in undecided])
@@ -74,6 +78,16 @@ def math(
         for place in own:
             verdicts[place] = Verdict(outcomes[pair], extracted=pair[1])
     return verdicts
+
+
+def _require_parser() -> None:
+    """Refuse to compare expressions where what reads them is not installed."""
+    absent = [package for package in PARSERS if find_spec(package.replace("-", "_")) is None]
+    if absent:
+        raise UsageError(
+            f"grader math: answers that are no plain numbers are compared with {' and '.join(absent)}, which cannot be "
+            f"imported. Install with: python -m pip install {' '.join(absent)}"
+        )
 
 
 def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:
