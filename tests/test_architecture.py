@@ -46,7 +46,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "runs": ("runs",),
     "sweeps": ("sweeps",),
     "reports": ("reports",),
-    "commands": ("api", "commands"),  # commands call the API, which takes their views of the progress
+    "commands": ("api", "conformance", "commands"),  # commands call the API, which takes their views of the progress
     "cli": ("cli", "__main__"),
 }
 RANK = {name: rank for rank, names in enumerate(PACKAGES.values()) for name in names}
