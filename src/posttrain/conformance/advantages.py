@@ -133,7 +133,7 @@ class Trial:
         return _apply(self.form, torch.tensor(list(rewards), dtype=torch.float64), torch.tensor(list(group)))
 
 
-REWARDS = [1.0, 0.0, 0.25, 2.0, 3.0, 0.5, 1.5, 0.75]
+REWARDS = [1.0, 0.0, 0.25, 2.0, 3.5, 0.5, 1.5, 0.6]
 GROUP = [0, 0, 0, 0, 1, 1, 1, 1]
 
 

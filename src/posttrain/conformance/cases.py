@@ -29,6 +29,8 @@ MicroBatches = Sequence[Sequence[int]]
 LEAVES = ("logprobs", "entropy", "student_logits")  # a loss is differentiated by these
 NUM_CLASSES = 3
 SHARPEST = 0.7  # of the differences between two policies, in nats
+# Of the rows in turns, added to the log-ratios: the mean of a row lies beyond a clip on either side, or inside.
+ROW_DRIFTS = (0.45, -0.45, -0.2, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +142,11 @@ def acting_options(config: Config) -> tuple[str, ...]:
     return (*OBJECTIVES[config.objective].options, *added)
 
 
-def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 1) -> Fields:
+def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 16) -> Fields:
     """Return a batch whose row b has ``lengths[b]`` trained tokens from the left, then padding.
 
-    The ratios of a row lie on both sides of 1, beyond a clip of 0.2 and inside of it, and advantages have both signs.
+    Ratios of tokens and of rows lie on both sides of 1, beyond a clip of 0.3 and inside of it; advantages have both
+    signs.
     """
     rows = len(lengths)
     width = max(lengths) if width is None else width
@@ -157,10 +160,11 @@ def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 
     logprobs = -0.2 - 1.5 * numbers(rows, width)
     row_advantages = 0.4 + numbers(rows)
     row_advantages[1::2] *= -1.0
+    drifts = torch.tensor([ROW_DRIFTS[row % len(ROW_DRIFTS)] for row in range(rows)], dtype=torch.float64)
     distributions = [2.0 * numbers(rows, width, NUM_CLASSES) for _ in range(2)]
     batch = {
         "logprobs": logprobs,
-        "old_logprobs": logprobs + SHARPEST * (2.0 * numbers(rows, width) - 1.0),
+        "old_logprobs": logprobs - drifts[:, None] + SHARPEST * (2.0 * numbers(rows, width) - 1.0),
         "ref_logprobs": logprobs + SHARPEST * (2.0 * numbers(rows, width) - 1.0),
         "entropy": 0.5 + numbers(rows, width),
         "row_advantages": row_advantages,

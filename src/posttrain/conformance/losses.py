@@ -307,7 +307,7 @@ def check_arguments(trial: Trial) -> Answer:
     if bool((rest.gradient != 0).any()):
         return "fails", None, "micro_batches is not used: rows of no micro-batch have a gradient"
     changed = dict(batch) | {"mask": batch["mask"].clone()}
-    changed["mask"][0, 3] = False
+    changed["mask"][:, 3] = False
     if same(trial.run(changed), whole)[0]:
         return "fails", None, "mask is not used"
     for name in read_fields(trial.config):
