@@ -125,7 +125,7 @@ def _groups_type() -> TypeAdapter[Any]:
     """Return the type of the groups that ``write_drawn`` writes."""
     strict = ConfigDict(strict=True, extra="forbid")
     types = get_type_hints(Rollout)
-    plain: dict[str, Any] = {name: (Any, None) for name in _GONE}
+    plain: dict[str, Any] = dict.fromkeys(_GONE, (Any, None))
     for name, declared in _OF_A_ROLLOUT.items():
         kind = types[name]
         if kind is int:
