@@ -184,6 +184,11 @@ def names(kind: str) -> list[str]:
     return sorted({*_MODULES[kind], *_ENTRIES[kind]})
 
 
+def is_built_in(entry: Entry) -> bool:
+    """Return whether a component is the package's."""
+    return entry.name in _MODULES[entry.kind]
+
+
 def find(kind: str, name: str, where: str = "") -> Entry:
     """Return the entry ``name`` of ``kind``; its module alone is imported.
 
@@ -362,6 +367,8 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
     if answer or len(name) < LEAST_LETTERS_OF_SLIP:
         return answer
     slip = nearest(name, OTHER_NAMES)
+    if slip and set(name.split("_")) < set(slip.split("_")):  # strict_async_level, for strict
+        return ""
     return f" Did you mean {slip!r}?{answer_other_name(slip)}" if slip else ""
 
 

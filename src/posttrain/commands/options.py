@@ -277,7 +277,7 @@ def read_components(
     Raises:
         UsageError: an option that belongs to none, or might belong to several.
     """
-    from posttrain.recipes.document import apply_override
+    from posttrain.recipes.overriding import apply_override
     from posttrain.recipes.sections import read_component
 
     given = {section: getattr(arguments, section, None) for section in sections}

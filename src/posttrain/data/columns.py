@@ -12,8 +12,9 @@ from pydantic import BeforeValidator
 
 from posttrain.data.choices import lettered_lines
 from posttrain.data.messages import last_of_user, with_content
-from posttrain.data.reading import Row, shown
+from posttrain.data.reading import Row
 from posttrain.errors import RecipeError
+from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.types import Example, Message
 
@@ -130,7 +131,9 @@ def _text_of(row: Row, name: str) -> str:
         return "\n".join(value)
     if isinstance(value, str | int | float):
         return str(value).strip()
-    raise row.fail(f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown(value)}")
+    raise row.fail(
+        f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown_with_type(value)}"
+    )
 
 
 @dataclass(slots=True)

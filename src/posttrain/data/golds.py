@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 
-from posttrain.data.reading import Row, shown
+from posttrain.data.reading import Row
+from posttrain.option_types import shown_with_type
 
 # Objects of question answering: an answer with its other spellings, or with its places in a passage.
 _FURTHER_SPELLINGS = ("aliases",)
@@ -65,7 +66,7 @@ def _entries(row: Row, key: str, value: object) -> list[object]:
     else:
         found = [value]
     if not found:
-        raise row.fail(f"{key!r} must be a text, a number or a list of these; got {shown(value)}")
+        raise row.fail(f"{key!r} must be a text, a number or a list of these; got {shown_with_type(value)}")
     return found
 
 

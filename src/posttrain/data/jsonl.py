@@ -30,13 +30,13 @@ from posttrain.data.messages import (
     refuse_two_replies,
 )
 from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
-from posttrain.data.reading import Row, is_only_space, read_file, shown
+from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
 from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade
-from posttrain.option_types import shorten
+from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import find, register
 from posttrain.types import Example, Message, Turn
 
@@ -441,7 +441,7 @@ def _has_ground_truth(row: Row) -> bool:
 def _with_ground_truth(row: Row) -> Row:
     """The row with the ``ground_truth`` of verl's ``reward_model`` next to its other keys."""
     inside = row.nested("reward_model")
-    row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown(inside)}")
+    row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown_with_type(inside)}")
     row.refuse_if(row.has("ground_truth"), "the row has 'ground_truth' twice, once in 'reward_model'; give one")
     return replace(row, data={**row.data, "ground_truth": inside.get("ground_truth")})
 

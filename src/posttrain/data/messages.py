@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from posttrain.data.reading import OTHER_ROLES, ROLES, Row, is_only_space, shown
+from posttrain.data.reading import OTHER_ROLES, ROLES, Row, is_only_space
+from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.types import Call, Message
 
@@ -49,7 +50,7 @@ def read_messages(
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
+        raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown_with_type(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
     previous_role = ""
     if before:
@@ -95,7 +96,7 @@ def _read_message(row: Row, item: object, key: str, number: int) -> Message:
         hint = ""
         if "function_call" in fields:
             hint = ". A call is written as 'tool_calls', not 'function_call'"
-        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}{hint}")
+        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown_with_type(item)}{hint}")
     role = row.checked(fields[role_key], f"{place} {role_key}")
     role = OTHER_ROLES[role_key].get(role, role)
     if role not in ROLES:
@@ -327,13 +328,13 @@ def read_variables(row: Row) -> dict[str, object]:
         given = row.nested("chat_template_kwargs")
     if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
         form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
-        raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
+        raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown_with_type(given)}")
     tools: Any = []
     if row.has("tools") and row.data["tools"] != "":
         tools = row.nested("tools")
     if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
         form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
-        raise row.fail(f"'tools' must be {form}; got {shown(row.data['tools'])}")
+        raise row.fail(f"'tools' must be {form}; got {shown_with_type(row.data['tools'])}")
     if not tools:
         return dict(given)
     schemas = [_read_schema(row, number, tool) for number, tool in enumerate(tools, start=1)]

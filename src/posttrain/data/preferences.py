@@ -21,8 +21,8 @@ from posttrain.data.messages import (
     refuse_two_replies,
 )
 from posttrain.data.reader import FileSplit, Share, collect, drop_if, reads_rows, row_task
-from posttrain.data.reading import Row, is_only_space, read_file, shown
-from posttrain.option_types import shorten
+from posttrain.data.reading import Row, is_only_space, read_file
+from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
 
@@ -303,7 +303,7 @@ def _from_openai(row: Row) -> Row:
     known = {"messages", "tools", "parallel_tool_calls"}  # the last says nothing about these answers
     row.refuse_if(
         "messages" not in inside or not inside.keys() <= known,
-        f"'input' must be an object with 'messages' and maybe 'tools'; got {shown(given)}",
+        f"'input' must be an object with 'messages' and maybe 'tools'; got {shown_with_type(given)}",
     )
     pair = {
         "prompt": inside.get("messages"),
@@ -458,7 +458,7 @@ def _read_list(row: Row, key: str) -> Sequence[object]:
     value = row.nested(key)
     drop_if(value == [], f"{key!r} is empty")
     if not isinstance(value, list | tuple):
-        raise row.fail(f"{key!r} must be a list; got {shown(value)}")
+        raise row.fail(f"{key!r} must be a list; got {shown_with_type(value)}")
     return value
 
 
@@ -517,9 +517,9 @@ def require(row: Row, key: str) -> None:
     value = row.data.get(key)
     drop_if(value is None, f"{key!r} is missing")
     drop_if(value == [] or is_only_space(value), f"{key!r} is blank")
-    items = value
-    if not isinstance(value, list):
-        items = [value]
+    items = [value]
+    if isinstance(value, list):
+        items = value
     for item in items:
         if isinstance(item, Mapping) and not item.get("tool_calls") and item.get("role") != "tool":
             content = item.get("content", item.get("value"))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
+from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file
 
@@ -167,7 +168,7 @@ class Row:
     def checked(self, value: object, name: str) -> str:
         """``value`` if it is text that can be used."""
         if not isinstance(value, str):
-            raise self.fail(f"{name!r} must be text; got {shown(value)}")
+            raise self.fail(f"{name!r} must be text; got {shown_with_type(value)}")
         if not value.strip():
             raise self.fail(f"{name!r} is empty; give a text, or leave the row out")
         try:
@@ -199,7 +200,7 @@ class Row:
         self.need(key)
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value:
-            raise self.fail(f"{key!r} must be a list {what}; got {shown(value)}")
+            raise self.fail(f"{key!r} must be a list {what}; got {shown_with_type(value)}")
         return list(value)
 
 
@@ -211,14 +212,6 @@ def are_messages(value: object) -> bool:
         and bool(value)
         and all(isinstance(one, Mapping) and str(one.get("role", one.get("from"))) in known for one in value)
     )
-
-
-def shown(value: object) -> str:
-    """A value for a message: at most 60 characters, and its type."""
-    text = repr(value)
-    if len(text) > 60:
-        text = f"{text[:60]}..."
-    return f"{text} ({type(value).__name__})"
 
 
 def is_only_space(value: object) -> bool:
@@ -328,7 +321,7 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, object]:
         what = f"not usable JSON: {error}; give a flatter object with shorter numbers, and each key once"
         raise DataError(path, what, number) from None
     if not isinstance(value, dict):
-        raise DataError(path, f"a line must be one JSON object; got {shown(value)}", number)
+        raise DataError(path, f"a line must be one JSON object; got {shown_with_type(value)}", number)
     return value
 
 
@@ -347,7 +340,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
+            raise DataError(path, f"row {number} must be one JSON object; got {shown_with_type(value)}", number)
         yield Row(str(path), number, value)
 
 

@@ -66,6 +66,44 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
     return replace(task, examples=examples, warnings=(*task.warnings, line))
 
 
+def take_rendered_prompts(
+    examples: Sequence[Example], template: Template, tokenizer: Tokenizer, where: str
+) -> tuple[list[Example], tuple[str, ...]]:
+    """Return prompts that are asked once, those marked that are rendered already, and lines that say so.
+
+    Raises:
+        UsageError: they are rendered in a form other than the template's.
+    """
+    task = take_rendered(Task("prompts", "prompts", list(examples)), template, tokenizer, where)
+    return list(task.examples), task.warnings
+
+
+def note_rendered(task: Task, tokenizer: Tokenizer | None = None) -> str:
+    """Return a line about a task whose prompts are rendered already, in any form; nothing for other tasks."""
+    texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
+    ends = [end for end in (_any_end(text, tokenizer) for text in texts) if end]
+    if not ends or 2 * len(ends) <= len(texts):
+        return ""
+    end = max(ends, key=ends.count)
+    takes = _TAKEN_BY.get(end, "as_is, which takes")
+    return (
+        f"{len(ends)} of the {len(texts)} prompts that were read are rendered already: they end in {end!r}. Use "
+        f"prompt.template {takes} them as they are"
+    )
+
+
+def _any_end(text: str, tokenizer: Tokenizer | None) -> str:
+    """Return the end of a prompt that is rendered in a common form, or in the tokenizer's; empty for any other text."""
+    kept = text.rstrip()
+    turn = _TURN.search(kept)
+    if turn is not None:
+        return turn[0].strip()
+    suffix = "" if tokenizer is None else _chat_end(tokenizer)
+    if suffix and kept.endswith(suffix):
+        return suffix
+    return _named_end(kept)
+
+
 def _prompt_of(example: Example) -> str:
     """The prompt, if it is one text of a user."""
     if len(example.messages) == 1 and example.messages[0].role == "user":

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from posttrain.data.base import Task
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
 from posttrain.data.reader import Collected, Dropped, Share, Split, drop_if, reads_rows, row_task, strip_calculations
-from posttrain.data.reading import Row, is_only_space, read_file, shown
+from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.errors import UsageError
+from posttrain.option_types import shown_with_type
 from posttrain.registry import register
 from posttrain.types import Example, Message, Response
 
@@ -405,5 +406,5 @@ def _new_ratings(
 
 def _object(row: Row, value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise row.fail(f"{name} must be an object, as in the published files; got {shown(value)}")
+        raise row.fail(f"{name} must be an object, as in the published files; got {shown_with_type(value)}")
     return value

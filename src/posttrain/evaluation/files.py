@@ -14,12 +14,14 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from posttrain.errors import DataError, UsageError
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item, Kinds, read_items, write_items
-from posttrain.store.durable import refuse_links, replace_file, storage_errors
+from posttrain.store.durable import refuse_links, replace_file, storage_errors, write_json
 from posttrain.store.environment import describe_environment
 from posttrain.store.reading import read_record
 from posttrain.untrusted import first_fault, harmless
 
-ITEMS, RESULTS, SUMMARY = "items.jsonl", "results.json", "summary.md"
+ITEMS = "items.jsonl"
+RESULTS = "results.json"
+SUMMARY = "summary.md"
 # Settings that say which weights were asked and how they were named.
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
@@ -28,7 +30,7 @@ WritePage = Callable[[Evaluation, Mapping[str, object], Mapping[str, object]], s
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedEvaluation:
     """A finished evaluation, read from its folder."""
 
     folder: Path
@@ -120,11 +122,10 @@ def write_records(
     replace_file(folder / SUMMARY, harmless(page).encode())
     if environment is None:
         environment = describe_environment()
-    text = json.dumps({**content, "environment": environment}, indent=1, default=str)
-    replace_file(folder / RESULTS, text.encode() + b"\n")
+    write_json(folder / RESULTS, {**content, "environment": environment}, default=str)
 
 
-def read_finished(folder: str | Path) -> Finished:
+def read_finished(folder: str | Path) -> FinishedEvaluation:
     """The finished evaluation in ``folder``.
 
     Raises:
@@ -157,17 +158,19 @@ def read_finished(folder: str | Path) -> Finished:
     except ValidationError as error:
         raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
     results = {name: value for name, value in checked.results.items() if value is not None}
-    return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
+    return FinishedEvaluation(
+        Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing
+    )
 
 
-def is_evaluation(folder: str | Path) -> bool:
+def is_evaluation_folder(folder: str | Path) -> bool:
     """Return whether a folder is of an evaluation, and not of a model or a run."""
     path = Path(folder)
     is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
     return (path / RESULTS).is_file() and not is_other
 
 
-def finished_before(folder: Path, settings: Mapping[str, object]) -> Finished | None:
+def finished_before(folder: Path, settings: Mapping[str, object]) -> FinishedEvaluation | None:
     """The evaluation in a folder, if it was finished with the same settings; else None."""
     if not (folder / RESULTS).is_file():
         return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from posttrain.activity import phase
+from posttrain.activity import each_piece
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
 from posttrain.evaluation.items import (
@@ -29,7 +29,7 @@ SCORES_AT_A_TIME = 256
 MAX_DRAWS = 20  # examples that are looked at for each question that is asked
 
 
-class Scorer(Protocol):
+class AnswerScorer(Protocol):
     """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
 
     def score(
@@ -166,7 +166,7 @@ def evaluate(
     sampler: Sampler,
     questions: Questions,
     *,
-    scorer: Scorer | None = None,
+    scorer: AnswerScorer | None = None,
     observe: Callable[[Advance], None] = lambda advance: None,
 ) -> Evaluation:
     """Sample the answers to some questions and grade them.
@@ -195,18 +195,12 @@ def evaluate(
 
     def tell(phase: str, num_done: int) -> None:
         graded = graded_items(items)
+        num_correct = None
         if graded:
             num_correct = sum(item.share for item in graded)
-        else:
-            num_correct = None
         observe(Advance(phase, num_done, len(items), num_correct, int(timing["generated_tokens"])))
 
-    if questions.batch is None:
-        size = len(prompts)
-    else:
-        size = max(1, questions.batch // samples)
-    for start in _counted(range(0, len(prompts), size), questions.task.name, len(prompts)):
-        slots = list(prompts)[start : start + size]
+    for slots in each_piece(f"evaluation on {task.name}", _batches(list(prompts), questions), "items"):
         groups = _ask(sampler, questions, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
             answers = [sample_of(rollout, sampler) for rollout in group]
@@ -226,12 +220,12 @@ def evaluate(
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
 
 
-def _counted(starts: Sequence[int], task: str, num_prompts: int) -> Iterator[int]:
-    """Yield where batches start, and say how many items were asked."""
-    with phase(f"evaluation on {task}", num_prompts, "items") as asked:
-        for start in starts:
-            asked.num_done = start
-            yield start
+def _batches(slots: list[int], questions: Questions) -> list[list[int]]:
+    """The slots of each batch, whose completions are sampled together."""
+    size = len(slots)
+    if questions.batch is not None:
+        size = max(1, questions.batch // questions.samples)
+    return [slots[start : start + size] for start in range(0, len(slots), size)]
 
 
 def _ask(
@@ -268,7 +262,7 @@ def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Exampl
 
 
 def _scored(
-    items: Sequence[Item], examples: Sequence[Example], scorer: Scorer, tell: Callable[[int], None]
+    items: Sequence[Item], examples: Sequence[Example], scorer: AnswerScorer, tell: Callable[[int], None]
 ) -> list[Item]:
     """The items with every answer scored, those of known items too."""
     owners = []

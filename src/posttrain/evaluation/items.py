@@ -122,7 +122,7 @@ def meta_of(example: Example) -> dict[str, Scalar]:
     return facts
 
 
-def digest_of(examples: Sequence[Example]) -> str:
+def digest_examples(examples: Sequence[Example]) -> str:
     """SHA-256 (16 hex digits) of messages, gold answers, graders and facts: are these rows still the same?"""
     digest = hashlib.sha256()
     for example in examples:

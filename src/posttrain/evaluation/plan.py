@@ -17,7 +17,7 @@ from posttrain.data.rendered import take_rendered
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.evaluation.files import (
     SUMMARY,
-    Finished,
+    FinishedEvaluation,
     WritePage,
     finished_before,
     folder_of_its_own,
@@ -27,9 +27,9 @@ from posttrain.evaluation.files import (
     weights_mark,
     write_evaluation,
 )
-from posttrain.evaluation.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out, task_label
-from posttrain.evaluation.items import default_ks, digest_of
-from posttrain.evaluation.tables import Row, notes_on
+from posttrain.evaluation.generation import Advance, AnswerScorer, Evaluation, Questions, evaluate, held_out, task_label
+from posttrain.evaluation.items import default_ks, digest_examples
+from posttrain.evaluation.tables import ResultsRow, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.sections import TURN_DEFAULTS, Component, task_components
@@ -134,7 +134,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationTrial:
-    """One evaluation: a model on a task under a template. ``data``: digest of the examples (``digest_of``)."""
+    """One evaluation: a model on a task under a template. ``data``: digest of the examples (``digest_examples``)."""
 
     source: ModelSource
     task: Task
@@ -150,7 +150,7 @@ class EvaluationTrial:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """All trials, by model and task and template in the order of the request; ``folder`` holds them."""
 
     trials: list[EvaluationTrial]
@@ -196,7 +196,7 @@ class Plan:
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_plan(request: EvaluationRequest) -> Plan:
+def make_plan(request: EvaluationRequest) -> EvaluationPlan:
     """Check a request as far as that goes without loading a model.
 
     Raises:
@@ -225,7 +225,7 @@ def make_plan(request: EvaluationRequest) -> Plan:
             )
     components = {task.model_dump_json(): task for _, task, _ in combinations}
     tasks = {key: build_task(component, "--task") for key, component in components.items()}
-    data = {key: digest_of(held_out(task, drawing.n)) for key, task in tasks.items()}
+    data = {key: digest_examples(held_out(task, drawing.n)) for key, task in tasks.items()}
     trials = []
     for source, component, template in combinations:
         key = component.model_dump_json()
@@ -236,7 +236,7 @@ def make_plan(request: EvaluationRequest) -> Plan:
     best_of_weights = None
     if request.best_of is not None:
         best_of_weights = weights_mark(resolve_model_name(request.best_of.path))
-    plan = Plan(trials, folder, request, best_of_weights)
+    plan = EvaluationPlan(trials, folder, request, best_of_weights)
     if request.out is None and folder.exists():  # next to evaluations of other questions
         wanted = {name: plan.settings(trial) for name, trial in zip(names, trials, strict=True)}
         folder = folder_of_its_own(folder, wanted)
@@ -299,21 +299,21 @@ class EvaluationProgress:
 
 
 # ``summary.md`` of a table, from its rows, its notes and the pages of its trials.
-WriteTablePage = Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
+WriteTablePage = Callable[[Sequence[ResultsRow], Sequence[str], Mapping[str, str]], str]
 
 
 def run_plan(
-    plan: Plan,
+    plan: EvaluationPlan,
     write_page: WritePage,
     write_table_page: WriteTablePage,
-    open_scorer: Callable[[ModelSource], Scorer],
+    open_scorer: Callable[[ModelSource], AnswerScorer],
     progress: EvaluationProgress,
-) -> list[Finished]:
+) -> list[FinishedEvaluation]:
     """Run every trial in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
 
     Trials of an interrupted table with the same settings are kept; a complete table (with ``summary.md``) is made anew.
     """
-    finished: dict[Path, Finished] = {}
+    finished: dict[Path, FinishedEvaluation] = {}
     if plan.is_table and (plan.folder / SUMMARY).is_file():
         with storage_errors("evaluation", plan.folder):
             (plan.folder / SUMMARY).unlink()
@@ -331,7 +331,7 @@ def run_plan(
         finished |= _run_trials(plan, trials, write_page, scorer, progress)
     ordered = [finished[trial.folder] for trial in plan.trials]
     if plan.is_table:
-        rows = rows_of(ordered)
+        rows = table_rows(ordered)
         pages = [str(trial.folder.relative_to(plan.folder) / SUMMARY) for trial in plan.trials]
         titles = [" · ".join((row.evaluation, row.model, row.template or "")) for row in rows]
         page = write_table_page(rows, notes_of(ordered), dict(zip(titles, pages, strict=True)))
@@ -340,12 +340,12 @@ def run_plan(
 
 
 def _run_trials(
-    plan: Plan,
+    plan: EvaluationPlan,
     trials: Sequence[EvaluationTrial],
     write_page: WritePage,
-    scorer: Scorer | None,
+    scorer: AnswerScorer | None,
     progress: EvaluationProgress,
-) -> dict[Path, Finished]:
+) -> dict[Path, FinishedEvaluation]:
     """Run the trials of one model; before the first is sampled, one prompt of each is encoded."""
     request = plan.request
     model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
@@ -381,7 +381,7 @@ def measure(
     task: Task,
     drawing: Drawing,
     *,
-    scorer: Scorer | None = None,
+    scorer: AnswerScorer | None = None,
     progress: EvaluationProgress | None = None,
 ) -> Evaluation:
     """Evaluate a model on a task (``evaluation/generation.py``)."""
@@ -428,12 +428,12 @@ def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
     return {"trained_rows": float(num_trained)}
 
 
-def rows_of(finished: Sequence[Finished]) -> list[Row]:
+def table_rows(finished: Sequence[FinishedEvaluation]) -> list[ResultsRow]:
     """The evaluations as rows of a table."""
-    return [Row(done.label, done.template, done.evaluation, done.results) for done in finished]
+    return [ResultsRow(done.label, done.template, done.evaluation, done.results) for done in finished]
 
 
-def notes_of(finished: Sequence[Finished]) -> list[str]:
+def notes_of(finished: Sequence[FinishedEvaluation]) -> list[str]:
     """Notes under the table of some evaluations; first the seed and size by which a task draws its problems."""
     drawn: dict[str, None] = {}
     for one in finished:
@@ -444,7 +444,7 @@ def notes_of(finished: Sequence[Finished]) -> list[str]:
         if len(drawn_by) == 2:
             drawn[f"{one.evaluation}: the problems are those of {' and '.join(drawn_by)}"] = None
     dropped = {one.evaluation: one.settings.get("dropped", {}) for one in finished}
-    return [*drawn, *notes_on(rows_of(finished), dropped)]
+    return [*drawn, *notes_on(table_rows(finished), dropped)]
 
 
 def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
@@ -459,7 +459,7 @@ def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
     return told
 
 
-def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
+def evaluation_folder(source: ModelSource, out: Path | None, name: str) -> Path:
     """``out``, or a folder of this name in the model's run, or below ``evaluations`` for a model without a run."""
     if out:
         return out
@@ -490,7 +490,7 @@ def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tupl
     is_own = len(templates) == 1 and trials[0].template == source.template
     if not is_own:
         parts.append("+".join(templates))
-    folder = place_of(source, out, "-".join(part for part in parts if part))
+    folder = evaluation_folder(source, out, "-".join(part for part in parts if part))
     if len(trials) == 1:
         return folder, [""]
     varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from posttrain.evaluation.plan import slug
 from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.evaluation.statistics import paired_bootstrap
-from posttrain.evaluation.win_rate import measure_kl, summarize_kl
+from posttrain.evaluation.win_rate import measure_answer_kl, summarize_kl
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
@@ -40,7 +39,7 @@ from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import Device, ModelSource, complete_template, grader_for
 from posttrain.sampling.rollout import Grader, Sampler
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, storage_errors, write_json
 from posttrain.untrusted import STORED_RECIPE
 
 REPORT = "quantization.json"
@@ -60,7 +59,7 @@ def compare_policies(
     """
     evaluation = evaluate(sampler, Questions(task, sampling, n, seed=seed))
     answers = evaluation.rollouts
-    results = summarize_kl("kl", answers, measure_kl(answers, before, after))
+    results = summarize_kl("kl", answers, measure_answer_kl(answers, before, after))
     results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))
     results["num_answers"] = float(len(answers))
     results["prompts_too_long"] = evaluation.results["prompts_too_long"]
@@ -171,8 +170,7 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
             report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=request.n)
         else:
             report["results"] = _compare_answers(request, before, after, grader, task)
-    text = json.dumps(report, indent=1)
-    replace_file(out / REPORT, text.encode() + b"\n")
+    write_json(out / REPORT, report)
     return report, out
 
 

@@ -212,9 +212,11 @@ def _gamma_ratio(a: NDArray[np.float64]) -> NDArray[np.float64]:
     """Γ(a + 1/2) / Γ(a): Stirling's series for large a, carried down by Γ(a + 1) = a Γ(a) to small ones."""
     carried = a.copy()
     factor = np.ones_like(a)
-    while bool((small := carried < 24.0).any()):
+    small = carried < 24.0
+    while bool(small.any()):
         factor = np.where(small, factor * carried / (carried + 0.5), factor)
         carried = np.where(small, carried + 1.0, carried)
+        small = carried < 24.0
     series = -1 / 8 / carried + 1 / 192 / carried**3 - 1 / 640 / carried**5 + 17 / 14336 / carried**7
     return factor * np.sqrt(carried) * np.exp(series)
 
@@ -248,11 +250,13 @@ def student_t_quantile(freedom: int, share: float = 0.95) -> float:
     high = 1.0
     while float(student_t_tail(high, freedom)) > 1.0 - share:
         high *= 2.0
-    while (middle := (low + high) / 2.0) not in (low, high):
+    middle = (low + high) / 2.0
+    while middle not in (low, high):
         if float(student_t_tail(middle, freedom)) > 1.0 - share:
             low = middle
         else:
             high = middle
+        middle = (low + high) / 2.0
     return middle
 
 
@@ -273,7 +277,10 @@ def summarize_seeds(values: Sequence[float]) -> Summary | None:
     """Mean and 95 % Student-t interval of the mean: ``t · s / √n`` with s² over n − 1; None for no value."""
     if not values:
         return None
-    return Summary(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
+    interval = None
+    if len(values) > 1:
+        interval = half_width(values)
+    return Summary(statistics.fmean(values), interval, len(values))
 
 
 def sigmoid(logit: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posttrain.errors import UsageError
-from posttrain.evaluation.files import Finished
+from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item, Kinds, graded_items, item_values, measure_names
 from posttrain.evaluation.statistics import Difference, mcnemar_p, paired_bootstrap
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import storage_errors, write_json
 from posttrain.store.metric_names import METRICS, metric_of
 from posttrain.untrusted import plain
 
@@ -24,7 +23,7 @@ BEHAVIOURS = ("refusal", "over_refusal")  # shares that tasks measure of their i
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultsRow:
     """One evaluation in a table: the model, its template (None: not to be shown), what was measured on, results."""
 
     model: str
@@ -91,7 +90,7 @@ class _Column:
     is_optional: bool = False
 
 
-def _columns(rows: Sequence[Row]) -> list[_Column]:
+def _columns(rows: Sequence[ResultsRow]) -> list[_Column]:
     columns = [
         _Column("accuracy", "accuracy", show_share, of_grades=True),
         _Column("95 % interval", "accuracy", show_interval, of_grades=True),
@@ -126,7 +125,7 @@ def _ks(results: Mapping[str, float], kind: str) -> list[int]:
     return sorted(ks)
 
 
-def results_table(rows: Sequence[Row]) -> TextTable:
+def results_table(rows: Sequence[ResultsRow]) -> TextTable:
     """One line for each model and template on one task: accuracy with its interval, and what surrounds it."""
     columns = _columns(rows)
     has_templates = any(row.template is not None for row in rows)
@@ -197,7 +196,7 @@ _NOTES = {
 }
 
 
-def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
+def notes_on(rows: Sequence[ResultsRow], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Notes under the figures; ``dropped`` by evaluation, counts by reason."""
     notes = []
     for row in rows:
@@ -483,7 +482,9 @@ def _mean(field: str, item: Item) -> float:
     return statistics.fmean(float(getattr(sample, field)) for sample in item.samples)
 
 
-def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[object, object]]]:
+def compare_finished(
+    a: FinishedEvaluation, b: FinishedEvaluation, seed: int = 0
+) -> tuple[Paired, dict[str, tuple[object, object]]]:
     """The comparison of two evaluations on the disk, and the settings in which they differ.
 
     Raises:
@@ -506,7 +507,7 @@ def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, d
 
 
 def write_comparison(
-    out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[object, object]]
+    out: Path, a: FinishedEvaluation, b: FinishedEvaluation, paired: Paired, apart: Mapping[str, tuple[object, object]]
 ) -> None:
     """``comparison.json``.
 
@@ -530,5 +531,4 @@ def write_comparison(
     }
     with storage_errors("comparison", out):
         out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1)
-    replace_file(out / COMPARISON, text.encode() + b"\n")
+    write_json(out / COMPARISON, content)

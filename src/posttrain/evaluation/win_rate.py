@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.items import mean_interval, with_interval
 from posttrain.evaluation.kl_from_initial import MAX_TOKENS, answers_as_batch, kl_of_states
-from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
+from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, evaluation_folder, measure
 from posttrain.evaluation.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -160,7 +161,7 @@ def _item(head_to_head: HeadToHeadItem, scores: Mapping[int, float | None], wort
 
 
 @torch.no_grad()
-def measure_kl(
+def measure_answer_kl(
     answers: Sequence[Rollout],
     own: Forward,
     other: Forward,
@@ -257,7 +258,7 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
     name = f"against-{b.label}-{task_label(task)}"
     if a.run is None:
         name = f"{a.label}-{name}"
-    folder = place_of(a, request.out, name)
+    folder = evaluation_folder(a, request.out, name)
     refuse_other(folder)
     drawn = {key: getattr(drawing, key) for key in ("n", "samples", "temperature", "top_k", "top_p")}
     settings = {
@@ -300,22 +301,27 @@ def run_head_to_head(
     request = plan.request
     models = []
     evaluations = []
+    warnings = dict.fromkeys(plan.task.warnings)
     for source, template in zip(plan.sources, plan.templates, strict=True):
         model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
         models.append(model)
-        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
+        task = take_rendered(plan.task, model.grader.template, model.tokenizer, "--task")
+        warnings = dict.fromkeys((*warnings, *task.warnings))
+        evaluations.append(measure(model, task, plan.drawing, progress=progress))
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
     n = int(evaluations[0].results["n"])
-    notes = list(plan.task.warnings)
-    if left := n - len(items):
-        notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
+    notes = list(warnings)
+    num_too_long = n - len(items)
+    if num_too_long:
+        notes.append(f"{num_too_long} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
-        answered = items
+        num_answered = len(items)
         items = graded(items, plan.task)
-        if left := len(answered) - len(items):
-            notes.append(f"{left} items have no gold answer; they are left out")
+        num_ungraded = num_answered - len(items)
+        if num_ungraded:
+            notes.append(f"{num_ungraded} items have no gold answer; they are left out")
     if judges:
         (_, first), *others = judges.items()
     else:
@@ -351,7 +357,7 @@ def _add_kl(
         ("a", "kl_ab", answers_of_a, a, b),
         ("b", "kl_ba", answers_of_b, b, a),
     ):
-        kl = measure_kl(answers, own, other, num_ids=num_ids)
+        kl = measure_answer_kl(answers, own, other, num_ids=num_ids)
         win_rate.results |= summarize_kl(name, answers, kl)
         records = [record for item in win_rate.items for record in item[side]]
         for record, value in zip(records, kl, strict=True):

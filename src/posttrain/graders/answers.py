@@ -148,12 +148,18 @@ def _is_noun(word: str, value: Fraction | None) -> bool:
 def canonical_unit(unit: str) -> str:
     """One name for the spellings of a unit: ``sq ft``, ``square feet`` and ``ft^2`` are ``foot^2``."""
     base, _, power = unit.partition("^")
-    words = " ".join(_UNIT_NAMES.get(singular(word), singular(word)) for word in base.replace(".", " ").split()).split()
+    words: list[str] = []
+    for word in base.replace(".", " ").split():
+        name = singular(word)
+        words += _UNIT_NAMES.get(name, name).split()
     for name, exponent in (("square", "2"), ("cubic", "3")):
         if len(words) > 1 and words[0] == name and not power:
             words = words[1:]
             power = exponent
-    return " ".join(words) + (f"^{power}" if power else "")
+    canonical = " ".join(words)
+    if power:
+        canonical += f"^{power}"
+    return canonical
 
 
 def singular(word: str) -> str:
@@ -407,8 +413,8 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     expected = parse_quantity(gold)
     if expected is None:
         return same_text(gold, answer)
-    unit = parse_quantity(answer)
-    return unit is not None and same_quantity(expected, unit, tolerance)
+    actual = parse_quantity(answer)
+    return actual is not None and same_quantity(expected, actual, tolerance)
 
 
 def last_number(text: str) -> str | None:
@@ -462,8 +468,10 @@ def find_boxes(text: str) -> list[Box]:
                 begin, start = opened.pop()
                 if begin >= 0:
                     boxes.append(Box(begin, start, match.start(), match.end()))
+        elif token == "{":
+            opened.append((-1, match.end()))
         elif token.endswith("{") and token != "\\{":
-            opened.append((match.start() if token != "{" else -1, match.end()))
+            opened.append((match.start(), match.end()))
     return sorted(boxes)
 
 
@@ -477,7 +485,11 @@ def final_response(text: str) -> str | None:
 
     None where thinking begins and never ends: such a text was cut off, and what it mentions is no answer.
     """
-    start = max((text.rfind(f"</{tag}>") + len(tag) + 3 for tag in _THINKING if f"</{tag}>" in text), default=0)
+    start = 0
+    for tag in _THINKING:
+        closing = f"</{tag}>"
+        if closing in text:
+            start = max(start, text.rfind(closing) + len(closing))
     rest = text[start:]
     if any(f"<{tag}>" in rest for tag in _THINKING):
         return None

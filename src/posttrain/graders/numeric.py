@@ -36,11 +36,15 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
     extracted = fold_signs(submission.extracted)
+    candidates = [extracted]
     introduced = _INTRODUCTION.match(extracted)
-    candidates = [extracted, *([extracted[introduced.end() :]] if introduced else [])]
+    if introduced:
+        candidates.append(extracted[introduced.end() :])
     if parse_quantity(submission.answer) is not None:
         candidates.append(_without_name(candidates[-1]))
-    return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in candidates) else "wrong")
+    if any(same_answer(submission.answer, candidate, tolerance) for candidate in candidates):
+        return Verdict("right")
+    return Verdict("wrong")
 
 
 def _without_name(text: str) -> str:

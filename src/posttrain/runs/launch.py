@@ -107,6 +107,8 @@ def launch(
         folder = _new_folder(place, name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
+        if resume:
+            recipe = directory.as_it_began(recipe)
         notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         before = None

@@ -21,7 +21,8 @@ from posttrain import __version__
 from posttrain.errors import DataError
 from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_file, sync_folder
 
-MANIFEST, BEST = "manifest.json", "best"
+MANIFEST = "manifest.json"
+BEST = "best"
 FORMAT = 1  # of the manifest; a later version may add keys to it without another number
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
 _REPLACED = ".tmp-replaced-"

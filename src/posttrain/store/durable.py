@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -119,6 +120,19 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
             aside.unlink(missing_ok=True)
         if durable:
             sync_folder(path.parent)
+
+
+def write_json(
+    path: Path,
+    content: object,
+    *,
+    indent: int = 1,
+    ensure_ascii: bool = True,
+    default: Callable[[object], object] | None = None,
+) -> None:
+    """Put plain data at ``path`` as JSON with a newline at the end, as ``replace_file`` does; see ``json.dumps``."""
+    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, default=default)
+    replace_file(path, text.encode() + b"\n")
 
 
 def aside_of(path: Path) -> Path:

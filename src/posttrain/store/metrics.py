@@ -298,9 +298,10 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
     is_uniform = [one["uniform_groups"] == 1.0 and one.get("advantage_std", 1.0) == 0.0 for one in batches]
     if len(batches) == NUM_BATCHES and all(is_uniform):
         cause = _OTHER_CAUSE
-        for name, low, high, text in reversed(_CAUSES):
+        for name, low, high, text in _CAUSES:
             if all(low <= one.get(name, -1.0) <= high for one in batches):
                 cause = text
+                break
         cause = cause.format(**batches[-1])
         what = f"in the first {NUM_BATCHES} batches no group of answers differed in reward, so nothing can be learned"
         return {"uniform_groups": f"{what}. {cause}"}

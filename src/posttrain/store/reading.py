@@ -82,7 +82,7 @@ def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
         return file.read(max_bytes)
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml_file(path: Path) -> Any:
     """Return a YAML file as plain data, by the rules of recipes (``strict_yaml``).
 
     Raises:
@@ -95,7 +95,7 @@ def read_yaml(path: Path) -> Any:
 def read_declared(path: Path, kind: type[Kind]) -> Kind:
     """Return the dataclass that a JSON file holds, each value of its field's type; unknown keys are left out.
 
-    Raises as ``read_yaml``.
+    Raises as ``read_yaml_file``.
     """
     content = json.dumps(_parse(path, json.loads, MAX_RECORD_BYTES))
     try:

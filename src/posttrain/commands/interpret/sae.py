@@ -222,11 +222,11 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     console = open_console()
     root = Path(arguments.runs_dir)
-    tell: Callable[[str], object]
-    if arguments.quiet:
-        tell = lambda line: None
-    else:
-        tell = partial(say, console, style="dim")
+
+    def tell(line: str) -> None:
+        if not arguments.quiet:
+            say(console, line, style="dim")
+
     folder = root / _folder_name(arguments)
     base = find_pair(recipe, root) or find_model(recipe.base, root, None, arguments.quiet, tell)
     if base is None:

@@ -248,8 +248,8 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
         costs.append(price * amount)
     if kinds == 2 and not draft.work(costs[0], "+", costs[1], (0, 1)):
         return None
-    offers = []
-    baskets = []
+    offers: list[str] = []
+    baskets: list[str] = []
     for (one, several), price, amount in zip(goods, prices, amounts, strict=False):
         article = "a" if offers else "A"
         offers.append(f"{article} {one} costs {price} coins")

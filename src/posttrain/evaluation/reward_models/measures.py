@@ -17,7 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evaluation.generation import held_out, task_label
 from posttrain.evaluation.items import Kinds, by_kind, meta_of
-from posttrain.evaluation.plan import EvaluationRequest, count_trained, place_of, slug, tell_apart
+from posttrain.evaluation.plan import EvaluationRequest, count_trained, evaluation_folder, slug, tell_apart
 from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.evaluation.statistics import (
     area_under_curve,
@@ -103,7 +103,7 @@ def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[s
     return {}
 
 
-def break_down(items: Sequence[dict[str, Any]], name: str) -> Kinds:
+def break_down_verdicts(items: Sequence[dict[str, Any]], name: str) -> Kinds:
     """Return the accuracy ``name`` (of ``right``) by kind of item (``items.by_kind``), of the items with a verdict."""
     judged = [item for item in items if item["right"] is not None]
 
@@ -347,7 +347,8 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
-    view.name, view.kinds = task_label(task), break_down(view.items, ACCURACIES[view.view])
+    view.name = task_label(task)
+    view.kinds = break_down_verdicts(view.items, ACCURACIES[view.view])
     return view
 
 
@@ -373,27 +374,21 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
     """
     sources = tell_apart(request.models)
     named: Sequence[Component | None] = request.tasks or [None]
-    trials = []
-    tasks: dict[str, Task] = {}
+    chosen = []
     for source in sources:
         for name in named:
-            component = choose_task(name, source.name, source.recipe)
-            trials.append((source, component))
-    for _, component in trials:
-        key = component.model_dump_json()
-        if key not in tasks:
-            tasks[key] = build_task(component, "--task")
-    of_trials = [tasks[component.model_dump_json()] for _, component in trials]
-    folders = _choose_folders(
-        request.out, [(source, task) for (source, _), task in zip(trials, of_trials, strict=True)]
-    )
+            chosen.append((source, choose_task(name, source.name, source.recipe)))
+    components = {component.model_dump_json(): component for _, component in chosen}
+    tasks = {key: build_task(component, "--task") for key, component in components.items()}
+    trials = [(source, component, tasks[component.model_dump_json()]) for source, component in chosen]
+    folders = _choose_folders(request.out, [(source, task) for source, _, task in trials])
     if request.out:
         refuse_other(request.out)
     for folder in folders:
         refuse_other(folder)
     model: RewardModel | None = None
     opened: ModelSource | None = None
-    for (source, component), task, folder in zip(trials, of_trials, folders, strict=True):
+    for (source, component, task), folder in zip(trials, folders, strict=True):
         if model is None or opened != source:
             model = open_reward_model(source, dtype=request.dtype, device=request.device)
             opened = source
@@ -431,7 +426,7 @@ def _choose_folders(out: Path | None, trials: Sequence[tuple[ModelSource, Task]]
             place: Path | None = out / slug(name)
         else:
             place = out
-        folders.append(place_of(source, place, name))
+        folders.append(evaluation_folder(source, place, name))
     return folders
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.activity import phase
+from posttrain.activity import each_piece
 from posttrain.data.base import build_task
 from posttrain.data.render import Template, encode_prompt, end_ids
 from posttrain.data.render.assistant import encode_answer
@@ -145,7 +145,7 @@ class RewardModel:
             RunFailure: a score that is no finite number.
         """
         row_scores: list[Tensor | None] = [None] * len(rows)
-        for piece in _counted(_pieces(rows, self.max_tokens, self.tokens_per_micro)):
+        for piece in each_piece("scoring", _pieces(rows, self.max_tokens, self.tokens_per_micro), "answers"):
             prompts: dict[tuple[int, ...], int] = {}
             samples = []
             counts = []
@@ -305,14 +305,6 @@ def _good(scores: Tensor) -> list[float]:
     else:
         good = wide.softmax(dim=-1)[:, 1:].sum(dim=-1)
     return [float(p) for p in good.clamp(0.0, 1.0)]
-
-
-def _counted(pieces: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Yield the pieces, and say how many rows were read."""
-    with phase("scoring", sum(map(len, pieces)), "answers") as scored:
-        for piece in pieces:
-            yield piece
-            scored.num_done += len(piece)
 
 
 def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[list[int]]:

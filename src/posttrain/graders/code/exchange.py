@@ -117,7 +117,9 @@ def decode(code: Any) -> Any:
     if code is None or isinstance(code, bool | str | int):
         return code
     kind, content = code
-    return _MAKE[kind]([decode(item) for item in content] if kind in _OF_ITEMS else content)
+    if kind in _OF_ITEMS:
+        content = [decode(item) for item in content]
+    return _MAKE[kind](content)
 
 
 def send(descriptor: int, message: object) -> None:
@@ -227,8 +229,10 @@ def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any
 
 def _shown(error: BaseException) -> tuple[str, str]:
     """Type and first argument if it is text: asking any other object to show itself may take for ever."""
-    first = error.args[0] if error.args else ""
-    return type(error).__name__[:MAX_TEXT], first[:MAX_TEXT] if isinstance(first, str) else ""
+    text = ""
+    if error.args and isinstance(error.args[0], str):
+        text = error.args[0]
+    return type(error).__name__[:MAX_TEXT], text[:MAX_TEXT]
 
 
 def test(channel: int) -> None:
@@ -320,8 +324,10 @@ def _hear(replies: int) -> Any:
 def error_of(name: str, text: str) -> Exception:
     """Return the error of this name, if it is an ordinary one of Python's own; else ``ProgramRaised``."""
     kind = getattr(builtins, name, None)
-    ordinary = isinstance(kind, type) and issubclass(kind, Exception) and name not in _NOT_RAISED
+    other = ProgramRaised(f"{name}: {text}")
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or name in _NOT_RAISED:
+        return other
     try:
-        return kind(text) if ordinary else ProgramRaised(f"{name}: {text}")  # type: ignore[misc]
+        return kind(text)
     except TypeError:  # one that needs more than a text
-        return ProgramRaised(f"{name}: {text}")
+        return other

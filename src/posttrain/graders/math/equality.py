@@ -147,19 +147,18 @@ def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tupl
     ends = [side for place, side in enumerate(sides) if place != middle]
     if not is_name(sides[middle]) or not all(map(_is_constant, ends)):
         return "", None
-    if middle:
-        low = read_form(sides[middle - 1])
-    else:
-        low = _MINUS_INFINITY
+    opening = "("
+    closing = ")"
+    low: Form = _MINUS_INFINITY
+    high: Form = _INFINITY
+    if middle == 1:
+        low = read_form(sides[0])
+        if operators[0] == "<=":
+            opening = "["
     if middle + 1 < len(sides):
         high = read_form(sides[middle + 1])
-    else:
-        high = _INFINITY
-    opening = "[" if middle and operators[0] == "<=" else "("
-    if middle + 1 < len(sides) and operators[-1] == "<=":
-        closing = "]"
-    else:
-        closing = ")"
+        if operators[-1] == "<=":
+            closing = "]"
     return plain_name(sides[middle]), Collection(opening, closing, (low, high))
 
 
@@ -182,25 +181,28 @@ _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 def compare_answers(item: Sequence[Any]) -> bool:
     """``[gold, answer, relative tolerance]``: whether the answer is right."""
     gold, answer, tolerance = item
-    left, right = (undress(unify(text)) for text in (gold, answer))
+    left = undress(unify(gold))
+    right = undress(unify(answer))
     if without_spaces(left) == without_spaces(right):
         return bool(left)
-    if (labelled := _LABELLED.fullmatch(right)) is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
+    labelled = _LABELLED.fullmatch(right)
+    if labelled is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
         value = labelled[2] or labelled[3]
         letter = _CHOICE.fullmatch(left)
-        if letter is not None and parse_quantity(value) is not None:  # (C) maybe is a hedge
-            return letter[1] == labelled[1]
-        if not letter:
+        if letter is None:
             right = value
+        elif parse_quantity(value) is not None:  # (C) maybe is a hedge
+            return letter[1] == labelled[1]
     try:
-        forms = read_form(left), read_form(right)
+        gold_form = read_form(left)
+        answer_form = read_form(right)
     except NotUnderstood:
         return False
-    return Comparison(float(tolerance)).same(*forms)
+    return FormComparison(float(tolerance)).same(gold_form, answer_form)
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FormComparison:
     """``relative_tolerance``: of two numbers that are written as such, ``|x − y| ≤ tolerance · |x|``."""
 
     relative_tolerance: float = 0.0
@@ -223,9 +225,9 @@ class Comparison:
         if isinstance(gold, Collection) or isinstance(answer, Collection):
             return self._same_collection(gold, answer)
         if isinstance(gold, Matrix) and isinstance(answer, Matrix):
-            shapes = [[len(row) for row in matrix.rows] for matrix in (gold, answer)]
-            rows = zip(gold.rows, answer.rows, strict=False)
-            return shapes[0] == shapes[1] and all(self._same_ordered(*pair) for pair in rows)
+            if [len(row) for row in gold.rows] != [len(row) for row in answer.rows]:
+                return False
+            return all(self._same_ordered(*pair) for pair in zip(gold.rows, answer.rows, strict=True))
         if isinstance(gold, BasedNumber) or isinstance(answer, BasedNumber):
             return gold == answer
         if _is_empty_set(gold) and _is_empty_set(answer):
@@ -243,23 +245,26 @@ class Comparison:
 
     def _same_unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
         """Return whether each item of one side is among those of the other. An item may be repeated."""
-        return all(any(self.same(one, other) for other in answer) for one in gold) and all(
-            any(self.same(one, other) for one in gold) for other in answer
-        )
+        for one in gold:
+            if not any(self.same(one, other) for other in answer):
+                return False
+        return all(any(self.same(one, other) for one in gold) for other in answer)
 
     def _same_collection(self, gold: Form, answer: Form) -> bool:
         if not (isinstance(gold, Collection) and isinstance(answer, Collection)):
             return self._same_single(gold, answer)
         kinds = (gold.opening, answer.opening)
         if set(kinds) <= {"", "{"} or kinds == ("cases", "cases"):
-            gold, answer = _grouped(gold, answer), _grouped(answer, gold)
-            if _ELLIPSIS in (*gold.items, *answer.items):
-                return self._same_ordered(gold.items, answer.items)
-            # One list names its values (a = 4, b = 5) and the other does not: their order counts.
-            names_differ = any(len(_names(a)) > 1 and not _names(b) for a, b in ((gold, answer), (answer, gold)))
-            if kinds == ("", "") and names_differ:
-                return self._same_ordered(gold.items, answer.items)
-            return self._same_unordered(gold.items, answer.items)
+            first = _grouped(gold, answer)
+            second = _grouped(answer, gold)
+            is_ordered = _ELLIPSIS in (*first.items, *second.items)
+            if kinds == ("", "") and not is_ordered:
+                # One list names its values (a = 4, b = 5) and the other does not: their order counts.
+                num_names = sorted((len(_names(first)), len(_names(second))))
+                is_ordered = num_names[0] == 0 and num_names[1] > 1
+            if is_ordered:
+                return self._same_ordered(first.items, second.items)
+            return self._same_unordered(first.items, second.items)
         if set(kinds) == {"", "("} and {gold.closing, answer.closing} == {"", ")"}:
             return self._same_ordered(gold.items, answer.items)
         brackets = gold.opening == answer.opening and gold.closing == answer.closing
@@ -269,10 +274,9 @@ class Comparison:
 
     def _same_single(self, gold: Form, answer: Form) -> bool:
         """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
-        if isinstance(gold, Collection):
-            collection = gold
-            other = answer
-        else:
+        collection = gold
+        other = answer
+        if not isinstance(gold, Collection):
             collection = answer
             other = gold
         assert isinstance(collection, Collection)
@@ -290,22 +294,25 @@ class Comparison:
     def _same_relation(self, gold: Form, answer: Form) -> bool:
         left = resolve(gold) if isinstance(gold, Relation) else None
         right = resolve(answer) if isinstance(answer, Relation) else None
-        content = [one.content if one is not None else form for one, form in ((left, gold), (right, answer))]
-        names = [one.name for one in (left, right) if one is not None and one.name]
+        statements = [statement for statement in (left, right) if statement is not None]
         if left is not None and right is not None and _letters_named(left) != _letters_named(right):
             return False  # x = y = 3 says more than x = 3
-        if (
-            content[0] is not None
-            and content[1] is not None
-            and len(set(names)) < 2
-            and self.same(content[0], content[1])
-        ):
-            return all(self._holds(one) for one in (left, right) if one is not None)
-        if left is None and right is not None and right.content is None and set(right.operators) == {"="}:
-            if (value := _value_of_names(right)) is not None:  # a + b = 12
-                return self.same(gold, read_form(value)) and self._holds(right)
-            return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
-        return left is not None and right is not None and self._same_chain(left, right)
+        gold_content = gold if left is None else left.content
+        answer_content = answer if right is None else right.content
+        names = {statement.name for statement in statements if statement.name}
+        agree = False
+        if gold_content is not None and answer_content is not None and len(names) < 2:
+            agree = self.same(gold_content, answer_content)
+        if agree:
+            return all(map(self._holds, statements))
+        if left is not None and right is not None:
+            return self._same_chain(left, right)
+        if right is None or right.content is not None or set(right.operators) != {"="}:
+            return False
+        value = _value_of_names(right)
+        if value is not None:  # a + b = 12
+            return self.same(gold, read_form(value)) and self._holds(right)
+        return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
 
     def _holds(self, statement: Statement) -> bool:
         """Return whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may be rounded.
@@ -322,12 +329,15 @@ class Comparison:
                 if not is_name(one) and self._of_other_kinds(one, other):
                     return False
                 continue
-            forms = read_form(one), read_form(other)
-            units = [canonical_unit(_unit_of(form)) for form in forms]
-            if "" not in units and units[0] != units[1]:
-                if "°" in units or (units[0] == _DOLLAR and units[1] != _CENT):  # 3 tickets = $5 may be
+            left = read_form(one)
+            right = read_form(other)
+            left_unit = canonical_unit(_unit_of(left))
+            right_unit = canonical_unit(_unit_of(right))
+            if left_unit and right_unit and left_unit != right_unit:
+                is_angle = "°" in (left_unit, right_unit)
+                if is_angle or (left_unit == _DOLLAR and right_unit != _CENT):  # 3 tickets = $5 may be
                     return False
-            elif not self.same(*forms) and not _rounds(one, other):
+            elif not self.same(left, right) and not _rounds(one, other):
                 return False
         return True
 
@@ -348,17 +358,24 @@ class Comparison:
         pairs = list(zip(gold.sides, answer.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
-        if gold.operators[0] in ("=", "!="):
-            turned = zip(gold.sides, answer.sides[::-1], strict=True)
-        else:
-            turned = ()
-        for sides in filter(None, (pairs, list(turned))):
-            if all(self.same(read_form(one), read_form(other)) for one, other in sides):
+        is_symmetric = gold.operators[0] in ("=", "!=")
+        ways = [pairs]
+        if is_symmetric:
+            ways.append(list(zip(gold.sides, answer.sides[::-1], strict=True)))
+        for way in ways:
+            if all(self.same(read_form(one), read_form(other)) for one, other in way):
                 return True
         for side in (*gold.sides, *answer.sides):
             parse_latex(side)  # in a difference, 0 times some words would be gone
-        ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, answer)))
-        return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
+        ratio = constant_ratio(_difference(gold), _difference(answer))
+        if ratio is None:
+            return False
+        return is_symmetric or bool(not ratio.imag and ratio.real > 0)
+
+
+def _difference(statement: Statement) -> Any:
+    """The first side of a relation less the second, as a sympy object."""
+    return parse_latex(f"({statement.sides[0]}) - ({statement.sides[1]})")
 
 
 def _value_of_names(statement: Statement) -> str | None:
@@ -366,10 +383,9 @@ def _value_of_names(statement: Statement) -> str | None:
 
     One name alone (``2x = 12``, ``x^2 + x = 12``) is an equation that waits to be solved.
     """
-    if not _is_constant(statement.sides[0]):
-        sides = statement.sides
-    else:
-        sides = statement.sides[::-1]
+    sides = statement.sides
+    if _is_constant(sides[0]):
+        sides = sides[::-1]
     terms = [_COEFFICIENT.sub("", term.strip()) for term in _SIGN.split(sides[0])]
     named = {plain_name(term) for term in terms if is_name(term)}
     if len(terms) < 2 or len(named) != len(terms) or not all(map(_is_constant, sides[1:])):
@@ -427,23 +443,31 @@ def _parts(form: Form) -> tuple[Form, ...]:
         return tuple(replace(form, items=(item,)) for item in form.items)
     if isinstance(form, Collection) and not form.opening:
         return tuple(part for item in form.items for part in _parts(item))
-    if isinstance(form, Relation) and (content := resolve(form).content) is not None:
-        return _parts(content)
+    if isinstance(form, Relation):
+        content = resolve(form).content
+        if content is not None:
+            return _parts(content)
     return (form,)
 
 
 def _grouped(named: Collection, other: Collection) -> Collection:
     """``p=5, q=2; p=7, q=2`` as (5, 2), (7, 2) where the other list has pairs and the names return in order."""
-    widths = {len(item.items) if isinstance(item, Collection) and item.opening == "(" else 0 for item in other.items}
-    if len(widths) != 1 or not (width := widths.pop()) or len(named.items) != width * len(other.items):
+    tuples = [item for item in other.items if isinstance(item, Collection) and item.opening == "("]
+    widths = {len(item.items) for item in tuples}
+    if len(tuples) < len(other.items) or len(widths) != 1:
         return named
-    read = [resolve(item) for item in named.items if isinstance(item, Relation)]
-    values = [one.content for one in read if one.content is not None and one.name]
-    names = [one.name for one in read]
-    if len(values) < len(named.items) or len(set(names)) != width or names != names[:width] * len(other.items):
+    (width,) = widths
+    if not width or len(named.items) != width * len(tuples):
         return named
-    starts = range(0, len(values), width)
-    return replace(named, items=tuple(Collection("(", ")", tuple(values[at : at + width])) for at in starts))
+    statements = [resolve(item) for item in named.items if isinstance(item, Relation)]
+    values = [one.content for one in statements if one.content is not None and one.name]
+    names = [one.name for one in statements]
+    if len(values) < len(named.items) or len(set(names)) != width or names != names[:width] * len(tuples):
+        return named
+    grouped = []
+    for start in range(0, len(values), width):
+        grouped.append(Collection("(", ")", tuple(values[start : start + width])))
+    return replace(named, items=tuple(grouped))
 
 
 def _names(collection: Collection) -> set[str]:

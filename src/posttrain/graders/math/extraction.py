@@ -73,19 +73,17 @@ def find_answer(text: str, extracted: str | None) -> str | None:
 
 def _read_tags(response: str, extracted: str | None) -> str | None:
     contents = []
-    start = 0
-    while (end := response.find("</answer>", start)) >= 0:
-        begin = response.rfind("<answer>", start, end)
-        if begin >= 0:
-            contents.append(response[begin + len("<answer>") : end].strip())
-        start = end + len("</answer>")
+    for part in response.split("</answer>")[:-1]:
+        _, opened, content = part.rpartition("<answer>")
+        if opened:
+            contents.append(content.strip())
+    answer = next(iter(contents), None)
     if extracted in contents:
         answer = extracted
-    else:
-        answer = next(iter(contents), None)
     if not answer:
         return None
-    if (boxes := read_boxes(answer)) is not None:
+    boxes = read_boxes(answer)
+    if boxes is not None:
         return ", ".join(boxes[0]) or None
     introduced = _INTRODUCTION.match(answer)
     if introduced:
@@ -100,7 +98,9 @@ def read_solution(text: str) -> str | None:
     if boxes is not None:
         contents, end = boxes
         final = _read_phrase(_FINAL, text[end:][-MAX_TAIL_CHARS:])
-        return (final if final is not None and _states_value(final) else ", ".join(contents)) or None
+        if final is not None and _states_value(final):
+            return final or None
+        return ", ".join(contents) or None
     phrase = _read_phrase(_PHRASE, tail)
     if phrase is not None:
         return phrase
@@ -126,7 +126,8 @@ def read_boxes(text: str) -> tuple[list[str], int] | None:
         first -= 1
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
     if len(contents) > 1:
-        contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
+        distinct = {parse_quantity(one) or one: one for one in dict.fromkeys(contents)}
+        contents = list(distinct.values())
     return contents, boxes[-1].stop
 
 
@@ -136,20 +137,23 @@ def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
     for part in reversed(_HOPE.split(text)):
         for match in reversed(list(phrase.finditer(part))):
             answer = _read_statement(part[match.end() :])
-            mentions = (
-                not match["verb"] and _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end())
-            )
-            if (
-                answer is None
-                or answer.casefold().rstrip(".!") in _JUDGEMENTS
-                or (mentions and not _states_value(answer))
-            ):
+            if answer is None or _is_mention(match, part, answer):
                 passed = True
             elif not passed or (match["verb"] and is_bare(answer)):
                 return answer
             if not passed:
                 break
     return None
+
+
+def _is_mention(match: re.Match[str], part: str, answer: str) -> bool:
+    """Return whether a phrase in a part of a text judges or mentions an answer, and does not state one."""
+    if answer.casefold().rstrip(".!") in _JUDGEMENTS:
+        return True
+    if match["verb"] or _states_value(answer):
+        return False
+    runs_on = _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end())
+    return runs_on is not None
 
 
 def _states_value(statement: str) -> bool:
@@ -159,10 +163,9 @@ def _states_value(statement: str) -> bool:
 
 def _read_statement(text: str) -> str | None:
     """Return what follows "the answer is"."""
-    if not text.lstrip().startswith(("\\(", "\\[")):
+    rest = text.strip()
+    if not rest.startswith(("\\(", "\\[")):
         rest = text.strip(' \t\n:*"\\`')
-    else:
-        rest = text.strip()
     if not rest:
         return None
     if formula := _FORMULA.match(rest):
@@ -224,10 +227,11 @@ def _last_value(text: str) -> str | None:
     formulas = [match for match in _FORMULA.finditer(text) if _states_formula(_inner(match))]
     if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
         return None
-    values = list(NUMBER.finditer(text, formulas[-1].end() if formulas else 0))
-    if values or not formulas:
-        if values:
-            return values[-1][0]
+    start = formulas[-1].end() if formulas else 0
+    values = list(NUMBER.finditer(text, start))
+    if values:
+        return values[-1][0]
+    if not formulas:
         return None
     first = len(formulas) - 1
     while first and _AND.fullmatch(text[formulas[first - 1].end() : formulas[first].start()]):

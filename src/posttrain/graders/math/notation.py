@@ -171,7 +171,8 @@ def _brace_arguments(text: str) -> str:
     out: list[str] = []
     frames: list[list[int]] = []
     parentheses: list[bool] = []  # of each open one, whether it became a brace
-    level, in_index = 0, False  # in the [n] of a root
+    level = 0
+    in_index = False  # in the [n] of a root
 
     def drop() -> None:
         if frames.pop()[2]:
@@ -194,7 +195,8 @@ def _brace_arguments(text: str) -> str:
         if token == ")" and parentheses:
             parentheses.pop()
         if token.isspace():
-            out += [] if is_awaited else [token]
+            if not is_awaited:
+                out.append(token)
         elif token == "{" or (token == "(" and becomes_brace):
             out.append("{")
             level += 1
@@ -205,7 +207,9 @@ def _brace_arguments(text: str) -> str:
             level -= 1
             complete()
         elif token in _ARGUMENTS:
-            out += ["{", token] if is_awaited else [token]
+            if is_awaited:
+                out.append("{")
+            out.append(token)
             frames.append([_ARGUMENTS[token], level, int(is_awaited)])
         elif is_awaited and (in_index or (token == "[" and out[-1] == "\\sqrt")):
             in_index = token != "]"
@@ -223,26 +227,23 @@ def _brace_arguments(text: str) -> str:
 def _parenthesize_arguments(text: str) -> str:
     """``\\sin{x} y`` and ``\\sin{(x)} y`` -> ``\\sin(x) y``: what stands in braces is the argument, all of it."""
     starts = {match.end() for match in _ARGUMENT.finditer(text)}
+    if not starts:
+        return text
     letters = list(text)
     opened = list[int]()
     inner = (-1, -1)
-    for match in _PAIRS.finditer(text) if starts else ():
+    for match in _PAIRS.finditer(text):
         if match[0] in "({":
             opened.append(match.start())
         elif match[0] in ")}" and opened:
             start = opened.pop()
             end = match.start()
             if text[start] == "{" and start in starts:
-                again = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
-                again = again and not text[inner[1] + 1 : end].strip()
-                if again:
-                    letters[start] = ""
-                    letters[end] = ""
-                else:
-                    letters[start] = "("
-                    letters[end] = ")"
+                has_parentheses = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
+                is_doubled = has_parentheses and not text[inner[1] + 1 : end].strip()
+                letters[start] = "" if is_doubled else "("
+                letters[end] = "" if is_doubled else ")"
+            inner = (-1, -1)
             if text[start] == "(":
                 inner = (start, end)
-            else:
-                inner = (-1, -1)
     return "".join(letters)

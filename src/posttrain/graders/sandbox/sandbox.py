@@ -154,8 +154,12 @@ def choose_sandbox(kind: Kind | None, key: str = "sandbox") -> Kind:
     reason = refusal(wanted)
     if not reason:
         return wanted
-    process = " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
-    raise UsageError(f"{key}: {wanted} does not run here: {reason}.{process if wanted == 'bubblewrap' else ''}")
+    message = f"{key}: {wanted} does not run here: {reason}."
+    if wanted == "bubblewrap":
+        message += (
+            " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
+        )
+    raise UsageError(message)
 
 
 @cache
@@ -442,7 +446,10 @@ def _places() -> tuple[list[str], list[str]]:
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [PYTHON[0], f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
     places = sorted({os.path.realpath(place) for place in wanted if os.path.exists(place)})
-    visible = [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
+    visible = []
+    for place in places:
+        if not any(place.startswith(f"{other}/") for other in places):
+            visible.append(place)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     parts = ((prefix, "/usr", "/usr/local"), ("lib", "lib64"), (version, "python3"), ("site-packages", "dist-packages"))
     packages = {os.path.realpath("/".join(part)) for part in itertools.product(*parts)}

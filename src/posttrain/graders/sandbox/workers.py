@@ -140,7 +140,9 @@ class WorkerPool:
 
     def _kill(self) -> None:
         """Kill the workers from another thread than theirs; a forked copy of this process leaves them alone."""
-        for worker in self._workers if self._owner == os.getpid() else ():
+        if self._owner != os.getpid():
+            return
+        for worker in self._workers:
             worker.is_stopped = True
             if worker.process is not None:
                 worker.process.kill()
@@ -194,14 +196,16 @@ class _Worker:
                 "run this under WSL, or choose a grader without workers (numeric, exact)"
             )
         self._channel, theirs = socket.socketpair()
+        search_path = json.dumps([os.path.abspath(place) for place in sys.path])
+        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps([os.path.abspath(place) for place in sys.path])],
+                [sys.executable, "-P", "-B", "-c", _BOOT, search_path],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env=_ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                env=_ENVIRONMENT | passed_on,
                 start_new_session=True,  # Ctrl-C in the terminal is not sent to it
             )
         settings = {"target": self.target} | asdict(self.limits)
@@ -217,7 +221,8 @@ class _Worker:
         Where none comes in time, or another thing than ours write, the process is ended: its exit ``code``, and
         ``is_late``.
         """
-        is_late = has_ended = False
+        is_late = False
+        has_ended = False
         data = bytearray()
         deadline = time.monotonic() + seconds
         self._channel.settimeout(seconds)

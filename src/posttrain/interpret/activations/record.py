@@ -16,6 +16,7 @@ from posttrain.data.reading import SUFFIXES, read_file
 from posttrain.data.render import encode_plain, encode_prompt
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template import build_template
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import (
     ActivationStore,
@@ -283,19 +284,19 @@ def read_documents(
     if text is not None:
         data = {"source": "text", "file": Path(text).name, **limited}
         pieces = _pieces(Path(text), tokenizer, context_tokens, limit)
-        return collect(pieces, data, context_tokens, max_tokens)
+        return collect_documents(pieces, data, context_tokens, max_tokens)
     if rollouts is not None:
         if tokenizer_hash(load_tokenizer(str(rollouts))) != tokenizer_hash(tokenizer):
             raise UsageError(f"{where}rollouts: {rollouts}: its tokenizer is not that of the model")
         return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens, limit)
     assert task is not None, "its callers choose one"
     assert template is not None, "its callers choose one"
-    built_task = build_task(task, f"{where}task")
     form = build_template(template, f"{where}template")
+    built_task = take_rendered(build_task(task, f"{where}task"), form, tokenizer, f"{where}task")
     data = {"source": "task", "task": built_task.name, "split": built_task.split, "template": form.name}
     examples = islice(built_task.examples, limit)
     prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in examples)
-    return collect(((ids, len(ids)) for ids in prompts), {**data, **limited}, context_tokens, max_tokens)
+    return collect_documents(((ids, len(ids)) for ids in prompts), {**data, **limited}, context_tokens, max_tokens)
 
 
 def read_rollouts(
@@ -309,7 +310,7 @@ def read_rollouts(
     data: dict[str, object] = {"source": "rollouts", "run": run}
     if limit is not None:
         data["limit"] = limit
-    return collect(sequences, data, context_tokens, max_tokens)
+    return collect_documents(sequences, data, context_tokens, max_tokens)
 
 
 def _pieces(
@@ -334,7 +335,7 @@ def _pieces(
             yield leading + ids[start : start + size], 0
 
 
-def collect(
+def collect_documents(
     sequences: Iterable[tuple[list[int], int]], data: Mapping[str, object], context_tokens: int, max_tokens: int | None
 ) -> Documents:
     """Return documents (ids, length of the prompt) within both limits; ``UsageError``: there are no tokens."""

@@ -145,7 +145,7 @@ class StoreIndex(BaseModel, extra="forbid"):
         return {key: json.dumps(value) for key, value in keys.items()}
 
 
-def read_index(folder: Path) -> StoreIndex:
+def read_store_index(folder: Path) -> StoreIndex:
     """Return the index of a folder, or raise ``DataError``."""
     path = folder / INDEX
     if not path.is_file():
@@ -164,7 +164,7 @@ class ActivationStore:
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
         self.folder = Path(folder)
-        self.index = read_index(self.folder)
+        self.index = read_store_index(self.folder)
         index = self.index
         if not index.finished:
             raise DataError(self.folder, "this recording was interrupted; the same command again goes on with it")
@@ -298,7 +298,7 @@ class StoreWriter:
         size = {"documents": len(documents.ids), "documents_sha256": digest}
         self.index = index.model_copy(deep=True, update=size)
         if (self.folder / INDEX).is_file():
-            stored = read_index(self.folder)
+            stored = read_store_index(self.folder)
             old = stored.deciding()
             new = self.index.deciding()
             for key in {**old, **new}:

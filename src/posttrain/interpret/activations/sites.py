@@ -134,7 +134,7 @@ def pad(documents: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
 
 
-def read_config(name: str) -> PretrainedConfig:
+def read_model_config(name: str) -> PretrainedConfig:
     """Return the configuration of a model, without its weights; of an adapter folder that of its base."""
     source = resolve_model_name(name)
     base = adapter_base(source)
@@ -147,7 +147,7 @@ def read_config(name: str) -> PretrainedConfig:
 
 def check_layers(name: str, sites: Sequence[str]) -> None:
     """Refuse sites that a model has not, by its configuration alone."""
-    refuse_layers(sites, read_config(name).get_text_config().num_hidden_layers, name)
+    refuse_layers(sites, read_model_config(name).get_text_config().num_hidden_layers, name)
 
 
 def weights_hash(name: str) -> str:

@@ -126,7 +126,10 @@ def unpaired_changes(
     min_change: float = MIN_CHANGE,
 ) -> Changes:
     """Return the same between different documents: (``sum_by_document``, tokens of each) of both sides."""
-    sides = []
+    means = []
+    variances = []  # of the means
+    log_variances = []
+    counts = []
     for sums, sizes in (base, post):
         n = sizes.double().sum()
         factor = len(sizes) / max(1, len(sizes) - 1)
@@ -134,12 +137,13 @@ def unpaired_changes(
         mean = total / n
         expected = mean[:, None] * sizes.double()[:, None]
         residual = (sums - expected).square().sum(1) * factor
-        seen = (sums[0] > 0).sum(0)
-        sides.append((mean, residual / n**2, residual / total.square(), seen))
-    means, errors, log_errors, counts = zip(*sides, strict=True)
-    error = (errors[0] + errors[1]).sqrt()
-    log_error = (log_errors[0] + log_errors[1]).sqrt()
-    seen = torch.minimum(*counts)
+        means.append(mean)
+        variances.append(residual / n**2)
+        log_variances.append(residual / total.square())
+        counts.append((sums[0] > 0).sum(0))
+    error = (variances[0] + variances[1]).sqrt()
+    log_error = (log_variances[0] + log_variances[1]).sqrt()
+    seen = torch.minimum(counts[0], counts[1])
     moved = (means[1] - means[0])[1].abs()
     return _judge(means[0], means[1], error, log_error, seen, moved, min_documents, min_change)
 

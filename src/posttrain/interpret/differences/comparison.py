@@ -22,7 +22,7 @@ from posttrain.errors import RunConflict, UsageError
 from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, Documents
-from posttrain.interpret.activations.sites import check_layers, device_of, read_config
+from posttrain.interpret.activations.sites import check_layers, device_of, read_model_config
 from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.changes import Seen, see_changes
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
@@ -109,7 +109,7 @@ def prepare_comparison(
     layers = 0
     for side, source in sources.items():
         try:
-            layers = read_config(source.path).get_text_config().num_hidden_layers
+            layers = read_model_config(source.path).get_text_config().num_hidden_layers
         except UsageError as error:
             raise UsageError(f"{side}: {error}") from None
         source.refuse_scorer()

@@ -203,33 +203,29 @@ def locate_divergence(
 ) -> dict[str, Any]:
     """Measure KL(post ‖ base): its mean, its concentration, its places and tokens, and whole answers."""
     every, moved = token_kl(base, post, documents, prompt_lengths)
-    answers = [kl[length:] for length, kl in zip(prompt_lengths, every, strict=True)]
-    prompts = torch.cat([kl[1:length] for length, kl in zip(prompt_lengths, every, strict=True)])
-    flat = torch.cat(answers)
-    sums = [float(kl.sum()) for kl in answers]
-    places = []
-    for place in range(NUM_PLACES):
-        here = [float(kl[place]) for kl in answers if len(kl) > place]
-        if len(here) < max(2, len(answers) // 20):
-            break
-        places.append({"place": place, "kl": fmean(here), "error": standard_error(here), "answers": len(here)})
+    answers = []
+    prompts = []
     tokens: list[int] = []  # of the answers
     before: list[int] = []  # the token before each of these
-    for ids, length in zip(documents, prompt_lengths, strict=True):
+    for ids, length, kl in zip(documents, prompt_lengths, every, strict=True):
+        prompts.append(kl[1:length])
+        answers.append(kl[length:])
         tokens += ids[length:]
         before += ids[length - 1 : -1]
+    of_prompts = torch.cat(prompts)
+    flat = torch.cat(answers)
+    sums = [float(kl.sum()) for kl in answers]
     per_prompt_token = 0.0
-    if len(prompts):
-        per_prompt_token = float(prompts.mean())
+    if len(of_prompts):
+        per_prompt_token = float(of_prompts.mean())
     shown = []
-    for ids, length, kl in list(zip(documents, prompt_lengths, every, strict=True))[:NUM_SHOWN]:
-        shown.append(
-            {
-                "prompt": decode_ids(tokenizer, ids[:length]),
-                "tokens": show_tokens(tokenizer, ids[length:]),
-                "kl": [round(float(value), 4) for value in kl[length:]],
-            }
-        )
+    for ids, length, kl in zip(documents[:NUM_SHOWN], prompt_lengths, every, strict=False):
+        entry = {
+            "prompt": decode_ids(tokenizer, ids[:length]),
+            "tokens": show_tokens(tokenizer, ids[length:]),
+            "kl": [round(float(value), 4) for value in kl[length:]],
+        }
+        shown.append(entry)
     return {
         "documents": len(documents),
         "tokens": len(flat),
@@ -237,12 +233,24 @@ def locate_divergence(
         "per_answer_error": standard_error(sums),
         "per_token": float(flat.sum()) / len(flat),
         "per_prompt_token": per_prompt_token,
-        "places": places,
+        "places": _by_place(answers),
         "tokens_at": _by_token(flat, tokens, tokenizer),
         "tokens_after": _by_token(flat, before, tokenizer),
         "moved": _most_moved(moved / len(flat), tokenizer),
         "shown": shown,
     }
+
+
+def _by_place(answers: Sequence[Tensor]) -> list[dict[str, float]]:
+    """Return the mean KL at each place of the answers, as far as a twentieth of them, and two, are so long."""
+    fewest = max(2, len(answers) // 20)
+    places: list[dict[str, float]] = []
+    for place in range(NUM_PLACES):
+        here = [float(kl[place]) for kl in answers if len(kl) > place]
+        if len(here) < fewest:
+            break
+        places.append({"place": place, "kl": fmean(here), "error": standard_error(here), "answers": len(here)})
+    return places
 
 
 def _most_moved(moved: Tensor, tokenizer: Tokenizer) -> dict[str, list[list[object]]]:

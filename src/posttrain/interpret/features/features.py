@@ -110,6 +110,7 @@ class FeatureStatistics:
             grows = self.exponents < exponents
 
     def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
+        """Merge the strongest row of each document into ``top``; of rows with the same text before them one stays."""
         size = len(self.top)
         store = self.source.store
         rows = torch.arange(start, end)
@@ -386,17 +387,7 @@ def read_features(
     metadata = read_metadata(folder)
     check_features(sae, features)
     store = ActivationStore(activations)
-    known = store.sources
-    if len(known) > 1:
-        known = (*known, DIFFERENCE)
-    if not source and metadata.source in known:
-        source = metadata.source
-    if not source and len(known) > 1:
-        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
-    site = None
-    if metadata.site in store.sites:
-        site = metadata.site
-    rows = StoreRows(store, site, source or None)
+    rows = _choose_rows(store, metadata, source)
     if not model:
         if metadata.models:
             model = metadata.models[-1].get("model")
@@ -425,6 +416,21 @@ def read_features(
         tokenizer=tokenizer,
         about=about,
     )
+
+
+def _choose_rows(store: ActivationStore, metadata: Metadata, source: str | None) -> StoreRows:
+    """Return the rows of the dictionary's site and of ``source``, by default the dictionary's own."""
+    known = store.sources
+    if len(known) > 1:
+        known = (*known, DIFFERENCE)
+    if not source and metadata.source in known:
+        source = metadata.source
+    if not source and len(known) > 1:
+        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
+    site = None
+    if metadata.site in store.sites:
+        site = metadata.site
+    return StoreRows(store, site, source or None)
 
 
 def default_activations(folder: Path, run: Path | None) -> Path:

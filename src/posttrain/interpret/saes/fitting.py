@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import device_of, replaced
@@ -477,12 +478,14 @@ def recover(
                 logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
                 log_probs = torch.log_softmax(logits.float(), dim=-1)
                 total -= float(log_probs.gather(1, tokens[0, 1:, None]).sum(dtype=torch.float64))
+                measured.num_done += 1
         return total / count
 
     count = sum(tokens.shape[1] - 1 for tokens in texts)
-    ce = cross_entropy(None)
-    spliced = cross_entropy(sae.to(device))
-    zero = cross_entropy(torch.zeros_like)
+    with phase("measuring the model with the dictionary in place", 3 * len(texts), "documents") as measured:
+        ce = cross_entropy(None)
+        spliced = cross_entropy(sae.to(device))
+        zero = cross_entropy(torch.zeros_like)
     recovered = float("nan")
     if zero != ce:
         recovered = (zero - spliced) / (zero - ce)

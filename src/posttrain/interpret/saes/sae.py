@@ -10,7 +10,6 @@ which a BatchTopK dictionary becomes. A tensor that is not used, or a setting th
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from posttrain.errors import DataError, UsageError
 from posttrain.randomness import derive_key
 from posttrain.registry import find, register
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.untrusted import first_fault
 
 # The kinds of sparse dictionaries are pure, differentiable functions of the pre-activations. On inputs scaled to
@@ -277,8 +276,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, 
         about |= metadata
     about |= {"sae_lens_version": LAYOUT_VERSION, "kind": folded.kind, "options": folded.options}
     configuration["metadata"] = about
-    text = json.dumps(configuration, indent=2, ensure_ascii=False)
-    replace_file(place / CONFIG, text.encode() + b"\n")
+    write_json(place / CONFIG, configuration, indent=2, ensure_ascii=False)
     return place
 
 

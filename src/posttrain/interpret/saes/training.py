@@ -21,7 +21,7 @@ from torch import Tensor
 from posttrain.activity import phase
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
 from posttrain.interpret.activations.record import read_documents, record
-from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
+from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_store_index
 from posttrain.interpret.activations.sites import check_layers, layer_of
 from posttrain.interpret.saes.fitting import (
     Learner,
@@ -52,7 +52,7 @@ from posttrain.store.checkpoint_files import (
     step_folder,
     verify,
 )
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.training.files import Observer, RunFiles
 
@@ -125,8 +125,7 @@ def train_run(
         if recipe.eval.documents:
             notify(f"measures on {recipe.eval.documents:,} documents what the dictionary keeps of the model")
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
-        text = json.dumps(results, indent=1)
-        replace_file(files.folder / RESULTS, text.encode() + b"\n")
+        write_json(files.folder / RESULTS, results)
     return trained
 
 
@@ -141,7 +140,7 @@ def open_or_record(
     place = run / ACTIVATIONS
     if section.folder is not None:
         return ActivationStore(section.folder)
-    if (place / INDEX).is_file() and read_index(place).finished:
+    if (place / INDEX).is_file() and read_store_index(place).finished:
         return ActivationStore(place, verify=True)
     model = section.model
     assert model is not None, "the section's validator"
@@ -341,22 +340,28 @@ class _Training(lightning.LightningModule):
         if should_stop:
             self.trainer.should_stop = True
 
-    def _log(self, step: int, batch: int) -> None:
+    def _numbers(self) -> dict[str, float]:
+        """Return the metrics of the step that was just made."""
         measured = self.learner.measured
         terms = {
             "squared_error": float(measured.squared_error),
             "penalty": float(measured.penalty),
             "auxk": float(measured.auxiliary),
         }
+        num_active = float((measured.features > 0).sum())
         is_dead = self.dictionary.since_fired > self.learner.dead_rows
-        numbers = {
+        (group,) = self.trainer.optimizers[0].param_groups
+        return {
             "loss": sum(terms.values()),
             **terms,
-            "l0": float((measured.features > 0).sum()) / len(measured.features),
+            "l0": num_active / len(measured.features),
             "dead": float(is_dead.double().mean()),
             "grad_norm": float(self.learner.grad_norm),
-            "lr": float(self.trainer.optimizers[0].param_groups[0]["lr"]),
+            "lr": float(group["lr"]),
         }
+
+    def _log(self, step: int, batch: int) -> None:
+        numbers = self._numbers()
         if not all(abs(numbers[name]) < float("inf") for name in ("loss", "grad_norm")):
             raise NonFiniteLoss(
                 f"step {step}: the loss is {numbers['loss']}, the gradient norm {numbers['grad_norm']}. A smaller "
