@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from old_runs import copy_old_run
-from test_custom_components import BLOCKS, IMPORTS, SMALL, TABLE, TEXT, YAML_BLOCKS, block_of
+from test_custom_components import IMPORTS, SMALL, TABLE, TEXT, YAML_BLOCKS, block_of
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tools", "docs", "benchmarks/results", "Makefile", "pyproject.toml", "mkdocs.yml", "README.md")
@@ -59,7 +59,7 @@ def insert_after(path: Path, anchor: str, line: str) -> None:
 
 
 def add_column(package: Path) -> None:
-    declared, written, read = (block for block in BLOCKS if "num_characters" in block)
+    declared, written, read = re.findall(r"^```text\n(.*num_characters.*)\n```", TEXT, re.MULTILINE)
     insert_after(package / "store/schema.py", '    "failures": "TEXT"', declared)
     insert_after(package / "store/rollouts.py", '        "failures": None', written)
     insert_after(package / "store/rollouts.py", "    failures: tuple[str, ...] = ()", read)
