@@ -22,7 +22,7 @@ from posttrain.activity import phase
 from posttrain.data.base import build_task
 from posttrain.data.render import Template, encode_prompt, end_ids
 from posttrain.data.render.assistant import encode_answer
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
 from posttrain.evaluation.generation import held_out
@@ -87,14 +87,14 @@ class RewardModel:
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
             return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
-        rows: list[Row | str] = []
+        rows: list[TokenRow | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
             body = text.removeprefix(self.template.opening)
             answer = encode_answer(self.tokenizer, self.template, body, prompt, example.variables)
             if finish != "length":
                 answer = [*answer, *end_ids(self.tokenizer, self.template)]
-            rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
+            rows.append(TokenRow([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
         return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
@@ -122,7 +122,7 @@ class RewardModel:
         return score if self.kind == "process" else sigmoid(score)
 
     @torch.no_grad()
-    def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
+    def read(self, rows: Sequence[TokenRow | str]) -> list[Tensor | None]:
         """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
         classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
 
@@ -134,7 +134,7 @@ class RewardModel:
             prompts: dict[tuple[int, ...], int] = {}
             samples, counts = [], []
             for index in piece:
-                row = cast(Row, rows[index])
+                row = cast(TokenRow, rows[index])
                 ends = row.step_labels or {len(row.ids) - 1: 0}
                 group = prompts.setdefault(tuple(row.ids[: row.prompt_length]), len(prompts))
                 mask = [t in ends for t in range(len(row.ids))]
@@ -148,7 +148,7 @@ class RewardModel:
                 row_scores[index] = part
         return row_scores
 
-    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
+    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[TokenRow | str]:
         """The row that training makes of each response, or the reason why it makes none."""
         several = (replace(one, responses=(response,)) for one, response in zip(examples, responses, strict=True))
         units = [next(rows_of(self.tokenizer, self.template, example, shape)) for example in several]
@@ -255,15 +255,17 @@ def _counted(pieces: Sequence[list[int]]) -> Iterator[list[int]]:
             scored.num_done += len(piece)
 
 
-def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[list[int]]:
+def _pieces(rows: Sequence[TokenRow | str], max_tokens: int, budget: int) -> list[list[int]]:
     """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
 
     A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
     """
-    lengths = {i: len(row.ids) for i, row in enumerate(rows) if isinstance(row, Row) and len(row.ids) <= max_tokens}
+    lengths = {
+        i: len(row.ids) for i, row in enumerate(rows) if isinstance(row, TokenRow) and len(row.ids) <= max_tokens
+    }
     families: dict[tuple[int, ...], list[int]] = {}
     for index in lengths:
-        row = cast(Row, rows[index])
+        row = cast(TokenRow, rows[index])
         families.setdefault(tuple(row.ids[: row.prompt_length]), []).append(index)
     ordered = sorted(families.values(), key=lambda family: max(lengths[i] for i in family))
     return split_padded((index for family in ordered for index in family), lengths, budget)
