@@ -21,9 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "conformance.json"
 PAGE = ROOT / "docs" / "how-to" / "check-a-trainer.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 
-from conformance.test_zoo import ZOO, findings_about  # noqa: E402
+from test_zoo import ZOO, findings_about  # noqa: E402
+
 from posttrain.conformance.findings import worst  # noqa: E402
 from posttrain.conformance.run import Report, check_module, largest_of, load_module  # noqa: E402
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from zoo import RIGHT, Bug
+from zoo_losses import LOSSES
+from zoo_others import OTHERS
 
-from conformance.zoo import RIGHT, Bug
-from conformance.zoo_losses import LOSSES
-from conformance.zoo_others import OTHERS
 from posttrain.conformance.cases import Config, all_configs
 from posttrain.conformance.findings import Finding
 from posttrain.conformance.losses import check_loss
@@ -21,6 +23,21 @@ def findings_about(kind: str, function: object, config: Config | None) -> list[F
     if config is not None:
         return list(check_loss(function, config))  # type: ignore[arg-type]
     return list(KINDS[kind][1](function))
+
+
+def test_the_page_shows_the_recorded_tables():
+    root = Path(__file__).resolve().parents[2]
+    recorded = json.loads((root / "benchmarks" / "results" / "conformance.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "how-to" / "check-a-trainer.md").read_text(encoding="utf-8")
+    of_zoo = page.partition("<!-- zoo -->")[2].partition("<!-- end of zoo -->")[0].strip().splitlines()[2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in of_zoo] == [bug.name for bug in ZOO]
+    assert [row["name"] for row in recorded["zoo"]] == [bug.name for bug in ZOO]
+    of_trl = page.partition("<!-- trl -->")[2].partition("<!-- end of trl -->")[0].strip().splitlines()[2:]
+    assert len(of_trl) == len(recorded["trl"]["rows"]) == 12
+    for line, row in zip(of_trl, recorded["trl"]["rows"], strict=True):
+        assert line.split(" | ")[1] == row["case"]
+        assert all(note in line for note in row["others"])
+    assert recorded["versions"]["trl"].startswith("1.16")
 
 
 def statuses(findings: Sequence[Finding]) -> dict[str, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
-from conformance.zoo import (
+from zoo import (
     Bug,
     Part,
     clean,
@@ -22,6 +21,7 @@ from conformance.zoo import (
     row_mean,
     rows_of,
 )  # fmt: skip
+
 from posttrain.conformance.cases import Config
 
 GRPO, SFT = Config("grpo"), Config("cross_entropy")

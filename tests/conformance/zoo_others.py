@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from conformance.zoo import Bug, right_advantages, right_rows, right_score
+from zoo import Bug, right_advantages, right_rows, right_score
 
 Ids = Sequence[Sequence[int]]
 
