@@ -105,8 +105,11 @@ class Measured:
             names = [known for known in results if not known.endswith(("_low", "_high"))]
             what = f"{self.folder}: there is no result {name!r}.{suggest(name, names)}"
             raise UsageError(f"{what} Give one of: {', '.join(names)}")
-        low, high = results.get(f"{name}_low"), results.get(f"{name}_high")
-        interval = None if low is None or high is None else (low, high)
+        low = results.get(f"{name}_low")
+        high = results.get(f"{name}_high")
+        interval = None
+        if low is not None and high is not None:
+            interval = (low, high)
         return Measure(results[name], interval, self.finished.items())
 
 
@@ -172,23 +175,37 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    drawing = choose_drawing(
+        samples=samples,
+        k=plain_counts("k", k),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        n=limit,
+        max_tokens=max_tokens,
+        seed=seed,
+        batch=DEFAULT_BATCH,
+    )
+    chooser = None
+    if best_of is not None:
+        chooser = find_source(plain_path("best_of", best_of), runs)
+    folder = None
+    if out is not None:
+        folder = Path(plain_path("out", out))
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(
-            samples=samples, k=plain_counts("k", k), temperature=temperature, top_p=top_p, top_k=top_k, **rest
-        ),
+        drawing=drawing,
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
-        best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
-        out=None if out is None else Path(plain_path("out", out)),
+        best_of=chooser,
+        out=folder,
     )
     with choose_evaluation_progress(open_console(), not progress) as view:
-        return Measured(carry_out(make_plan(request), view)[0])
+        return Measured(evaluate_plan(make_plan(request), view)[0])
 
 
-def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
+def evaluate_plan(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 
@@ -298,20 +315,28 @@ def answers_to(
     """Sample answers to each example, and grade those with a gold answer."""
     template = model.grader.template
     prompts = [encode_prompt(model.tokenizer, template, one.messages, one.variables) for one in examples]
-    places = [() if number == 0 else (number,) for number in range(len(examples))]
-    keys = [[derive_key(seed, "generate", *place, i) for i in range(samples)] for place in places]
+    keys = []
+    for number in range(len(examples)):
+        place: tuple[int, ...] = ()  # of the first prompt, which is answered as `posttrain generate` does
+        if number > 0:
+            place = (number,)
+        keys.append([derive_key(seed, "generate", *place, i) for i in range(samples)])
     sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p)
+    sampled = model.engine.generate(prompts, keys, sampling)
     answers = []
-    for example, prompt, completions in zip(
-        examples, prompts, model.engine.generate(prompts, keys, sampling), strict=True
-    ):
-        for one in completions:
-            text, count = decode_response(model.tokenizer, template, one.ids, prompt), len(one.ids)
-            request = "\n".join(message.content for message in example.messages)
-            logprob = math.fsum(one.logprobs) / len(one.logprobs) if one.logprobs else None
-            graded = [Attempt(example, "", text, one)] if example.answer is not None else []
-            outcome = model.grader.grade(graded)[0].outcome if graded else None
-            answers.append(Answer(request, text, template.extract(text), count, one.finish, logprob, outcome))
+    for example, prompt, completions in zip(examples, prompts, sampled, strict=True):
+        request = "\n".join(message.content for message in example.messages)
+        for completion in completions:
+            text = decode_response(model.tokenizer, template, completion.ids, prompt)
+            logprob = None
+            if completion.logprobs:
+                logprob = math.fsum(completion.logprobs) / len(completion.logprobs)
+            outcome = None
+            if example.answer is not None:
+                outcome = model.grader.grade([Attempt(example, "", text, completion)])[0].outcome
+            answers.append(
+                Answer(request, text, template.extract(text), len(completion.ids), completion.finish, logprob, outcome)
+            )
     return answers
 
 
@@ -324,12 +349,19 @@ def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
     """
     if not isinstance(prompts, Iterable):
         raise UsageError(f"prompts: {type(prompts).__name__} is none. Give questions, or lists of messages")
-    listed: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    listed: list[Any] = [prompts]
+    if not isinstance(prompts, str | Mapping):
+        listed = list(prompts)
     if not listed:
         raise UsageError("prompts: there are none. Give at least one")
     if isinstance(listed[0], Mapping):
         listed = [listed]  # the messages of one conversation
-    return [one if isinstance(one, Example) else example_of(one, i) for i, one in enumerate(listed)]
+    examples = []
+    for number, prompt in enumerate(listed):
+        if not isinstance(prompt, Example):
+            prompt = example_of(prompt, number)
+        examples.append(prompt)
+    return examples
 
 
 def example_of(prompt: Prompt, number: int) -> Example:
@@ -346,7 +378,9 @@ def example_of(prompt: Prompt, number: int) -> Example:
     if not isinstance(prompt, Sequence):
         raise UsageError(f"prompts.{number}: give a text or a list of messages, not {type(prompt).__name__}")
     for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = None
+        if isinstance(message, Mapping):
+            content = message.get("content")
         if isinstance(content, str):
             plain_text(f"prompts.{number}", content)
     row = Row("prompts", number, {"messages": list(prompt)})

@@ -73,18 +73,29 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
-            if not (callable(callback := getattr(self, name)) or callback is None):
+            callback = getattr(self, name)
+            if callback is not None and not callable(callback):
                 raise UsageError(f"{name}: {type(callback).__name__} cannot be called. Give one function of an event")
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         self.view(event, info)
-        callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
+        if event == "step":
+            callback = self.on_step
+            metrics = info["metrics"]
+        elif event == "evaluation":
+            callback = self.on_evaluation
+            metrics = info["results"]
+        elif event == "checkpoint":
+            callback = self.on_checkpoint
+            metrics = {}
+        else:
+            return
         if callback is None:
             return
-        metrics = dict(info.get("metrics") or info.get("results") or {})
-        happened = Event(int(info["step"]), metrics, info.get("name"))
+        happened = Event(int(info["step"]), dict(metrics), info.get("name"))
         if "path" in info:
-            happened.path, happened.is_best = Path(info["path"]), bool(info.get("best"))
+            happened.path = Path(info["path"])
+            happened.is_best = bool(info.get("best"))
         callback(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
@@ -140,7 +151,9 @@ def train(
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
-    called = name if isinstance(name, str) else "run"
+    called = "run"
+    if isinstance(name, str):
+        called = name
     notes += session_notes(checked)
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
     with choose_progress(called, not progress) as view:
@@ -169,14 +182,19 @@ def given(
     """Return what was given in Python as keys of a recipe."""
     keys: dict[str, Any] = {}
     if model is not None:
-        section = model if isinstance(model, Mapping) else {"name": model_name(model, runs_dir)}
+        if isinstance(model, Mapping):
+            section: Mapping[str, object] = model
+        else:
+            section = {"name": model_name(model, runs_dir)}
         with reading("model"):
             keys |= {f"model.{key}": value for key, value in section.items()}
     if data is not None:
         keys["task"] = data_word(data, runs_dir)
     if eval_data is not None:
         word = data_word(eval_data, runs_dir)
-        keys["eval.tasks"] = [{"split": "all"} | word if "path" in word else word]
+        if "path" in word:
+            word = {"split": "all"} | word
+        keys["eval.tasks"] = [word]
         if "path" in keys.get("task", {}):  # nothing of it need be held out
             keys["task"] = {"split": "all"} | keys["task"]
     if rewards is not None:
@@ -208,10 +226,11 @@ def refuse_tasks(recipe: Recipe) -> None:
     Raises:
         UsageError: from the trait.
     """
-    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_components(named)):
-        refuse = find("task", word.name).traits.get("refuse")
-        if refuse is not None:
-            refuse(**word.options)
+    for named in (recipe.task, *recipe.eval.tasks):
+        for task in task_components(named):
+            refuse = find("task", task.name).traits.get("refuse")
+            if refuse is not None:
+                refuse(**task.options)
 
 
 def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
@@ -235,7 +254,8 @@ def carry_out(
     recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
 ) -> tuple[RunResult, Path]:
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
-    if not isinstance(resume := options.get("resume", False), bool):
+    resume = options.get("resume", False)
+    if not isinstance(resume, bool):
         raise UsageError(
             f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
         )

@@ -59,13 +59,16 @@ OPTIONS = Options(
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Check every trial, make those that are not finished, and write results, tables, picture and page."""
-    from posttrain.api.sweep import carry_out, folder_of
+    from posttrain.api.sweep import folder_of, make_sweep
     from posttrain.errors import INTERRUPTED
     from posttrain.sweeps.plan import load_sweep
     from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say
 
     options = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
-    over = None if arguments.over is None else arguments.over[0]
+    if arguments.over is None:
+        over = None
+    else:
+        over = arguments.over[0]
     folder = folder_of(arguments.run, arguments.recipe, over, arguments.runs_dir)
     plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **options)
     console = open_console()
@@ -76,7 +79,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         _check_rows(plan)
         return 0
 
-    done = carry_out(plan, command_of(arguments), arguments.jobs, quiet=arguments.quiet)
+    done = make_sweep(plan, command_of(arguments), arguments.jobs, quiet=arguments.quiet)
     if done.results is not None and not leaves_out_tables(arguments.quiet):
         for table in done.results.tables:
             print_table(console, table)
@@ -90,7 +93,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         say(console, f"read on: {plan.content.page}")
     if done.is_interrupted:
         return INTERRUPTED
-    return 1 if done.failures else 0
+    if done.failures:
+        return 1
+    return 0
 
 
 def _check_rows(plan: Plan) -> None:
@@ -98,7 +103,9 @@ def _check_rows(plan: Plan) -> None:
     from posttrain.api.training import refuse_tasks
     from posttrain.commands.train import check_data, check_tools, tell_missing
 
-    starts = [plan.start.recipe] if plan.start is not None else []
+    starts = []
+    if plan.start is not None:
+        starts = [plan.start.recipe]
     for recipe in [*starts, *(row.recipe for row in plan.rows if "labelled" not in row.needs)]:
         refuse_tasks(recipe)
         check_data(recipe)
@@ -110,7 +117,9 @@ def describe_plan(plan: Plan) -> list[str]:
     """Describe the trials and what each needs, and how rows differ from their base, a line each."""
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
-        after = f" (after {', '.join(trial.needs)})" if trial.needs else ""
+        after = ""
+        if trial.needs:
+            after = f" (after {', '.join(trial.needs)})"
         lines.append(f"{trial.name}: posttrain {shlex.join(trial.command)}{after}")
     for row in plan.rows if plan.base is not None else ():
         changes = ", ".join(sorted(row.differs)) or "nothing but the method"
@@ -120,8 +129,14 @@ def describe_plan(plan: Plan) -> list[str]:
 
 def command_of(arguments: argparse.Namespace) -> str:
     """The command line that makes this sweep again."""
-    rows = None if arguments.rows is None else ",".join(arguments.rows)
-    over = None if arguments.over is None else f"{arguments.over[0]}={','.join(arguments.over[1])}"
+    if arguments.rows is None:
+        rows = None
+    else:
+        rows = ",".join(arguments.rows)
+    if arguments.over is None:
+        over = None
+    else:
+        over = f"{arguments.over[0]}={','.join(arguments.over[1])}"
     options = {"--rows": rows, "--over": over, "--seeds": arguments.seeds, "--jobs": arguments.jobs}
     options |= {"--run": arguments.run, "--runs-dir": None if arguments.runs_dir == "runs" else arguments.runs_dir}
     given = [(option, str(value)) for option, value in options.items() if value is not None]

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.api.measure import carry_out
+from posttrain.api.measure import evaluate_plan
 from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
@@ -95,7 +95,7 @@ def request_of(
 def _run(plan: Plan, quiet: bool) -> list[Finished]:
     """Carry out a plan and print its tables."""
     with choose_evaluation_progress(open_console(), quiet) as progress:
-        finished = carry_out(plan, progress)
+        finished = evaluate_plan(plan, progress)
     tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
     _print(tables, notes_of(finished), f"summary, results and every answer: {plan.folder}", quiet)
     return finished
