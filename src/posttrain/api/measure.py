@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,32 +175,19 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    drawing = choose_drawing(
-        samples=samples,
-        k=plain_counts("k", k),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        n=limit,
-        max_tokens=max_tokens,
-        seed=seed,
-        batch=DEFAULT_BATCH,
-    )
-    chooser = None
-    if best_of is not None:
-        chooser = find_source(plain_path("best_of", best_of), runs)
-    folder = None
-    if out is not None:
-        folder = Path(plain_path("out", out))
+    counts: dict[str, Any] = {"n": limit, "samples": samples, "k": plain_counts("k", k)}
+    counts |= {"max_tokens": max_tokens, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=drawing,
+        drawing=choose_drawing(**counts, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
-        best_of=chooser,
-        out=folder,
     )
+    if best_of is not None:
+        request = replace(request, best_of=find_source(plain_path("best_of", best_of), runs))
+    if out is not None:
+        request = replace(request, out=Path(plain_path("out", out)))
     with choose_evaluation_progress(open_console(), not progress) as view:
         return Measured(evaluate_plan(make_plan(request), view)[0])
 

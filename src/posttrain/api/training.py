@@ -151,17 +151,21 @@ def train(
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
-    called = "run"
-    if isinstance(name, str):
-        called = name
+    called = _called(name)
     notes += session_notes(checked)
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        result, _ = carry_out(
-            checked, called, runs_dir, run, callbacks, should_stop=lambda: callbacks.is_stopped, **options
-        )
+        options["should_stop"] = lambda: callbacks.is_stopped
+        result, _ = carry_out(checked, called, runs_dir, run, callbacks, **options)
     return Run(result.folder)
+
+
+def _called(name: str | dict[str, Any]) -> str:
+    """Return what a recipe is called; one that is given as a mapping is ``run``."""
+    if isinstance(name, str):
+        return name
+    return "run"
 
 
 def _check_places(runs_dir: Place, run: str | None, progress: bool) -> tuple[str, str | None]:

@@ -134,7 +134,8 @@ def _demonstrations() -> Rows:
 def _preferences() -> Rows:
     """Yield pairs of an answer with its steps and a wrong guess."""
     for story in _stories("train", 12, "pair"):
-        chosen, guess = f"{story.solution} The answer is {story.answer}.", f"The answer is {story.responses[1].answer}."
+        chosen = f"{story.solution} The answer is {story.answer}."
+        guess = f"The answer is {story.responses[1].answer}."
         yield {"prompt": story.messages[0].content, "chosen": chosen, "rejected": guess}
 
 

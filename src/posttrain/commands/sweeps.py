@@ -65,9 +65,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say
 
     options = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
-    if arguments.over is None:
-        over = None
-    else:
+    over = None
+    if arguments.over is not None:
         over = arguments.over[0]
     folder = folder_of(arguments.run, arguments.recipe, over, arguments.runs_dir)
     plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **options)
@@ -83,8 +82,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     if done.results is not None and not leaves_out_tables(arguments.quiet):
         for table in done.results.tables:
             print_table(console, table)
-        lines = done.results
-        for line in (*lines.problems, *lines.findings, *lines.notes, *lines.differences):
+        results = done.results
+        for line in (*results.problems, *results.findings, *results.notes, *results.differences):
             say(console, line)
         say(console, f"report: {done.report}")
         say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
@@ -121,24 +120,29 @@ def describe_plan(plan: Plan) -> list[str]:
         if trial.needs:
             after = f" (after {', '.join(trial.needs)})"
         lines.append(f"{trial.name}: posttrain {shlex.join(trial.command)}{after}")
-    for row in plan.rows if plan.base is not None else ():
-        changes = ", ".join(sorted(row.differs)) or "nothing but the method"
-        lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
+    if plan.base is not None:
+        for row in plan.rows:
+            changes = ", ".join(sorted(row.differs)) or "nothing but the method"
+            lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
     return lines
 
 
 def command_of(arguments: argparse.Namespace) -> str:
     """The command line that makes this sweep again."""
-    if arguments.rows is None:
-        rows = None
-    else:
-        rows = ",".join(arguments.rows)
-    if arguments.over is None:
-        over = None
-    else:
-        over = f"{arguments.over[0]}={','.join(arguments.over[1])}"
-    options = {"--rows": rows, "--over": over, "--seeds": arguments.seeds, "--jobs": arguments.jobs}
-    options |= {"--run": arguments.run, "--runs-dir": None if arguments.runs_dir == "runs" else arguments.runs_dir}
-    given = [(option, str(value)) for option, value in options.items() if value is not None]
-    given += [(f"--{key}", value) for key, value in arguments.overrides]
-    return shlex.join(["posttrain", "sweep", arguments.recipe, *(word for pair in given for word in pair)])
+    words = ["posttrain", "sweep", arguments.recipe]
+    if arguments.rows is not None:
+        words += ["--rows", ",".join(arguments.rows)]
+    if arguments.over is not None:
+        key, values = arguments.over
+        words += ["--over", f"{key}={','.join(values)}"]
+    if arguments.seeds is not None:
+        words += ["--seeds", str(arguments.seeds)]
+    if arguments.jobs is not None:
+        words += ["--jobs", str(arguments.jobs)]
+    if arguments.run is not None:
+        words += ["--run", arguments.run]
+    if arguments.runs_dir != "runs":
+        words += ["--runs-dir", arguments.runs_dir]
+    for key, value in arguments.overrides:
+        words += [f"--{key}", value]
+    return shlex.join(words)

@@ -91,32 +91,23 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    scale = ScaleSection()
-    if isinstance(recipe, Recipe):
-        scale = recipe.scale
-    check_scale(scale)
+    check_scale(_scale_of(recipe))
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
         check_run_name(name)
-    place = Path(root)
-    is_new_root = not place.exists()
+    is_new_root = not Path(root).exists()
     if resume:
-        folder = _folder_to_resume(place, name, recipe_name)
+        folder = _folder_to_resume(Path(root), name, recipe_name)
     else:
-        folder = _new_folder(place, name, recipe, recipe_name)
+        folder = _new_folder(Path(root), name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
         notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
-        before = None
-        if resume:
-            before = directory.read_status()
-        record = _Record(directory, new_status(recipe.train.steps or 0, before), observer, should_stop)
+        record = _Record(directory, _status_at_start(directory, recipe, resume), observer, should_stop)
         try:
-            record.update()
-            for message in [*notices, *notes]:
-                record.notice(message)
+            record.begin([*notices, *notes])
             result = _train(recipe, directory, resume, record, train)
             record.conclude(summarize)
         except BaseException as error:
@@ -127,6 +118,19 @@ def launch(
             raise
         record.tell_finish()
         return result
+
+
+def _scale_of(recipe: RunRecipe) -> ScaleSection:
+    if isinstance(recipe, Recipe):
+        return recipe.scale
+    return ScaleSection()  # of a sparse autoencoder, which one process trains
+
+
+def _status_at_start(directory: RunDirectory, recipe: RunRecipe, resume: bool) -> RunStatus:
+    before = None
+    if resume:
+        before = directory.read_status()
+    return new_status(recipe.train.steps or 0, before)
 
 
 def _take_back(folder: Path, is_new_root: bool) -> None:
@@ -383,6 +387,12 @@ class _Record:
             self.update(step=info["step"])
             return
         self.observer(event, info)
+
+    def begin(self, notices: Sequence[str]) -> None:
+        """Write the status of a run that starts, and tell what is to be known about it."""
+        self.update()
+        for message in notices:
+            self.notice(message)
 
     def tell_finish(self) -> None:
         """Pass on that the run has ended."""

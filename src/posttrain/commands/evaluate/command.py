@@ -112,7 +112,9 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
         return models.run_against(arguments)
     scorers = [name for name in arguments.models if find_source(name, arguments.runs_dir).is_scorer]
     if not scorers:
-        return models.run_comparison(arguments) if arguments.compare else models.run_models(arguments)
+        if arguments.compare:
+            return models.run_comparison(arguments)
+        return models.run_models(arguments)
     if len(scorers) < len(arguments.models):
         others = ", ".join(name for name in arguments.models if name not in scorers)
         raise UsageError(f"{', '.join(scorers)}: a reward model is not measured in one table with models ({others})")

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,8 @@ def _print_results(results: dict[str, Any]) -> None:
         f"held out:   FVU {held_out['fvu']:.4f} · L0 {held_out['l0']:.1f} · {held_out['silent']:.1%} of the features "
         f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
     )
-    if loss := results.get("recovered"):
+    loss = results.get("recovered")
+    if loss:
         print(
             f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}): "
             f"{loss['ce_recovered']:.1%} recovered"
@@ -162,11 +163,12 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
     console = open_console()
     folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
-    name = PAGE if arguments.features is None else SOME
     if arguments.out:
         page = Path(arguments.out)
+    elif arguments.features is None:
+        page = (run or folder) / PAGE
     else:
-        page = (run or folder) / name
+        page = (run or folder) / SOME
     if page.suffix != ".html":
         raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
     with storage_errors("page", page):
@@ -222,35 +224,30 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     console = open_console()
     root = Path(arguments.runs_dir)
-    tell: Callable[[str], object]
-    if arguments.quiet:
-        tell = lambda line: None
-    else:
-        tell = partial(say, console, style="dim")
+
+    def tell(line: str) -> None:
+        if not arguments.quiet:
+            say(console, line, "dim")
+
     folder = root / _folder_name(arguments)
     base = find_pair(recipe, root) or find_model(recipe.base, root, None, arguments.quiet, tell)
     if base is None:
-        post = None
-    else:
-        post = find_model(recipe.post, root, base, arguments.quiet, tell)
-    if base is None or post is None:
+        return INTERRUPTED
+    post = find_model(recipe.post, root, base, arguments.quiet, tell)
+    if post is None:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
-    sources = find_source(base, root), find_source(post, root)
-    work = prepare(recipe, *sources, folder, tell, allow_large=arguments.yes)
-    words = ["posttrain", "sae", "diff", *arguments.models, *(x for key, y in overrides for x in (f"--{key}", y))]
-    if arguments.run is not None:
-        words += ["--run", arguments.run]
-    if arguments.runs_dir != "runs":
-        words += ["--runs-dir", arguments.runs_dir]
+    source = find_source(base, root)
+    other = find_source(post, root)
+    work = prepare(recipe, source, other, folder, tell, allow_large=arguments.yes)
     about = {
         "title": "What did training change?",
         "description": recipe.description,
-        "base": sources[0].section().name,
-        "post": sources[1].section().name,
+        "base": source.section().name,
+        "post": other.section().name,
         "recipe": work.recipe.dump(),
         "fingerprint": work.recipe.fingerprint(),
-        "command": shlex.join(words),
+        "command": _command_of(arguments, overrides),
     }
     content = compare(work, about, started)
     replace_file(folder / REPORT, render_diff(content).encode())
@@ -260,6 +257,18 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
     say(console, f"report: {folder / REPORT}")
     return 0
+
+
+def _command_of(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> str:
+    """Return the command line that makes this comparison again."""
+    words = ["posttrain", "sae", "diff", *arguments.models]
+    for key, value in overrides:
+        words += [f"--{key}", value]
+    if arguments.run is not None:
+        words += ["--run", arguments.run]
+    if arguments.runs_dir != "runs":
+        words += ["--runs-dir", arguments.runs_dir]
+    return shlex.join(words)
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:
@@ -283,7 +292,8 @@ def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
 
     if recipe.base.recipe is None or recipe.post.recipe is None:
         return None
-    for folder in runs_by_recipe(load_recipe(recipe.base.recipe, []).resolve(), root)[0]:
+    finished, _ = runs_by_recipe(load_recipe(recipe.base.recipe, []).resolve(), root)
+    for folder in finished:
         began = [("model.name", json.dumps(str(folder)))]
         if find_runs(load_recipe(recipe.post.recipe, began).resolve(), root)[0] is not None:
             return str(folder)
@@ -307,7 +317,7 @@ def find_model(
     name = compared.recipe
     changes = []
     if base is not None:
-        changes = [("model.name", json.dumps(base))]
+        changes.append(("model.name", json.dumps(base)))
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
         recipe,

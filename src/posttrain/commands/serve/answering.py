@@ -53,7 +53,9 @@ class Answer:
     """
 
     def __init__(self, tokenizer: object, job: Job, prompt: Sequence[int] = (), key: int = 0) -> None:
-        self.job, self.prompt, self.key = job, prompt, key
+        self.job = job
+        self.prompt = prompt
+        self.key = key
         self.text = job.opening
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -66,21 +68,28 @@ class Answer:
         assert self.finish is None, "nothing follows the end of an answer"
         self.ids.append(token)
         self.logprobs.append(logprob)
-        stops, tag = self.job.body.stop or (), self.job.call_tag
+        stops = list(self.job.body.stop or ())
+        tag = self.job.call_tag
         is_end = token in self.job.sampling.stop_ids
-        held = self._held + (self._decoded.end() if is_end else self._decoded.push(token))
-        held += self._decoded.flush() if is_last else ""
+        held = self._held
+        if is_end:
+            held += self._decoded.end()
+        else:
+            held += self._decoded.push(token)
+        if is_last:
+            held += self._decoded.flush()
         places = [held.find(stop) for stop in stops if stop in held]
         if places or is_end or is_last:
-            self.finish = "stop" if places or is_end else "length"
+            self.finish = "length"
+            if places or is_end:
+                self.finish = "stop"
             certain = min(places, default=len(held))
         else:  # a call is returned with the last token
-            begun = (
-                n for text in (*stops, tag) for n in range(1, min(len(text), len(held) + 1)) if held.endswith(text[:n])
-            )
-            certain = len(held) - max(begun, default=0)
-            certain = min(certain, held.find(tag)) if tag and tag in held else certain
-        added, self._held = held[:certain], held[certain:]
+            certain = len(held) - _length_begun(held, [*stops, tag])
+            if tag and tag in held:
+                certain = min(certain, held.find(tag))
+        added = held[:certain]
+        self._held = held[certain:]
         self.text += added
         return added
 
@@ -90,7 +99,8 @@ class Answerer:
 
     def __init__(self, opened: OpenedModel) -> None:
         assert isinstance(opened.engine, NativeEngine), "this server samples in its own process"
-        self.opened, self.context = opened, opened.context_tokens
+        self.opened = opened
+        self.context = opened.context_tokens
         self.turns = Turns(opened.engine)
 
     def close(self) -> None:
@@ -174,6 +184,16 @@ class Answerer:
         return Task(list(numbers), rows, sampling, take, finish)
 
 
+def _length_begun(held: str, texts: Sequence[str]) -> int:
+    """Return how many characters at the end of ``held`` may be the beginning of one of the texts."""
+    longest = 0
+    for text in texts:
+        for length in range(1, min(len(text), len(held) + 1)):
+            if length > longest and held.endswith(text[:length]):
+                longest = length
+    return longest
+
+
 def push_all(answer: Answer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
     """Add tokens to an answer up to its end, which a stop text may bring before the last of them."""
     for place, (token, logprob) in enumerate(tokens, start=1):
@@ -198,7 +218,8 @@ class Recorder:
     """
 
     def __init__(self, path: Path, model: str) -> None:
-        self.path, self.model = path, model
+        self.path = path
+        self.model = model
         with storage_errors("records", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -206,11 +227,22 @@ class Recorder:
 
     def add(self, index: int, answer: Answer) -> None:
         """Record an answer; one that was broken off has the finish null."""
-        job, sampling = answer.job, answer.job.sampling
-        line = {"id": job.id, "time": round(time.time(), 3), "endpoint": job.endpoint, "model": self.model}
-        line |= {"index": index, "prompt_ids": answer.prompt, "ids": answer.ids, "logprobs": answer.logprobs}
-        line |= {"text": answer.text, "finish": answer.finish, "seed": job.seed}
-        line["sampling"] = {key: getattr(sampling, key) for key in ("max_tokens", "temperature", "top_k", "top_p")}
+        job = answer.job
+        sampling = answer.job.sampling
+        line = {
+            "id": job.id,
+            "time": round(time.time(), 3),
+            "endpoint": job.endpoint,
+            "model": self.model,
+            "index": index,
+            "prompt_ids": answer.prompt,
+            "ids": answer.ids,
+            "logprobs": answer.logprobs,
+            "text": answer.text,
+            "finish": answer.finish,
+            "seed": job.seed,
+            "sampling": {key: getattr(sampling, key) for key in ("max_tokens", "temperature", "top_k", "top_p")},
+        }
         content = (json.dumps(line) + "\n").encode()
         with storage_errors("records", self.path):
             try:

@@ -215,7 +215,8 @@ class Turns:
 
     def _open(self, tasks: list[Task]) -> list[Task]:
         """Begin a generation for the first tasks; return those that did not fit."""
-        first, rest = tasks[0], tasks[1:]
+        first = tasks[0]
+        rest = tasks[1:]
         key: Hashable = None
         slots = self.engine.slots
         if first.is_small:
