@@ -32,7 +32,7 @@ from posttrain.commands.options import (
     RUNS,
     STEERING,
     TEMPLATE,
-    Options,
+    CommandOptions,
     Parser,
     address,
     natural,
@@ -153,7 +153,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             if group and COMMANDS[group].runs:  # an action says where runs are if its command does not
                 default = argparse.SUPPRESS
             of_runs = Parser(add_help=False)
-            Options(runs_dir(default), *ALLOW_CODE_OPTIONS).add_to(of_runs)
+            CommandOptions(runs_dir(default), *ALLOW_CODE_OPTIONS).add_to(of_runs)
             parents.append(of_runs)
         description = f"{command.help[0].upper()}{command.help[1:]}."
         made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
@@ -170,16 +170,16 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     return parser, made
 
 
-def _options_of(name: str, command: Command) -> Options | None:
+def _options_of(name: str, command: Command) -> CommandOptions | None:
     """Return the options of a command; None of one whose actions have them."""
     if name in _OPTIONS:
         return _OPTIONS[name]
     if command.options is not None:
-        return cast(Options, imported(command.options))
+        return cast(CommandOptions, imported(command.options))
     if command.body is None:
         return None
     module = command.body.partition(":")[0]
-    return cast(Options, imported(f"{module}:OPTIONS"))
+    return cast(CommandOptions, imported(f"{module}:OPTIONS"))
 
 
 _QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")
@@ -189,7 +189,7 @@ _TRUNCATED = (
 )
 _LISTED = option("action", nargs="?", choices=("list", "show"), default="list")
 _OPTIONS = {
-    "demo": Options(
+    "demo": CommandOptions(
         option(
             "--story", choices=("reasoning", "tools"), default="reasoning",
             help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
@@ -197,7 +197,7 @@ _OPTIONS = {
         seed_of("seed of both training runs"),
         option("--quiet", action="store_true", help="no live progress"),
     ),
-    "train": Options(
+    "train": CommandOptions(
         option("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file"),
         option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
         option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
@@ -208,7 +208,7 @@ _OPTIONS = {
         usage="posttrain train RECIPE [options] [--section.key value ...]",
         epilog=TRAIN_EPILOG,
     ),
-    "generate": Options(
+    "generate": CommandOptions(
         MODEL,
         option("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)"),
         option("--task", help="whose example is asked (default: the run's, and stories for tiny)"),
@@ -222,7 +222,7 @@ _OPTIONS = {
         usage="posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]",
         groups=STEERING,
     ),
-    "chat": Options(
+    "chat": CommandOptions(
         ("models", MODEL[1] | {"nargs": "+"}),
         TEMPLATE,
         option("--system", metavar="TEXT", help="a system message above the conversation"),
@@ -232,7 +232,7 @@ _OPTIONS = {
         seed_of(),
         usage="posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]",
     ),
-    "studio": Options(
+    "studio": CommandOptions(
         option("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)"),
         *address(7860),
         option(
@@ -245,11 +245,11 @@ _OPTIONS = {
         ),
         option("--browser", action="store_true", help="open it in the browser"),
     ),
-    "recipes": Options(_LISTED, option("name", nargs="?", help="the recipe to show")),
-    "explain": Options(
+    "recipes": CommandOptions(_LISTED, option("name", nargs="?", help="the recipe to show")),
+    "explain": CommandOptions(
         option("name", nargs="*", help="such as grpo, correct, KL penalty, train; without it: all names")
     ),
-    "data": Options(
+    "data": CommandOptions(
         _LISTED,
         option("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists"),
         option("--limit", type=positive, metavar="N", help="rows to read at most (default: all)"),
@@ -261,7 +261,7 @@ _OPTIONS = {
         usage="posttrain data {list,show} [TASK] [options] [--task.key value ...]",
         epilog=DATA_EPILOG,
     ),
-    "runs": Options(epilog=RUNS_EPILOG),
+    "runs": CommandOptions(epilog=RUNS_EPILOG),
     **{f"runs {name}": options for name, options in RUNS.items()},
 }  # fmt: skip
 _INPUT = ("task", "template")

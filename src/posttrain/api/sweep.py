@@ -26,9 +26,9 @@ from posttrain.errors import RecipeError, RunFailure
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.sweeps import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
-from posttrain.sweeps.plan import Plan, load_sweep
+from posttrain.sweeps.plan import SweepPlan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
-from posttrain.sweeps.runner import Outcome, run_trials
+from posttrain.sweeps.runner import SweepOutcome, run_trials
 from posttrain.terminal.console import open_console, say
 
 KEYS = ("recipe", "over", "rows", "seeds")
@@ -160,7 +160,7 @@ def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -
     return Path(runs_dir) / name
 
 
-def make_sweep(plan: Plan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
+def make_sweep(plan: SweepPlan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
     """Make the trials that are not finished, and write results, tables, picture and page; ``quiet``: print failures."""
     console = open_console()
 
@@ -171,7 +171,7 @@ def make_sweep(plan: Plan, command: str, jobs: int | None, *, quiet: bool) -> Sw
             say(console, line, "dim")
 
     with heartbeat("sweep", console.file, is_on=not quiet and not console.is_terminal):
-        outcome: Outcome = run_trials(plan, jobs=jobs, say=tell)
+        outcome: SweepOutcome = run_trials(plan, jobs=jobs, say=tell)
     results = None
     page = None
     try:

@@ -97,7 +97,7 @@ def without_arguments(doc: str) -> str:
     return _ARGUMENTS.sub("\n", doc).strip()
 
 
-def example_of(annotation: object, default: object) -> str:
+def example_value(annotation: object, default: object) -> str:
     """Return a value for a key, as it is typed on the command line."""
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
@@ -178,7 +178,7 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
             value = field.get_default(call_default_factory=True)
             default = show_default(value)
         kind = show_type(field.annotation) + _show_bounds(field.metadata)
-        example = example_of(field.annotation, value)
+        example = example_value(field.annotation, value)
         choices = tuple(choice for choice in _choices(field.annotation) if isinstance(choice, str))
         options.append(Option(name, kind, default, about.get(name, ""), example, choices))
     return options
@@ -363,7 +363,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 @dataclass
-class Found:
+class NameMeanings:
     """All that has a name.
 
     ``keys``: of sections, by dotted path. ``having``: components with an option of that name. ``answer``: what other
@@ -380,7 +380,7 @@ class Found:
     answer: str = ""
 
 
-def look_up(name: str) -> Found:
+def look_up(name: str) -> NameMeanings:
     """Return everything that is called so.
 
     Raises:
@@ -391,7 +391,7 @@ def look_up(name: str) -> Found:
     else:
         components = kinds_of(name)
     kinds = [kind for kind, (key, _) in KINDS.items() if name in (kind, key, kind + "s")]
-    found = Found(components, kinds, sections().get(name), recipes_called(name), find_metric(name), {}, [])
+    found = NameMeanings(components, kinds, sections().get(name), recipes_called(name), find_metric(name), {}, [])
     if found.components or found.kinds or found.recipes or found.section is not None:
         return found
     found.keys = keys_with(name)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.commands.options import Options, new_place, option
+from posttrain.commands.options import CommandOptions, new_place, option
 from posttrain.data.base import build_task
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
@@ -96,7 +96,7 @@ posttrain train grpo.yaml --model.name runs/sft --run grpo-after-sft
 }
 
 
-OPTIONS = Options(option("folder", metavar="DIR", type=new_place, help="a new or empty folder"))
+OPTIONS = CommandOptions(option("folder", metavar="DIR", type=new_place, help="a new or empty folder"))
 
 
 def run_new(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ _LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
 
 
 Argument = tuple[str, dict[str, Any]]
-Groups = Mapping[str, Sequence[Argument]]
+ArgumentGroups = Mapping[str, Sequence[Argument]]
 
 
 def option(name: str, **settings: object) -> Argument:
@@ -37,11 +37,15 @@ def option(name: str, **settings: object) -> Argument:
     return name, settings
 
 
-class Options:
+class CommandOptions:
     """The arguments of a command, those in groups by the title of the group; usage and epilog of its help."""
 
     def __init__(
-        self, *arguments: Argument, usage: str | None = None, epilog: str | None = None, groups: Groups | None = None
+        self,
+        *arguments: Argument,
+        usage: str | None = None,
+        epilog: str | None = None,
+        groups: ArgumentGroups | None = None,
     ) -> None:
         self.groups: dict[str, Sequence[Argument]] = {"": arguments}
         if groups is not None:
@@ -149,7 +153,7 @@ def refuse_open_host(host: str, is_guarded: bool, option: str) -> None:
         raise UsageError(f"--host {host!r}: others than this machine could ask; add {option}, or leave --host out")
 
 
-def names(text: str) -> list[str]:
+def names_between_commas(text: str) -> list[str]:
     """``a,b``: the names between the commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -178,12 +182,12 @@ port = _whole(1, 65_535)
 
 def positives(text: str) -> list[int]:
     """``1,4,8``: whole numbers of at least 1."""
-    return [positive(part) for part in names(text)]
+    return [positive(part) for part in names_between_commas(text)]
 
 
 def naturals(text: str) -> list[int]:
     """``0,1``: whole numbers of at least 0."""
-    return [natural(part) for part in names(text)]
+    return [natural(part) for part in names_between_commas(text)]
 
 
 def nonnegative_float(text: str) -> float:
@@ -211,7 +215,7 @@ def share(text: str) -> float:
 def read_changes(text: str) -> dict[int, float | None]:
     """Read ``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
     changes: dict[int, float | None] = {}
-    for part in names(text):
+    for part in names_between_commas(text):
         feature, equals, strength = part.partition("=")
         try:
             if strength.strip() == "off":
@@ -343,7 +347,7 @@ _REMOVAL = (
 _NAME = option("name", metavar="NAME", help="the run")
 # Options of the actions of ``posttrain runs``.
 RUNS = {
-    "list": Options(
+    "list": CommandOptions(
         option(
             "names", metavar="PATTERN", nargs="*", help="only runs whose name fits: 'tiny-*', or 'sweep-ppo/cells/*'"
         ),
@@ -357,9 +361,9 @@ RUNS = {
             help="at most so many of a table, the last of them; 0: all (default: 50)",
         ),
     ),
-    "show": Options(option("name", metavar="NAME", nargs="?", help="the run or sweep")),
-    "compare": Options(option("names", metavar="NAME", nargs="*", help="two runs or more")),
-    "prune": Options(
+    "show": CommandOptions(option("name", metavar="NAME", nargs="?", help="the run or sweep")),
+    "compare": CommandOptions(option("names", metavar="NAME", nargs="*", help="two runs or more")),
+    "prune": CommandOptions(
         *_REMOVAL,
         option("--all", action="store_true", help="every run, those of sweeps included"),
         option(
@@ -367,7 +371,7 @@ RUNS = {
             help="best (kept in any case), last, a number of newest ones (default: best,last)",
         ),
     ),
-    "delete": Options(
+    "delete": CommandOptions(
         *_REMOVAL,
         option(
             "--step", type=natural, metavar="N", action="append",
@@ -375,17 +379,17 @@ RUNS = {
         ),
         option("--force", action="store_true", help="even if other runs were trained from it or with it"),
     ),
-    "export": Options(
+    "export": CommandOptions(
         _NAME,
         option("--to", type=new_place, metavar="PLACE", required=True, help="a new folder"),
         option("--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"),
         option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
     ),
-    "resume": Options(
+    "resume": CommandOptions(
         _NAME,
         option("--steps", type=positive, metavar="N", help="go on to this step (train.steps)"),
         option("--accept-changes", action="store_true", help=ACCEPT_HELP),
         option("--quiet", action="store_true", help="no progress, only notices and the result"),
     ),
-    "manage": Options(),
+    "manage": CommandOptions(),
 }  # fmt: skip

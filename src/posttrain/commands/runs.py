@@ -515,7 +515,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
     Raises:
         RunConflict: a process works in it.
     """
-    from posttrain.commands.interpret.sae import train_sae
+    from posttrain.commands.interpret.sae import train_sae_recipe
     from posttrain.commands.train import check_recipe, train_recipe
     from posttrain.runs.models import read_run_recipe  # torch, which a list of the runs does without
 
@@ -532,7 +532,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
         from posttrain.interpret.saes.recipe import load_sae_recipe
 
         recipe = load_sae_recipe(name, changes).resolve()
-        return train_sae(recipe, name, runs_dir, place.path.name, **how, allow_large=True)
+        return train_sae_recipe(recipe, name, runs_dir, place.path.name, **how, allow_large=True)
     read_run_recipe(place.path).resolve(to_read=True)
     return train_recipe(check_recipe(name, changes), name, runs_dir, place.path.name, **how)
 

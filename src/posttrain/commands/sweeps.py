@@ -10,10 +10,10 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options import Options, names, option, positive, repetitions, shown
+from posttrain.commands.options import CommandOptions, names_between_commas, option, positive, repetitions, shown
 
 if TYPE_CHECKING:
-    from posttrain.sweeps.plan import Plan
+    from posttrain.sweeps.plan import SweepPlan
 
 EPILOG = """\
 the same command again goes on where it stopped; finished trials are kept:
@@ -37,7 +37,7 @@ def read_over(text: str) -> tuple[str, list[str]]:
     return key.strip().removeprefix("--"), values
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option(
         "recipe", metavar="SWEEP_OR_RECIPE",
         help="a sweep that `posttrain recipes` lists, a file, or a recipe of one run",
@@ -46,7 +46,10 @@ OPTIONS = Options(
         "--over", type=read_over, metavar="KEY=A,B",
         help="a row for each value of one key, of a recipe of one run: train.lr=1e-4,3e-4",
     ),
-    option("--rows", type=names, metavar="A,B", help="only these rows and what they need (default: all)"),
+    option(
+        "--rows", type=names_between_commas, metavar="A,B",
+        help="only these rows and what they need (default: all)",
+    ),
     option("--seeds", type=repetitions, metavar="N", help="runs of each row (default: the file's)"),
     option("--jobs", type=positive, metavar="N", help="trials at a time (default: cores; 1 on a GPU)"),
     option("--run", metavar="NAME", help="name of the directory (default: the sweep's name)"),
@@ -97,7 +100,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_rows(plan: Plan) -> None:
+def _check_rows(plan: SweepPlan) -> None:
     """Check the recipe of every row as a run does before it trains, and say what is missing."""
     from posttrain.api.training import refuse_tasks
     from posttrain.commands.train import check_data, check_tools, tell_missing
@@ -112,7 +115,7 @@ def _check_rows(plan: Plan) -> None:
     tell_missing([*starts, *(trial.recipe for trial in plan.trainings)], plan.folder)
 
 
-def describe_plan(plan: Plan) -> list[str]:
+def describe_plan(plan: SweepPlan) -> list[str]:
     """Describe the trials and what each needs, and how rows differ from their base, a line each."""
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:

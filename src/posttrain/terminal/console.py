@@ -34,14 +34,14 @@ MAX_COLUMNS = 10_000
 
 
 @dataclass
-class Collected:
+class CollectedTables:
     """The tables of a command as plain data; ``content``: data that say more than they do, if there are any."""
 
     tables: list[dict[str, object]] = field(default_factory=list)
     content: object = None
 
 
-_COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
+_COLLECTED: ContextVar[CollectedTables | None] = ContextVar("collected", default=None)
 
 
 class Text(rich.text.Text):
@@ -122,7 +122,7 @@ def tables_as_json() -> Iterator[None]:
 
     They become a list of ``{"title", "rows"}``, unless ``write_json`` was given something else.
     """
-    collected = Collected()
+    collected = CollectedTables()
     output = sys.stdout
     token = _COLLECTED.set(collected)
     try:

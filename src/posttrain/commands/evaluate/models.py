@@ -57,7 +57,7 @@ SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "b
 }  # fmt: skip
 
 
-def run_models(arguments: argparse.Namespace) -> int:
+def run_table(arguments: argparse.Namespace) -> int:
     """Measure every cell, print a table, write results, records and a summary."""
     _run(make_plan(request_of(arguments)), arguments.quiet)
     return 0

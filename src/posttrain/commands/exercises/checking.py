@@ -41,7 +41,7 @@ class FailedCode(Exception):
     """The reader's code raised; the message says what and where."""
 
 
-class Submission(TypedDict):
+class ExerciseFile(TypedDict):
     """The text of a reader's file, and the exercise that it is for."""
 
     name: str
@@ -49,7 +49,7 @@ class Submission(TypedDict):
     source: str
 
 
-def check(submission: Submission) -> dict[str, str]:
+def check(submission: ExerciseFile) -> dict[str, str]:
     """Run the reader's file on the cases; return what is ``wrong`` (empty: nothing) and what it ``printed``."""
     printed = io.StringIO()
     try:
@@ -60,7 +60,7 @@ def check(submission: Submission) -> dict[str, str]:
     return {"wrong": wrong, "printed": printed.getvalue()[-MAX_CHARS:]}
 
 
-def _find_fault(submission: Submission) -> str:
+def _find_fault(submission: ExerciseFile) -> str:
     name = submission["name"]
     path = submission["path"]
     exercise = EXERCISES[name]
@@ -82,7 +82,7 @@ def _find_fault(submission: Submission) -> str:
             raise FailedCode(f"{place}: {name} raised {_describe(error, path)}") from error
         fault = differ(exercise.reference(*arguments), given[-1])
         if fault:
-            faults.append(f"{place}: {fault}\ninputs: {', '.join(map(shown, arguments))}")
+            faults.append(f"{place}: {fault}\ninputs: {', '.join(map(show_value, arguments))}")
     if not faults:
         return ""
     return _known_mistake(exercise, given) or faults[0]
@@ -127,17 +127,17 @@ def differ(expected: Answer, given: object) -> str:
     where = ""
     if wanted.ndim:
         where = f" at {(~is_close).nonzero()[0].tolist()}"
-    return (
-        f"expected {shown(wanted[~is_close][0])}, got {shown(got[~is_close][0])}{where}\nall expected: {shown(wanted)}"
-    )
+    first_wanted = show_value(wanted[~is_close][0])
+    first_got = show_value(got[~is_close][0])
+    return f"expected {first_wanted}, got {first_got}{where}\nall expected: {show_value(wanted)}"
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Return a value as it is printed; numbers with six digits."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(show_value, value))}]"
     if isinstance(value, float):
         return f"{value:.6g}"
     return repr(value)

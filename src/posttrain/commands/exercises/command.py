@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.options import Options, option
+from posttrain.commands.options import CommandOptions, option
 from posttrain.errors import UsageError, nearest
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
 from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
@@ -19,7 +19,7 @@ write a function, and compare it with the library's own:
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option("action", nargs="?", choices=("list", "show", "check"), default="list"),
     option("name", metavar="NAME", nargs="?", help="an exercise that `posttrain exercise` lists"),
     option("file", metavar="FILE", nargs="?", help="your Python file, which `check` runs"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.options import (
     TEMPLATE,
-    Options,
+    CommandOptions,
     dtype_of,
     naturals,
     new_place,
@@ -34,7 +34,7 @@ layer L is what block number L gives (hidden_states[L] in transformers); the sam
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option(
         "model", metavar="MODEL_OR_RUN",
         help="tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)",

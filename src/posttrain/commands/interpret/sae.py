@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import ACCEPT_HELP, Options, natural, naturals, new_place, option, positive
+from posttrain.commands.options import ACCEPT_HELP, CommandOptions, natural, naturals, new_place, option, positive
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ any key of the recipe is an option; the same command again keeps what is there:
 
 
 _YES = option("--yes", action="store_true", help="record activations without asking, however large they are")
-TRAIN_OPTIONS = Options(
+TRAIN_OPTIONS = CommandOptions(
     option("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file"),
     option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
     option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
@@ -51,7 +51,7 @@ TRAIN_OPTIONS = Options(
     usage="posttrain sae train RECIPE [options] [--section.key value ...]",
     epilog=TRAIN_EPILOG,
 )
-FEATURES_OPTIONS = Options(
+FEATURES_OPTIONS = CommandOptions(
     option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder"),
     option("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)"),
     option("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)"),
@@ -67,7 +67,7 @@ FEATURES_OPTIONS = Options(
     usage="posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]",
     epilog=FEATURES_EPILOG,
 )  # fmt: skip
-DIFF_OPTIONS = Options(
+DIFF_OPTIONS = CommandOptions(
     option(
         "models", metavar="MODEL_OR_RUN", nargs="+",
         help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
@@ -95,10 +95,10 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
         return 0
     how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
     how |= {"quiet": arguments.quiet, "allow_large": arguments.yes}
-    return train_sae(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+    return train_sae_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
 
 
-def train_sae(
+def train_sae_recipe(
     recipe: SaeRecipe,
     name: str,
     runs_dir: str,

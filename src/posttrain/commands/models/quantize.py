@@ -9,7 +9,7 @@ from posttrain.commands.options import (
     MAX_TOKENS,
     MODEL,
     TEMPLATE,
-    Options,
+    CommandOptions,
     dtype_of,
     natural,
     new_place,
@@ -26,7 +26,7 @@ the folder that it writes is a model like any other:
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     MODEL,
     option(
         "--bits", type=natural, choices=(8, 4), required=True,

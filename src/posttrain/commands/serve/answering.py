@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.serve.requests import Sampled
-from posttrain.commands.serve.turns import End, Take, Task, Turns
+from posttrain.commands.serve.turns import End, Take, Turns, TurnsTask
 from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Conversation, Sampling
@@ -24,7 +24,7 @@ from posttrain.types import Finish
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """A request: ``body.n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
 
     An answer depends neither on other requests nor on whether it is streamed. ``opening``: the template's beginning of
@@ -45,14 +45,14 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class Answer:
+class ServedAnswer:
     """The tokens of one answer up to its end, and its text; whole or as they come, the text is the same.
 
     ``text`` begins with the job's opening and ends before a stop text, ``ids`` with the token that completed it.
     ``finish`` is None while the answer goes on.
     """
 
-    def __init__(self, tokenizer: object, job: Job, prompt: Sequence[int] = (), key: int = 0) -> None:
+    def __init__(self, tokenizer: object, job: AnswerJob, prompt: Sequence[int] = (), key: int = 0) -> None:
         self.job = job
         self.prompt = prompt
         self.key = key
@@ -107,12 +107,12 @@ class Answerer:
         """End all work."""
         self.turns.close()
 
-    def begin(self, job: Job) -> list[Answer]:
+    def begin(self, job: AnswerJob) -> list[ServedAnswer]:
         """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
         keys = [derive_key(job.seed, "generate", i) for i in range(job.body.n)]
-        return [Answer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in keys]
+        return [ServedAnswer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in keys]
 
-    async def complete(self, answers: Sequence[Answer]) -> None:
+    async def complete(self, answers: Sequence[ServedAnswer]) -> None:
         """Draw the answers of one job whole. Cancelling this ends their sampling.
 
         Raises:
@@ -136,7 +136,7 @@ class Answerer:
         finally:
             self.turns.cancel(task)
 
-    async def stream(self, answer: Answer) -> AsyncGenerator[str, None]:
+    async def stream(self, answer: ServedAnswer) -> AsyncGenerator[str, None]:
         """Draw an answer token by token; yield the text that each adds.
 
         Raises:
@@ -170,7 +170,7 @@ class Answerer:
         finally:
             self.turns.cancel(task)
 
-    def _task(self, answers: Sequence[Answer], take: Take, finish: End) -> Task:
+    def _task(self, answers: Sequence[ServedAnswer], take: Take, finish: End) -> TurnsTask:
         """Return the work for answers of one job."""
         sampling = answers[0].job.sampling
         context = sampling.within(self.context)
@@ -181,7 +181,7 @@ class Answerer:
             number = numbers.setdefault(prompt, len(numbers))
             limit = min(sampling.max_tokens, context - len(prompt))
             rows.append(Conversation(number, sample, answer.key, limit))
-        return Task(list(numbers), rows, sampling, take, finish)
+        return TurnsTask(list(numbers), rows, sampling, take, finish)
 
 
 def _length_begun(held: str, texts: Sequence[str]) -> int:
@@ -194,7 +194,7 @@ def _length_begun(held: str, texts: Sequence[str]) -> int:
     return longest
 
 
-def push_all(answer: Answer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
+def push_all(answer: ServedAnswer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
     """Add tokens to an answer up to its end, which a stop text may bring before the last of them."""
     for place, (token, logprob) in enumerate(tokens, start=1):
         if answer.finish is None:
@@ -225,7 +225,7 @@ class Recorder:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             cut_torn_line(self._descriptor)
 
-    def add(self, index: int, answer: Answer) -> None:
+    def add(self, index: int, answer: ServedAnswer) -> None:
         """Record an answer; one that was broken off has the finish null."""
         job = answer.job
         sampling = answer.job.sampling

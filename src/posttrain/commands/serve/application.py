@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from posttrain.commands.serve import requests
 from posttrain.commands.serve.access import error_body, error_response
-from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
+from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
@@ -207,7 +207,7 @@ class Api:
             return [*markers_of(self.tokenizer).leading, *ids]
         return list(ids)
 
-    def _job(self, endpoint: str, body: requests.Sampled, prompts: Sequence[Sequence[int]]) -> Job:
+    def _job(self, endpoint: str, body: requests.Sampled, prompts: Sequence[Sequence[int]]) -> AnswerJob:
         """Return the job of a request. It is refused here where it cannot be sampled."""
         context = self.answerer.context
         for prompt in prompts:
@@ -232,9 +232,9 @@ class Api:
         seed = body.seed
         if seed is None:
             seed = secrets.randbits(62)
-        return Job(name, endpoint, tuple(map(tuple, prompts)), sampling, seed, body)
+        return AnswerJob(name, endpoint, tuple(map(tuple, prompts)), sampling, seed, body)
 
-    async def _respond(self, request: Request, job: Job, stream: bool) -> Response:
+    async def _respond(self, request: Request, job: AnswerJob, stream: bool) -> Response:
         answers = self.answerer.begin(job)
         if stream:
             return StreamingResponse(self._events(job, answers), media_type="text/event-stream")
@@ -254,7 +254,7 @@ class Api:
             self._record(index, answer)
         return JSONResponse(self._body(job, choices) | {"usage": _usage(job, answers)})
 
-    async def _events(self, job: Job, answers: Sequence[Answer]) -> AsyncGenerator[str, None]:
+    async def _events(self, job: AnswerJob, answers: Sequence[ServedAnswer]) -> AsyncGenerator[str, None]:
         """Yield the answers as server-sent events, one answer after the other; an error is an event, too."""
         try:
             for index, answer in enumerate(answers):
@@ -272,7 +272,7 @@ class Api:
             yield _event(self._body(job, [], in_stream=True) | {"usage": _usage(job, answers)})
         yield "data: [DONE]\n\n"
 
-    async def _pieces(self, answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
+    async def _pieces(self, answer: ServedAnswer) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the beginning of an answer, and what each token adds to it, if it adds anything."""
         job = answer.job
         prefix = answer.job.opening
@@ -298,18 +298,18 @@ class Api:
                 if calls:
                     yield {"delta": {"tool_calls": calls}, "logprobs": None, "finish_reason": "tool_calls"}
 
-    def _record(self, index: int, answer: Answer) -> None:
+    def _record(self, index: int, answer: ServedAnswer) -> None:
         if self.recorder is not None:
             self.recorder.add(index, answer)
 
-    def _body(self, job: Job, choices: list[dict[str, Any]], in_stream: bool = False) -> dict[str, Any]:
+    def _body(self, job: AnswerJob, choices: list[dict[str, Any]], in_stream: bool = False) -> dict[str, Any]:
         """Return what stands around choices."""
         if job.endpoint == "generate":
             return {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
         body = {"id": job.id, "object": FORMS[job.endpoint][1 + in_stream], "created": job.created}
         return body | {"model": self.names[0], "choices": choices}
 
-    def _choice(self, job: Job, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _choice(self, job: AnswerJob, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         """Return an answer, or the part of one, in the form of its endpoint."""
         choice: dict[str, Any] = {}
         if job.body.return_token_ids:
@@ -323,7 +323,7 @@ class Api:
             choice["logprobs"] = self._logprobs(job, ids, logprobs)
         return choice
 
-    def _logprobs(self, job: Job, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _logprobs(self, job: AnswerJob, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         """Return tokens with their log-probabilities in the form of the endpoint."""
         names = []
         for token in ids:
@@ -353,12 +353,12 @@ def _texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _has_logprobs(job: Job) -> bool:
+def _has_logprobs(job: AnswerJob) -> bool:
     """Return whether a request asks for log-probabilities: with true, or with a number, which may be 0."""
     return job.body.logprobs is not None and job.body.logprobs is not False
 
 
-def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(job: AnswerJob, answers: Sequence[ServedAnswer]) -> dict[str, int]:
     """Count the tokens of prompts and answers."""
     read = sum(map(len, job.prompts))
     sampled = sum(len(answer.ids) for answer in answers)

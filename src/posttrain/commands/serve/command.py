@@ -14,7 +14,7 @@ from pathlib import Path
 from posttrain.commands.options import (
     MODEL,
     TEMPLATE,
-    Options,
+    CommandOptions,
     address,
     naturals,
     new_place,
@@ -42,7 +42,7 @@ then, while training goes on elsewhere:
 NOT_SHOWN = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     MODEL,
     *address(8000),
     TEMPLATE,
@@ -60,7 +60,7 @@ OPTIONS = Options(
     usage="posttrain serve MODEL_OR_RUN [options] [--template.key value ...]",
     epilog=EPILOG,
 )  # fmt: skip
-LINE_OPTIONS = Options(
+LINE_OPTIONS = CommandOptions(
     MODEL,
     *address(8000),
     option("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)"),

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.commands.serve.answering import Answer
+from posttrain.commands.serve.answering import ServedAnswer
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
@@ -89,7 +89,7 @@ class Conversations:
             at += 1 + len(replies)
         return ids
 
-    def read(self, answer: Answer) -> dict[str, Any]:
+    def read(self, answer: ServedAnswer) -> dict[str, Any]:
         """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
         opening = self.template.opening
         tools = answer.job.tools
