@@ -488,6 +488,7 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
     last = str(item["loc"][-1])
-    if answer := answer_other_name(key):
+    answer = answer_other_name(key)
+    if answer:
         return f"{label} has no key {last!r}.{answer}"
     return f"{label} has no key {last!r}.{hint or suggest_key(last, known)} Known keys: {', '.join(known)}"

@@ -84,8 +84,10 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = action.choices or ()
-        if value not in choices and (near := nearest(str(value), map(str, choices))):
-            raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")
+        if value not in choices:
+            near = nearest(str(value), map(str, choices))
+            if near:
+                raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")
         super()._check_value(action, value)
 
     def error(self, message: str) -> Any:

@@ -159,7 +159,8 @@ def read_sweep(
     elif over is not None:
         raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
     known = []
-    if isinstance(rows := document.content.get("rows"), Mapping):
+    rows = document.content.get("rows")
+    if isinstance(rows, Mapping):
         known = list(map(str, rows))
     document = document.override(overrides)
     content = document.check()

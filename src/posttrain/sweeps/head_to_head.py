@@ -165,7 +165,8 @@ def head_to_head_part(comparisons: Sequence[PolicyComparison], weights: Mapping[
         rows[row] = {}
         for name, (_, is_share) in MEASURES.items():
             own = [c.measures[name] for c in comparisons if c.row == row and name in c.measures]
-            if (estimate := over_seeds(own, is_share=is_share)) is not None:
+            estimate = over_seeds(own, is_share=is_share)
+            if estimate is not None:
                 rows[row][name] = estimate
     rows = dict(sorted(rows.items(), key=lambda item: -item[1]["win_rate"][0]))
     lines = []
