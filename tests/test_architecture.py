@@ -24,6 +24,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "other_names",
         "strict_yaml",
         "option_types",
+        "components",
         "registry",
         "randomness",
         "untrusted",

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, TypeVar
 
 from posttrain.untrusted import harmless, note_output, seconds_since_output
 
+Piece = TypeVar("Piece", bound=Sized)
 QUIET_SECONDS = 20.0  # without output; a line is due within 30, also where the thread gets the processor late
 
 
@@ -56,6 +57,14 @@ def phase(
         yield begun
     finally:
         _PHASES.remove(begun)
+
+
+def each_piece(name: str, pieces: Sequence[Piece], unit: str) -> Iterator[Piece]:
+    """Yield the pieces of some work (rows of a batch), and say meanwhile how many of their members are done."""
+    with phase(name, sum(map(len, pieces)), unit) as work:
+        for piece in pieces:
+            yield piece
+            work.num_done += len(piece)
 
 
 def describe_activity(default: Phase) -> str:

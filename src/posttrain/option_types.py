@@ -28,6 +28,8 @@ from posttrain.strict_yaml import OldTruth
 
 LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
+_SHOWN_CHARS_WITH_TYPE = 80
+_MAX_SHOWN_BITS = 128
 _WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Component\b")
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
 _LIST = re.compile(r"\ba valid (list|tuple)\b")
@@ -231,6 +233,17 @@ def shorten(value: object) -> str:
         return text
     half = _SHOWN_CHARS // 2
     return f"{text[:half]} ... {text[-half:]}"
+
+
+def shown_with_type(value: object) -> str:
+    """Return ``value`` as Python writes it, at most 80 characters, and its type: ``'seven' (str)``."""
+    if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:  # Python refuses to write thousands of digits
+        text = f"an integer of {value.bit_length()} bits"
+    else:
+        text = written(value)
+    if len(text) > _SHOWN_CHARS_WITH_TYPE:
+        text = f"{text[:_SHOWN_CHARS_WITH_TYPE]}..."
+    return f"{text} ({type(value).__name__})"
 
 
 def written(value: object) -> str:

@@ -22,84 +22,31 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
+from posttrain.components import ComponentModules
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
 from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
-# The components of each kind, by the module that registers them.
-COMPONENT_MODULES: dict[str, dict[str, str]] = {
-    "objective": {
-        "posttrain.algorithms.objectives.supervised": "cross_entropy",
-        "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token ppo reinforce sapo",
-        "posttrain.algorithms.objectives.preference": (
-            "apo_down apo_zero cpo dpo exo hinge ipo kto nca orpo robust_dpo rpo simpo"
-        ),
-        "posttrain.algorithms.objectives.reward": "bradley_terry outcome process",
-        "posttrain.algorithms.objectives.distillation": "distillation on_policy_distillation sdpo",
-    },
-    "advantage": {
-        "posttrain.algorithms.advantages": (
-            "batch_normalized centered gae leave_one_out mean_scaled normalized raw return_to_go turn_normalized"
-        ),
-    },
-    "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
-    "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
-    "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
-    "environment": {
-        "posttrain.sampling.environments.built_in": "calculator number_guess python search",
-    },
-    "reward": {
-        "posttrain.graders.rewards": (
-            "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"
-        ),
-        "posttrain.graders.numeric": "is_number",
-        "posttrain.graders.scored": "task_score",
-        "posttrain.sampling.llm_judge": "judge",
-        "posttrain.evaluation.reward_models.scoring": "reward_model",
-    },
-    "grader": {
-        "posttrain.graders.numeric": "exact numeric",
-        "posttrain.graders.math.grader": "math",
-        "posttrain.graders.choice": "multiple_choice",
-        "posttrain.graders.grading": "any_answer",
-        "posttrain.graders.code.grader": "code_tests",
-        "posttrain.graders.scored": "scored",
-        "posttrain.graders.behaviour": "refusal",
-    },
-    "template": {
-        "posttrain.data.render.templates": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"
-    },
-    "task": {
-        "posttrain.data.stories.task": "stories sums episodes",
-        "posttrain.data.verifiable.suites": (
-            "aime24 aime25 amc gsm8k humaneval math math500 mbpp minerva_math mmlu olympiad_bench refusals svamp"
-        ),
-        "posttrain.data.jsonl": "jsonl",
-        "posttrain.data.preferences": "preferences ultrafeedback",
-        "posttrain.data.hh_rlhf": "hh_rlhf",
-        "posttrain.data.steps": "judged_solutions math_shepherd prm800k",
-        "posttrain.data.verifiable.reasoning_gym": "reasoning_gym",
-        "posttrain.data.mixture": "mixture",
-    },
-    "engine": {
-        "posttrain.sampling.native.engine": "native",
-        "posttrain.sampling.fake_engine": "scripted",
-        "posttrain.sampling.vllm.engine": "vllm",
-    },
-    "optimizer": {"posttrain.training.optimizer": "adamw muon"},
-    "batch_field": {
-        "posttrain.training.batch_fields": (
-            "old_logprobs ref_logprobs correction teacher_logprobs teacher_ids old_values kl_baseline"
-        ),
-    },
-    "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
-    "dictionary": {"posttrain.interpret.saes.sae": "batchtopk l1 topk"},
-}
-_MODULES = {
-    kind: {component: module for module, components in modules.items() for component in components.split()}
-    for kind, modules in COMPONENT_MODULES.items()
-}
+# Components are found where they are defined (``components``); a kind is declared here.
+ALL_KINDS = (
+    "objective",
+    "advantage",
+    "aggregation",
+    "selection",
+    "correction",
+    "environment",
+    "reward",
+    "grader",
+    "template",
+    "task",
+    "engine",
+    "optimizer",
+    "batch_field",
+    "tracker",
+    "dictionary",
+)
+_MODULES = ComponentModules()
 
 
 LEAST_LETTERS_OF_SLIP = 6  # of a name that is compared with the names of other libraries
@@ -213,7 +160,7 @@ def _check_component(value: str | Mapping[str, object], kind: str, where: str) -
     find(kind, str(component.pop("name")), where).options(component, where)
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in COMPONENT_MODULES}
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in ALL_KINDS}
 
 
 def register(
@@ -224,7 +171,7 @@ def register(
     Raises:
         RecipeError: another module has a component of that name.
     """
-    assert kind in COMPONENT_MODULES, f"unknown kind {kind!r}"
+    assert kind in ALL_KINDS, f"unknown kind {kind!r}"
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Entry(kind, name or function.__name__, function, traits)
@@ -244,14 +191,24 @@ def register(
 
 def entries(kind: str) -> dict[str, Entry]:
     """Return all entries of a kind, by name, in alphabetical order; their modules are imported."""
-    for module in COMPONENT_MODULES[kind]:
+    for module in dict.fromkeys(_MODULES[kind].values()):
         importlib.import_module(module)
     return dict(sorted(_ENTRIES[kind].items()))
+
+
+def built_in(kind: str) -> list[str]:
+    """Return the names of the package's entries of a kind, in the order of the source; nothing is imported."""
+    return list(_MODULES[kind])
 
 
 def names(kind: str) -> list[str]:
     """Return the names of all entries of a kind, in alphabetical order; nothing is imported."""
     return sorted({*_MODULES[kind], *_ENTRIES[kind]})
+
+
+def is_built_in(entry: Entry) -> bool:
+    """Return whether a component is the package's."""
+    return entry.name in _MODULES[entry.kind]
 
 
 def find(kind: str, name: str, where: str = "") -> Entry:
@@ -295,7 +252,7 @@ def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
 
 def kinds_of(name: str) -> list[Entry]:
     """Return every entry called ``name``, of all kinds."""
-    return [find(kind, name) for kind in COMPONENT_MODULES if name in names(kind)]
+    return [find(kind, name) for kind in ALL_KINDS if name in names(kind)]
 
 
 def import_component(kind: str, path: str, where: str) -> Entry:
@@ -462,6 +419,8 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
         return answer
     slip = nearest(name, OTHER_NAMES)
     if not slip:
+        return ""
+    if set(name.split("_")) < set(slip.split("_")):  # strict_async_level, for strict
         return ""
     return f" Did you mean {slip!r}?{answer_other_name(slip)}"
 

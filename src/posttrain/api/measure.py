@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +24,15 @@ from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word,
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import decode_response, encode_prompt
+from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.evaluation import DEFAULT_BATCH
-from posttrain.evaluation.files import Finished
+from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item
 from posttrain.evaluation.plan import (
+    EvaluationPlan,
     EvaluationProgress,
     EvaluationRequest,
-    Plan,
     choose_drawing,
     make_plan,
     run_plan,
@@ -46,6 +48,7 @@ from posttrain.sampling.rollout import Attempt
 from posttrain.terminal.console import open_console, say_template
 from posttrain.terminal.evaluation import choose_evaluation_progress
 from posttrain.types import Example, Message
+from posttrain.untrusted import harmless
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content
 # Arguments of both functions by the options of the commands.
@@ -77,7 +80,7 @@ class Measure:
 class Measured:
     """A finished evaluation. Its results are by name: ``measured.accuracy``, ``measured["pass@4"]``."""
 
-    finished: Finished
+    finished: FinishedEvaluation
 
     @property
     def folder(self) -> Path:
@@ -192,7 +195,7 @@ def evaluate(
         return Measured(evaluate_plan(make_plan(request), view)[0])
 
 
-def evaluate_plan(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
+def evaluate_plan(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 
@@ -253,7 +256,8 @@ def generate(
         progress: say on stderr under which template the model is asked, if neither you nor a run says so.
 
     Raises:
-        UsageError: no prompt, or a model that cannot be asked.
+        UsageError: no prompt, a model that cannot be asked, or prompts that are rendered already in a form other than
+            the template's (``template="as_is"`` takes them).
 
     Examples:
         >>> print(pt.generate(run, ["What is 3 plus 4?"], temperature=0)[0].answer)
@@ -276,6 +280,10 @@ def generate(
     if progress:
         say_template(source, word)
     opened = open_model(source, word)
+    examples, notes = take_rendered_prompts(examples, opened.grader.template, opened.tokenizer, "prompts")
+    if progress:
+        for line in notes:
+            print(harmless(f"note: {line}"), file=sys.stderr)
     return answers_to(
         opened,
         examples,

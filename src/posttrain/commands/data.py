@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from posttrain.commands.explain import summary
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
 from posttrain.data.render import encode_plain
+from posttrain.data.rendered import note_rendered
 from posttrain.errors import UsageError
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
@@ -57,6 +59,8 @@ def run_data(arguments: argparse.Namespace) -> int:
     stats = describe_task(task, measure, n=arguments.limit or WHOLE_TASK)
     if stats.num_read == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
+    if rendered := note_rendered(task, tokenizer):
+        task = replace(task, warnings=(*task.warnings, rendered))
     _print_description(console, task, stats, unit, arguments.max_tokens)
     for example in random_examples(task, arguments.examples, arguments.seed):
         _print_example(console, example)

@@ -25,7 +25,7 @@ from posttrain.errors import INTERRUPTED
 from posttrain.evaluation.files import write_evaluation
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.plan import Drawing, measure
-from posttrain.evaluation.tables import Row, results_table
+from posttrain.evaluation.tables import ResultsRow, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, map_tasks
 from posttrain.reports.evaluation import write_page
@@ -339,5 +339,5 @@ def _show_end(
             table.add_column(Text.assemble(f"{answer.label}: ", verdict), ratio=1)
         table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
         console.print(table)
-    rows = [Row(label, None, evaluation.name, evaluation.results) for label, evaluation in stages.items()]
+    rows = [ResultsRow(label, None, evaluation.name, evaluation.results) for label, evaluation in stages.items()]
     print_table(console, results_table(rows))

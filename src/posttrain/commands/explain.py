@@ -25,7 +25,7 @@ from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spellin
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
-from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest_key
+from posttrain.registry import ALL_KINDS, Entry, entries, find, kinds_of, suggest_key
 from posttrain.store.metric_names import METRICS, Metric, find_metric
 from posttrain.sweeps.file import training_recipe_names
 from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
@@ -310,7 +310,7 @@ def _components_of(recipe: Recipe) -> set[tuple[str, str]]:
 
 def all_components() -> dict[str, dict[str, Entry]]:
     """Return every registered component, by kind."""
-    return {kind: entries(kind) for kind in COMPONENT_MODULES}
+    return {kind: entries(kind) for kind in ALL_KINDS}
 
 
 def summary(doc: str) -> str:

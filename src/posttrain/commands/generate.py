@@ -11,6 +11,7 @@ from posttrain.api.measure import Answer, answers_to
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
+from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
@@ -33,16 +34,17 @@ def run_generate(arguments: argparse.Namespace) -> int:
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         if kind_of_file(arguments.prompt) == "file":
             raise UsageError(f"PROMPT {arguments.prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
-        examples = [Example("prompt", (Message("user", arguments.prompt),))]
+        examples, where = [Example("prompt", (Message("user", arguments.prompt),))], "PROMPT"
     else:
         task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
         notes = task.warnings
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
-        examples = [task.examples[place % len(task.examples)] for place in places]
+        examples, where = [task.examples[place % len(task.examples)] for place in places], "--task"
     template = complete_template(components.get("template"), source)
     say_template(source, template)
     sampler = open_model(source, template)
-    for line in notes:  # about the rows, and no part of what was asked
+    examples, taken = take_rendered_prompts(examples, sampler.grader.template, sampler.tokenizer, where)
+    for line in (*notes, *taken):  # about the rows, and no part of what was asked
         print(harmless(f"note: {line}"), file=sys.stderr)
     steered, change = steering_of(arguments, sampler.model)
     with steered:

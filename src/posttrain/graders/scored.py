@@ -61,15 +61,25 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
     results = score_answers([(one.meta.get("score"), one.extracted) for one in submissions])
     verdicts = []
     for one, result in zip(submissions, results, strict=True):
-        outcome: Outcome = "ungraded" if one.meta.get("score") is None else "no_answer"
+        if one.meta.get("score") is None:
+            outcome: Outcome = "ungraded"
+        else:
+            outcome = "no_answer"
         if result is not None:
-            outcome = result.kind if result.kind != "value" else "right" if result.value >= 1.0 else "wrong"
+            if result.kind != "value":
+                outcome = result.kind
+            elif result.value >= 1.0:
+                outcome = "right"
+            else:
+                outcome = "wrong"
         verdicts.append(Verdict(outcome, info={"task_score": _score(result)}))
     return verdicts
 
 
 def _score(result: Result | None) -> float:
-    return result.value if result is not None and result.kind == "value" else 0.0
+    if result is not None and result.kind == "value":
+        return result.value
+    return 0.0
 
 
 def score_answers(to_score: Sequence[tuple[Scorer | None, str | None]]) -> list[Result | None]:

@@ -22,6 +22,7 @@ from posttrain import registry
 from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
 from posttrain.other_names import answer_other_name, answer_spelling
+from posttrain.recipes.older import Older
 from posttrain.recipes.overriding import apply_overrides, merge
 from posttrain.recipes.sections import Component, Section
 from posttrain.strict_yaml import MAX_CHARS, read_yaml, write_yaml
@@ -51,10 +52,14 @@ Rule = tuple[object, str, str]  # broken if true, the key, the message after the
 
 
 class Content(Section):
-    """Content of a kind of document. ``label``: its name in messages; ``extensible``: it may extend another."""
+    """Content of a kind of document.
+
+    ``label``: its name in messages; ``extensible``: it may extend another; ``older``: how earlier versions stored it.
+    """
 
     label: ClassVar[str] = "a recipe"
     extensible: ClassVar[bool] = True
+    older: ClassVar[Older] = Older()
 
     def dump(self) -> dict[str, Any]:
         """Return plain data, without keys that are None by default; a None in the place of another default stays."""
@@ -104,7 +109,7 @@ class Document(Generic[T]):
         """
         if isinstance(name_or_path, Mapping):
             declare_code(name_or_path)
-            return cls(model, copy.deepcopy(dict(name_or_path)))
+            return cls(model, model.older.bring_up_to_date(copy.deepcopy(dict(name_or_path))))
         place, text = recipe_text(name_or_path, shelf)
         return cls.read(model, place, text, is_own=is_own)
 
@@ -112,6 +117,7 @@ class Document(Generic[T]):
     def read(cls, model: type[T], place: str, text: str, *, is_own: bool = True) -> Document[T]:
         """Return the document in ``text``, which is from the file ``place``; see ``load``."""
         content, lines = parse_yaml(text, place, is_own=is_own)
+        content = model.older.bring_up_to_date(content)
         return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
 
     def extend(self, above: Sequence[str] = ()) -> Document[T]:

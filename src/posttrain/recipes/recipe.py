@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
+from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
@@ -97,6 +98,8 @@ class Recipe(Content):
         scale: number of processes and sharding.
         track: where the metrics are shown in addition to ``metrics.jsonl``.
     """
+
+    older = OLDER_RECIPES
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
@@ -353,4 +356,4 @@ def validate_recipe(data: Mapping[str, object], place: str = "recipe", *, is_own
     """
     if is_own:
         declare_code(data)
-    return Document(Recipe, dict(data), place, {}).check()
+    return Document(Recipe, Recipe.older.bring_up_to_date(data), place, {}).check()

@@ -12,7 +12,7 @@ from posttrain.evaluation.items import Item
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.tables import (
     NOTHING,
-    Row,
+    ResultsRow,
     TextTable,
     at_k_table,
     kind_tables,
@@ -60,7 +60,7 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
         name = template["name"]
     else:
         name = template
-    row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
+    row = ResultsRow(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
     others = [name for name in results if name not in _IN_FIRST_TABLE and not re.search(r"@|_low$|_high$", name)]
     tables = kind_tables(evaluation.kinds)
     tables.append(_further_table("mean", others, results))
@@ -85,7 +85,7 @@ def _further_table(what: str, names: Sequence[str], results: Results) -> TextTab
     return TextTable("Further results", ["result", what], [[name, show_number(results, name)] for name in names])
 
 
-def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping[str, str]) -> str:
+def write_table_page(rows: Sequence[ResultsRow], notes: Sequence[str], folders: Mapping[str, str]) -> str:
     """The page of several evaluations: a table for each task, and where each has its own page."""
     tables = [to_markdown(results_table(own)) for own in by_evaluation(rows)]
     links = "".join(f"- [{plain(name)}]({folder})\n" for name, folder in folders.items())
@@ -93,9 +93,9 @@ def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping
     return "\n".join(part for part in parts if part)
 
 
-def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
+def by_evaluation(rows: Sequence[ResultsRow]) -> list[list[ResultsRow]]:
     """The rows of each task, in the order of their first appearance."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[ResultsRow]] = {}
     for row in rows:
         groups.setdefault(row.evaluation, []).append(row)
     return list(groups.values())

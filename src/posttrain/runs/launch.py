@@ -103,6 +103,8 @@ def launch(
         folder = _new_folder(Path(root), name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
+        if resume:
+            recipe = directory.as_it_began(recipe)
         notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         record = _Record(directory, _status_at_start(directory, recipe, resume), observer, should_stop)

@@ -11,17 +11,17 @@ from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
 from posttrain.evaluation import DEFAULT_BATCH
-from posttrain.evaluation.files import Finished, is_evaluation, read_finished
+from posttrain.evaluation.files import FinishedEvaluation, is_evaluation_folder, read_finished
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.plan import (
     EVALUATIONS,
+    EvaluationPlan,
     EvaluationRequest,
-    Plan,
     choose_drawing,
     make_plan,
     notes_of,
-    rows_of,
     slug,
+    table_rows,
 )
 from posttrain.evaluation.reward_models.measures import run_scoring, write_scores
 from posttrain.evaluation.reward_models.scoring import open_reward_model
@@ -100,11 +100,11 @@ def request_of(
     )
 
 
-def _run(plan: Plan, quiet: bool) -> list[Finished]:
+def _run(plan: EvaluationPlan, quiet: bool) -> list[FinishedEvaluation]:
     """Carry out a plan and print its tables."""
     with choose_evaluation_progress(open_console(), quiet) as progress:
         finished = evaluate_plan(plan, progress)
-    tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
+    tables = [results_table(own) for own in by_evaluation(table_rows(finished))]
     _print(tables, notes_of(finished), f"summary, results and every answer: {plan.folder}", quiet)
     return finished
 
@@ -124,7 +124,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
     """Evaluate both with the same settings, or read two finished evaluations; then test the difference."""
     if len(arguments.models) != 2:
         raise UsageError(f"--compare takes two models or two folders of evaluations, not {len(arguments.models)}")
-    folders = [name for name in arguments.models if is_evaluation(name)]
+    folders = [name for name in arguments.models if is_evaluation_folder(name)]
     if len(folders) == 1:
         other = next(name for name in arguments.models if name not in folders)
         raise UsageError(

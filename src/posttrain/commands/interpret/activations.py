@@ -129,7 +129,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
     from posttrain.commands.options import chosen_components
     from posttrain.data.base import choose_task
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
-    from posttrain.interpret.activations.sites import read_config
+    from posttrain.interpret.activations.sites import read_model_config
     from posttrain.models.config import context_length
     from posttrain.models.load import load_tokenizer
     from posttrain.runs.directory import find_run
@@ -150,7 +150,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
         run = find_run(arguments.runs_dir, arguments.rollouts)
     context_tokens = arguments.context_tokens
     if not context_tokens:
-        context_tokens = min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path)))
+        context_tokens = min(MAX_CONTEXT_TOKENS, context_length(read_model_config(source.path)))
     return read_documents(
         load_tokenizer(source.path),
         task=task,

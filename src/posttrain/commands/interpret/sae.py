@@ -216,7 +216,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    from posttrain.interpret.differences.comparison import compare, prepare
+    from posttrain.interpret.differences.comparison import compare_models, prepare_comparison
     from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
@@ -239,7 +239,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
     source = find_source(base, root)
     other = find_source(post, root)
-    work = prepare(recipe, source, other, folder, tell, allow_large=arguments.yes)
+    work = prepare_comparison(recipe, source, other, folder, tell, allow_large=arguments.yes)
     about = {
         "title": "What did training change?",
         "description": recipe.description,
@@ -249,7 +249,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         "fingerprint": work.recipe.fingerprint(),
         "command": _command_of(arguments, overrides),
     }
-    content = compare(work, about, started)
+    content = compare_models(work, about, started)
     replace_file(folder / REPORT, render_diff(content).encode())
     if not arguments.quiet:
         for line in findings(content):

@@ -53,7 +53,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from posttrain.commands.options import chosen_components
-    from posttrain.evaluation.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
+    from posttrain.evaluation.quantization import REPORT, QuantizationRequest, quantize_model
     from posttrain.runs.models import find_source
 
     components = chosen_components(arguments)

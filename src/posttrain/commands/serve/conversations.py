@@ -19,7 +19,7 @@ from posttrain.data.render.template_calls import call_form
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
-from posttrain.sampling.environments.tools import by_name, properties_of, read_text
+from posttrain.sampling.environments.tools import by_name, properties_of, read_argument
 from posttrain.sampling.episodes import show_tools
 from posttrain.sampling.models import OpenedModel, plays
 from posttrain.types import Message, Turn
@@ -197,7 +197,7 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
             by_key = by_name(request.tool, texts, raw_arguments)
         else:
             by_key = raw_arguments
-        by_key = {key: read_text(value, texts.get(key, True)) for key, value in by_key.items()}
+        by_key = {key: read_argument(value, texts.get(key, True)) for key, value in by_key.items()}
         written = json.dumps(by_key, ensure_ascii=False, allow_nan=False)
         written.encode()
     except (ValueError, RecursionError):

@@ -58,17 +58,27 @@ def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_o
         elif goes_on:
             lines = response.splitlines(keepends=True)
             body = "".join(itertools.takewhile(lambda line: not line.strip() or line[0] in " \t", lines))
-            program = None if is_blank(body) else body.strip("\n")
+            if is_blank(body):
+                program = None
+            else:
+                program = body.strip("\n")
     if program is None:
         return None
-    return f"{prefix.rstrip()}\n{program}\n" if prefix else program
+    if prefix:
+        return f"{prefix.rstrip()}\n{program}\n"
+    return program
 
 
 def last_program(text: str) -> str | None:
     """Return the last complete fenced block of Python of what follows the thinking, or None."""
     response = tagged_response(text)
-    blocks = [] if response is None else _programs(response)
-    return blocks[-1] if blocks else None
+    if response is None:
+        blocks = []
+    else:
+        blocks = _programs(response)
+    if blocks:
+        return blocks[-1]
+    return None
 
 
 def _programs(response: str) -> list[str]:

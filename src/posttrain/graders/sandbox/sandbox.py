@@ -45,10 +45,19 @@ _REFUSED = {
     "sendmmsg": (307, 269), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "open_tree": (428, 428),
     "fsopen": (430, 430),
 }  # fmt: skip
-_CLONE, _CLONE3, _NEW_NAMESPACES = (56, 220), 435, 0x7E020000
+_CLONE = (56, 220)
+_CLONE3 = 435
+_NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000  # calls of x86_64 under other numbers
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _NOT_PERMITTED, _NOT_THERE = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_NOT_PERMITTED = 0x00050001
+_NOT_THERE = 0x00050026
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data, little-endian
 
 
@@ -60,7 +69,10 @@ def filter_program(machine: str = platform.machine()) -> bytes:
     if machine not in _ARCHITECTURES:
         return b""
     column = list(_ARCHITECTURES).index(machine)
-    x32 = [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _NOT_PERMITTED)] if machine == "x86_64" else []
+    if machine == "x86_64":
+        x32 = [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _NOT_PERMITTED)]
+    else:
+        x32 = []
     refused = [((_EQUAL, 0, 1, one[column]), (_RETURN, 0, 0, _NOT_PERMITTED)) for one in _REFUSED.values()]
     steps = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
@@ -142,8 +154,12 @@ def choose_sandbox(kind: Kind | None, key: str = "sandbox") -> Kind:
     reason = refusal(wanted)
     if not reason:
         return wanted
-    process = " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
-    raise UsageError(f"{key}: {wanted} does not run here: {reason}.{process if wanted == 'bubblewrap' else ''}")
+    message = f"{key}: {wanted} does not run here: {reason}."
+    if wanted == "bubblewrap":
+        message += (
+            " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
+        )
+    raise UsageError(message)
 
 
 @cache
@@ -172,7 +188,8 @@ def run(
         RunFailure: the sandbox cannot be set up.
     """
     descriptors = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
-    program, texts = Program(arguments, files or {}, descriptors, kind, bounds, seconds), (bytearray(), bytearray())
+    program = Program(arguments, files or {}, descriptors, kind, bounds, seconds)
+    texts = (bytearray(), bytearray())
 
     def take(output: IO[bytes] | None, text: bytearray) -> None:
         assert output is not None, "it is a pipe"
@@ -218,8 +235,10 @@ class Program:
         seconds: float,
         inherited: int | None = None,
     ) -> None:
-        self.bounds, self.folder = bounds, BOX
-        self._is_boxed, self._user = kind == "bubblewrap", 0
+        self.bounds = bounds
+        self.folder = BOX
+        self._is_boxed = kind == "bubblewrap"
+        self._user = 0
         self._deadline = time.monotonic() + seconds
         self._status, self._reported = -1, b""  # what bubblewrap reports of its start and end
         command = [PYTHON[0], "-I", "-S", "-B", "-c", _INSIDE]
@@ -295,7 +314,10 @@ class Program:
     def _limits(self) -> list[tuple[str, int, int]]:
         bounds = self.bounds
         # besides the program's own: the first process of bubblewrap; else all of this user's, and the one that watches
-        others = int(not self._user) if self._is_boxed else _count_tasks(os.getuid()) + 1
+        if self._is_boxed:
+            others = int(not self._user)
+        else:
+            others = _count_tasks(os.getuid()) + 1
         amounts = {
             "RLIMIT_CORE": 0,
             "RLIMIT_AS": bounds.memory_bytes // bounds.processes,
@@ -336,7 +358,9 @@ class Program:
             return Finished(code, timed_out or code == OVERDUE)
         with open(self._status, "rb") as report:
             began = b"exit-code" in self._reported + (report.read() or b"")
-        return Finished(code, timed_out) if began or code > 128 else None
+        if began or code > 128:
+            return Finished(code, timed_out)
+        return None
 
     def _has_too_many_files(self) -> bool:
         """Return whether there are more files than of one page each: no option of bubblewrap limits their number."""
@@ -376,7 +400,8 @@ def _walls(bounds: Bounds) -> list[str]:
     visible, hidden = _places()
     links = [link for link in ("/lib", "/lib64") if os.path.islink(link)]
     parents = sorted({str(parent) for place in (*visible, "/dev/null") for parent in Path(place).parents} - {"/"})
-    as_root, as_user = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"), ("--unshare-user", "--disable-userns")
+    as_root = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    as_user = ("--unshare-user", "--disable-userns")
     options: list[Sequence[str]] = [
         ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         ("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"),
@@ -421,7 +446,10 @@ def _places() -> tuple[list[str], list[str]]:
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [PYTHON[0], f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
     places = sorted({os.path.realpath(place) for place in wanted if os.path.exists(place)})
-    visible = [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
+    visible = []
+    for place in places:
+        if not any(place.startswith(f"{other}/") for other in places):
+            visible.append(place)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     parts = ((prefix, "/usr", "/usr/local"), ("lib", "lib64"), (version, "python3"), ("site-packages", "dist-packages"))
     packages = {os.path.realpath("/".join(part)) for part in itertools.product(*parts)}
