@@ -239,6 +239,19 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     return _ENTRIES[kind][name]
 
 
+def takes_one(function: Callable[..., object]) -> bool:
+    """Return whether a function can be called with one argument; one of C, which does not say, can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
 def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
     """Return the traits of an entry; None for code that was not allowed.
 

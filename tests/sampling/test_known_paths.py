@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.models import load
 from posttrain.sampling.base import Sampling
+from posttrain.sampling.models import ModelSource, open_model
 from posttrain.sampling.native import engine as engines
 from posttrain.sampling.native import known_paths
 from posttrain.sampling.native.engine import NativeEngine
+from small_runs import save_perturbed
 
 PROMPT = [[1, 2, 3]]
 
@@ -117,3 +120,23 @@ def test_cache_that_cannot_be_written_ends_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert sample(tiny_random("qwen3"))[0] == "lean"
     assert not known_paths.is_known("x")
+
+
+def test_open_model_loads_the_tokenizer_once(
+    monkeypatch: pytest.MonkeyPatch, probes: list[str], tmp_path: Path
+) -> None:
+    """The template of a model without a run is its tokenizer's."""
+    folder, loaded = save_perturbed(tmp_path / "model"), list[str]()
+    original = load._load_tokenizer
+
+    def watch(source: str, *arguments: Any) -> Any:
+        loaded.append(source)
+        return original(source, *arguments)
+
+    monkeypatch.setattr(load, "_load_tokenizer", watch)
+    source = ModelSource(folder, "model", folder)
+    assert source.describe_template() is not None
+    opened = open_model(source)
+    assert loaded == [folder]
+    assert opened.tokenizer is source.tokenizer
+    assert opened.engine.uses_cache

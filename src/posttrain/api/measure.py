@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from posttrain.api.arguments import (
     check_whole,
     plain_component,
     plain_counts,
+    plain_number,
     plain_path,
     plain_text,
     reading,
@@ -43,7 +44,7 @@ from posttrain.recipes.sections import Component, read_component
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.evaluation import write_page, write_table_page
 from posttrain.runs.models import find_source
-from posttrain.sampling.models import OpenedModel, complete_template, open_model
+from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.sampling.rollout import Attempt
 from posttrain.terminal.console import open_console, say_template
 from posttrain.terminal.evaluation import choose_evaluation_progress
@@ -123,6 +124,19 @@ def _read_components(name: str, given: str | Mapping[str, object] | None) -> lis
     return [read_component(plain_component(name, given), name)]
 
 
+def _source_at(name: str, given: Place | None, runs: str) -> ModelSource | None:
+    """Return the run or model that an argument names; None without one."""
+    if given is None:
+        return None
+    return find_source(plain_path(name, given), runs)
+
+
+def _path_at(name: str, given: Place | None) -> Path | None:
+    if given is None:
+        return None
+    return Path(plain_path(name, given))
+
+
 def _rows_to_measure(data: Data | None, runs: str) -> dict[str, object] | None:
     """Return the task of what was given as data; all given rows are measured, of a file its test part."""
     if data is None:
@@ -178,6 +192,8 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
+    limit, samples, max_tokens, seed = map(plain_number, (limit, samples, max_tokens, seed))
+    temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
     counts: dict[str, Any] = {"n": limit, "samples": samples, "k": plain_counts("k", k)}
     counts |= {"max_tokens": max_tokens, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
@@ -186,11 +202,9 @@ def evaluate(
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
+        best_of=_source_at("best_of", best_of, runs),
+        out=_path_at("out", out),
     )
-    if best_of is not None:
-        request = replace(request, best_of=find_source(plain_path("best_of", best_of), runs))
-    if out is not None:
-        request = replace(request, out=Path(plain_path("out", out)))
     with choose_evaluation_progress(open_console(), not progress) as view:
         return Measured(evaluate_plan(make_plan(request), view)[0])
 
@@ -206,6 +220,19 @@ def _check_drawing(temperature: object, top_p: object, seed: object, progress: o
     check_whole("seed", seed)
     check_flag("progress", progress)
     return plain_path("runs_dir", runs_dir)
+
+
+def _template_for(source: ModelSource, template: str | Mapping[str, object] | None) -> Component | None:
+    """Return the template that is given, completed; None without one, for the model's own."""
+    if template is None:
+        return None
+    return complete_template(read_component(plain_component("template", template), "template"), source)
+
+
+def _refuse_none(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if number is None:
+            raise UsageError(f"{name}: None is no number. Leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -265,18 +292,13 @@ def generate(
     """
     stop_import()
     check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
-    for name, number in (("temperature", temperature), ("top_p", top_p)):
-        if number is None:
-            raise UsageError(f"{name}: None is no number. Leave it out for the default")
-    check_numbers(temperature=temperature, top_p=top_p)
-    check_whole("seed", seed)
-    check_flag("progress", progress)
-    runs = plain_path("runs_dir", runs_dir)
+    _refuse_none(temperature=temperature, top_p=top_p)
+    runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
+    samples, max_tokens, seed = map(plain_number, (samples, max_tokens, seed))
+    temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
-    word = None
-    if template is not None:
-        word = complete_template(read_component(plain_component("template", template), "template"), source)
+    word = _template_for(source, template)
     if progress:
         say_template(source, word)
     opened = open_model(source, word)

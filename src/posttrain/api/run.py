@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.arguments import check_whole, plain_path
+from posttrain.api.arguments import check_whole, plain_number, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
@@ -103,6 +103,7 @@ class Run:
         Examples:
             >>> transformers.AutoModelForCausalLM.from_pretrained(run.checkpoint("best"))
         """
+        which = plain_number(which)
         if type(which) not in (str, int):
             raise UsageError(f"checkpoint: {shorten(which)} is none. Give best, last or a step")
         folder = self.folder / "checkpoints"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.activity import heartbeat
-from posttrain.api.arguments import check_flag, plain_path, reading
+from posttrain.api.arguments import check_flag, plain_names, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -91,6 +91,8 @@ def sweep(
     check_flag("progress", progress)
     content = _read_spec(spec, {"over": over, "rows": rows, "seeds": seeds})
     only = content.get("rows")
+    if only is not None:
+        only = plain_names("rows", only)
     repeats = content.get("seeds")
     row_key = _read_over(content.get("over"))
     check_arguments({}, {"seeds": repeats, "jobs": jobs})
@@ -142,7 +144,7 @@ def _read_over(over: object) -> tuple[str, list[str]] | None:
     if not isinstance(over, Mapping) or len(over) != 1:
         raise RecipeError(problem)
     ((name, values),) = over.items()
-    if not isinstance(values, list | tuple) or not values:
+    if not isinstance(name, str) or not isinstance(values, list | tuple) or not values:
         raise RecipeError(problem)
     pairs = [overrides_of({name: value})[0] for value in values]
     return pairs[0][0], [text.strip('"') for _, text in pairs]

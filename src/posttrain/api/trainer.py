@@ -13,6 +13,7 @@ import torch
 
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.api.arguments import check_numbers, plain_number, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -29,6 +30,7 @@ from posttrain.data.render import encode_prompt
 from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.models.generation import write_ends
+from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import read_component
 from posttrain.registry import stop_import
@@ -184,16 +186,18 @@ class Trainer:
         """
         if self.source.rows_per_unit != 1:
             raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
-        if not groups or not all(isinstance(group, Sequence) and group for group in groups):
+        if not _is_sampled(groups):
             raise UsageError(
                 "batch: give what sample returned: a list of completions for each prompt, none of them empty"
             )
         units: list[tuple[tuple[int, int], ...]] = [
             ((n, g),) for n, group in enumerate(groups) for g in range(len(group))
         ]
-        needs = self.source.batch_fields.needs
-        if "advantages" in needs and any(one.advantage is None for group in groups for one in group):
-            raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
+        if "advantages" in self.source.batch_fields.needs:
+            for one in (one for group in groups for one in group):
+                if one.advantage is None:
+                    raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
+                one.advantage = _read_advantage(one.advantage)
         return self.source.batch_fields(self.source.batch_of(groups, units))
 
     def forward_backward(self, batch: Batch | Groups, objective: Objective | None = None) -> Gradients:
@@ -263,6 +267,8 @@ class Trainer:
         own, apart = self.parts.split_parameters()
         if lr is None:
             lr = learning_rate(options, step)
+        check_numbers(lr=lr)
+        lr = float(lr)
         if all(parameter.grad is None for parameter in (*own, *apart)):
             raise UsageError("optim_step: there are no gradients. Call forward_backward first")
         if not 0 <= lr < math.inf:
@@ -279,7 +285,7 @@ class Trainer:
         Examples:
             >>> pt.generate(trainer.save("out"), ["What is 3 plus 4?"])
         """
-        folder = Path(path)
+        folder = Path(plain_path("path", path))
         with storage_errors("the model", folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_model(folder, self.model, self.parts.score_head(), None)
@@ -294,3 +300,25 @@ class Trainer:
             >>> trainer.close()
         """
         self.parts.close()
+
+
+def _is_sampled(groups: object) -> bool:
+    """Return whether these are lists of completions, none of them empty."""
+    if not isinstance(groups, Sequence) or not groups:
+        return False
+    return all(
+        isinstance(group, Sequence) and group and all(isinstance(one, Rollout) for one in group) for group in groups
+    )
+
+
+def _read_advantage(value: object) -> float:
+    """Return an advantage as a number; a tensor or an array of one number is that number.
+
+    Raises:
+        UsageError: it is no finite number.
+    """
+    with reading("batch: advantage"):
+        number = plain_number(value.item() if hasattr(value, "item") else value)
+    if type(number) not in (int, float) or not math.isfinite(number):
+        raise UsageError(f"batch: the advantage {shorten(value)} is no finite number. Set rollout.advantage to one")
+    return float(number)

@@ -74,8 +74,13 @@ class Callbacks:
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
             callback = getattr(self, name)
-            if callback is not None and not callable(callback):
+            if callback is None:
+                continue
+            if not callable(callback):
                 raise UsageError(f"{name}: {type(callback).__name__} cannot be called. Give one function of an event")
+            with reading(name):
+                if not registry.takes_one(callback):
+                    raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         self.view(event, info)
@@ -148,6 +153,7 @@ def train(
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
     runs_dir, run = _check_places(runs_dir, run, progress)
+    check_flag("accept_changes", accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
@@ -171,8 +177,9 @@ def _called(name: str | dict[str, Any]) -> str:
 def _check_places(runs_dir: Place, run: str | None, progress: bool) -> tuple[str, str | None]:
     """Return both as plain text; refuse what is neither, and a ``progress`` that is no flag."""
     check_flag("progress", progress)
-    if isinstance(run, str):
-        run = plain_text("run", run)
+    if run is not None and not isinstance(run, str):
+        raise UsageError(f"run: {type(run).__name__} is no name. Give a text; the folder of the runs is runs_dir")
+    run = None if run is None else plain_text("run", run)
     return plain_path("runs_dir", runs_dir), run
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from posttrain import registry
 from posttrain.activity import Phase, phase
@@ -15,6 +15,8 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS, Component, map_tasks, task_components
 from posttrain.types import Example, Response
+
+Split = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True, slots=True)

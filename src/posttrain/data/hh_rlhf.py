@@ -10,11 +10,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
-from posttrain.data.base import Task
+from posttrain.data.base import Split, Task
 from posttrain.data.reader import (
-    Collected,
+    CollectedExamples,
     Share,
-    Split,
     choose_split,
     collect,
     drop_if,
@@ -102,7 +101,7 @@ def _half_of(example: Example) -> Half:
     return "first"
 
 
-def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
+def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> CollectedExamples:
     """All dialogues of a file, or of a split on the hub, that can be used."""
 
     if path is None:
@@ -190,7 +189,9 @@ def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
     return Example(f"{subset}/{row.line}", prompt, responses=responses, meta={"subset": subset})
 
 
-def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole: Collected) -> list[Example]:
+def _mix_prompts(
+    train: Sequence[Example], tests: CollectedExamples, share: float, whole: CollectedExamples
+) -> list[Example]:
     """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
 
     Test dialogues that begin as a held-out one (of ``whole``, not of ``train``) are left out. The side that is too many

@@ -29,7 +29,7 @@ from posttrain.data.messages import (
     read_variables,
     refuse_two_replies,
 )
-from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
+from posttrain.data.reader import CollectedExamples, FileSplit, Share, collect, reads_rows
 from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
@@ -225,7 +225,7 @@ def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:
     return False
 
 
-def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> tuple[str, ...]:
+def _settle_grader(collected: CollectedExamples, grader: str | None, layout: Layout) -> tuple[str, ...]:
     """Give every example its grader, and return the lines about graders, choices and columns."""
     lines: tuple[str, ...] = ()
     if layout.choices is not None:
@@ -491,7 +491,7 @@ def _given_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     return (Message("user", row.text(prompt_key)),)
 
 
-def _keep_correct(collected: Collected, place: str) -> None:
+def _keep_correct(collected: CollectedExamples, place: str) -> None:
     """Keep the examples whose demonstration is right, and count the others by the grader's word."""
     graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
     if not graded:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.data.base import Task
+from posttrain.data.base import Split, Task
 from posttrain.data.columns import UnshownColumns
 from posttrain.data.messages import SYSTEM_KEYS
 from posttrain.data.reading import FOLDER, HUB, SUFFIXES, Row, is_only_space, read_file
@@ -30,7 +30,6 @@ from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 
 Reader = Callable[..., Task]
-Split = Literal["train", "validation", "test"]
 FileSplit = Literal["train", "validation", "test", "all"]  # of one file that holds all of them
 TestSplit = Literal["test"]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -247,7 +246,7 @@ def drop_if(is_useless: object, reason: str) -> None:
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedExamples:
     """Examples in the order of their rows, the number of rows left out, by reason, and the use of their keys."""
 
     examples: list[Example] = field(default_factory=list)
@@ -369,7 +368,7 @@ def collect(
     carries: bool = False,
     ignored: Sequence[str] = (),
     silenced: Sequence[str] = (),
-) -> Collected:
+) -> CollectedExamples:
     """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
 
     Args:
@@ -381,7 +380,7 @@ def collect(
     Raises:
         DataError: a malformed row, or rows of which none can be used.
     """
-    collected = Collected()
+    collected = CollectedExamples()
     if dropped is not None:
         collected.dropped = dropped
     collected.unshown.silenced = frozenset(silenced)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from posttrain.data.base import Task
+from posttrain.data.base import Split, Task
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
-from posttrain.data.reader import Collected, Dropped, Share, Split, drop_if, reads_rows, row_task, strip_calculations
+from posttrain.data.reader import CollectedExamples, Dropped, Share, drop_if, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.errors import UsageError
 from posttrain.option_types import shown_with_type
@@ -49,7 +49,7 @@ def judged_solutions(
         problem_key, solution_key: where the texts stand.
         verdict_key: where true, false, 1 or 0 stands.
     """
-    collected = Collected()
+    collected = CollectedExamples()
     groups: dict[str, tuple[Row, list[Response]]] = {}
     for row in judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped):
         try:
@@ -182,7 +182,7 @@ def prm800k(
     files = {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
     if path is not None:
         files = {"": path}
-    collected = Collected()
+    collected = CollectedExamples()
     rated = dict[bytes, int]()
     for name, place in files.items():
         for row in _join_steps(read_file(place), collected):
@@ -196,7 +196,7 @@ def prm800k(
     return collected.as_task("prm800k", path or f"hub:{HUB}/{source}", split, validation_share)
 
 
-def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
+def _join_steps(rows: Iterable[Row], collected: CollectedExamples) -> Iterator[Row]:
     """Yield rows as published: those of one candidate step each become one row for each solution.
 
     Such rows belong together as long as each continues, or is an alternative to, the one before. The step that the next

@@ -48,10 +48,10 @@ class FinishedEvaluation:
     @property
     def template(self) -> str:
         """The name of its template."""
-        word = self.settings.get("template", "")
-        if isinstance(word, Mapping):
-            return str(word["name"])
-        return str(word)
+        template = self.settings.get("template", "")
+        if isinstance(template, Mapping):
+            return str(template["name"])
+        return str(template)
 
     def items(self) -> list[Item]:
         """Its items (see ``read_items``); each has as many answers as the settings say, or none."""

@@ -200,7 +200,7 @@ def make_plan(request: EvaluationRequest) -> EvaluationPlan:
     """Check a request as far as that goes without loading a model.
 
     Raises:
-        UsageError: components, options or combinations that cannot be.
+        UsageError: components, options or combinations that cannot be used.
     """
     drawing = request.drawing
     if request.best_of is not None and drawing.samples == 1:

@@ -127,7 +127,7 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     Returns the report, which is stored in the model's folder, and that folder.
 
     Raises:
-        UsageError: a model that is quantized already, words that cannot be, or a folder that holds something else.
+        UsageError: the model is quantized already, an option cannot be used, or the folder holds something else.
         MissingExtra: bitsandbytes is not installed.
     """
     from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done

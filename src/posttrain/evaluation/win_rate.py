@@ -235,7 +235,7 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
         judges: reward models, and files of judges, of which the first says who wins; none: the task's grader.
 
     Raises:
-        UsageError: words, options or combinations that cannot be.
+        UsageError: options or combinations that cannot be used.
     """
     if len(set(judges)) < len(judges):
         raise UsageError("--judge: the same judge is named twice")

@@ -44,7 +44,7 @@ AVAILABLE: dict[str, str] = {
     "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
-Result = float | Verdict | Measured
+RewardResult = float | Verdict | Measured
 MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
 
 
@@ -64,7 +64,7 @@ class BoundReward:
             return reward
         return reward.value
 
-    def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[Result]:
+    def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[RewardResult]:
         """The rewards for many completions, in order.
 
         Args:
@@ -257,7 +257,7 @@ def _requested_arguments(
     return tuple(requested)
 
 
-def _check_result(value: object, place: str) -> Result:
+def _check_result(value: object, place: str) -> RewardResult:
     if not isinstance(value, Verdict | Measured):
         return _check_number(value, place)
     for number in (value.value, *value.info.values()):

@@ -27,7 +27,7 @@ class WorkerScorer:
     limits: Limits
 
 
-Scorer = WorkerScorer | Callable[[str], float]
+AnswerScorer = WorkerScorer | Callable[[str], float]
 
 
 @register("reward", batched=True)
@@ -82,7 +82,7 @@ def _score(result: Result | None) -> float:
     return 0.0
 
 
-def score_answers(to_score: Sequence[tuple[Scorer | None, str | None]]) -> list[Result | None]:
+def score_answers(to_score: Sequence[tuple[AnswerScorer | None, str | None]]) -> list[Result | None]:
     """The result of scoring each answer, in order: its ``value`` is the score, a float.
 
     None of a blank answer, and without a scorer. Equal answers to the same question are scored once. A plain function

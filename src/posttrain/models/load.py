@@ -72,30 +72,38 @@ class LoadedModel:
     source: str
 
 
-def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None = None) -> LoadedModel:
+def load_model(
+    section: ModelSection,
+    *,
+    seed: int,
+    texts: Iterator[str] | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> LoadedModel:
     """Load (or make, with ``section.init``) a model and its tokenizer, in eval mode and without dropout.
 
     An adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for a new adapter,
-    the old one is merged into the base first. ``texts`` train the tokenizer of a new model. A folder with quantized
-    weights is loaded as it is; ``section.load_bits`` quantizes one in full precision, and an adapter gets its base in
-    the bits that it was trained on.
+    the old one is merged into the base first. ``texts`` train the tokenizer of a new model. ``tokenizer``: the model's,
+    if it was loaded before. A folder with quantized weights is loaded as it is; ``section.load_bits`` quantizes one in
+    full precision, and an adapter gets its base in the bits that it was trained on.
 
     Raises:
         UsageError: no such model, a hub that cannot be reached, or not a causal language model.
         MissingExtra: quantized weights, without the package that reads them.
     """
     with phase(f"loading {section.name if section.init is None else 'a new model'}"):
-        return _load_model(section, seed, texts or iter(()))
+        return _load_model(section, seed, texts or iter(()), tokenizer)
 
 
-def _load_model(section: ModelSection, seed: int, texts: Iterator[str]) -> LoadedModel:
+def _load_model(
+    section: ModelSection, seed: int, texts: Iterator[str], known: PreTrainedTokenizerFast | None
+) -> LoadedModel:
     if section.init is not None:
         model, tokenizer = _new_model(section.init, seed, texts)
         model = model.to(DTYPES[section.dtype])
         source = f"new {section.init.architecture}"
     else:
         source = resolve_model_name(section.name)
-        model, tokenizer = _from_files(section, source)
+        model, tokenizer = _from_files(section, source, known)
     _switch_off_dropout(model)
     for module in model.modules() if section.dtype == "fp64" else ():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
@@ -273,7 +281,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
+def _from_files(section: ModelSection, source: str, known: PreTrainedTokenizerFast | None) -> tuple[Any, Any]:
     # what the report of the weights would say, ``_check_weights`` decides
     with quiet_transformers(), reading_model(section.name, source):
         source = _checked(source)
@@ -284,6 +292,8 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
             model = attach_adapter(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
+        if known is not None:
+            return model, known
         return model, _load_tokenizer(source, section.runs_remote_code)
 
 

@@ -59,7 +59,10 @@ _CHANGES = [
         (r"_(?=\d+$)", ""),
         (r"^(?:use|enable|is|apply|do)_", ""),
         (r"_(?:enable|enabled|config|cfg|name|per_gpu|per_device)$", ""),
-        (r"^(?:actor|policy|vllm|trainer|train|training|algo|ds|grpo|ppo|dpo|sft|rl|trl|ref|fsdp|deepspeed)_", ""),
+        (
+            r"^(?:actor|policy|vllm|rollout|trainer|train|training|algo|ds|grpo|ppo|dpo|sft|rl|trl|ref|fsdp|deepspeed)_",
+            "",
+        ),
         (r"s$", ""),
         (r"(?<=[a-z])$", "s"),
     )

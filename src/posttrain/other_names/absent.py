@@ -7,17 +7,18 @@ OPTIONS = {
     "every token of a completion is trained": "top_entropy_quantile num_loss_tokens_to_skip entropy_quantile",
     "objectives cispo, icepop (a correction) and sapo bound large ratios in other ways": "delta",
     "correction icepop and objectives cispo and sapo bound large ratios in other ways": (
-        "clip_ratio_c dual_clip clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
+        "clip_ratio_c dual_clip clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef eps_clip_c ratio_clip_c"
     ),
     "dpo is of the reverse KL, and exo, ipo and hinge are other losses": (
         "f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting dpo_use_weighting"
     ),
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
-        "loss_weights dpo_loss_weights multi_objective_aggregation ptx_coef enable_channel_loss"
+        "loss_weights dpo_loss_weights multi_objective_aggregation ptx_coef enable_channel_loss preference_loss_weight"
     ),
     "log-probabilities must be those of the model; a reward can count repetitions": (
-        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias "
-        "logits_processors logits_processor bad_words allowed_token_ids encoder_repetition_penalty"
+        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias logits_processors "
+        "logits_processor bad_words allowed_token_ids encoder_repetition_penalty bad_words_ids "
+        "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias"
     ),
     "rollout.top_p and rollout.top_k are": "min_p typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
     "rollout.max_tokens is the only limit of a length; a reward can punish short answers": (
@@ -25,7 +26,7 @@ OPTIONS = {
         "reasoning_effort min_response_length"
     ),
     "an answer ends with its template's end; a template of yours is a function, module:function": (
-        "stop_strings stop stop_token_ids stop_sequences include_stop_str_in_output stop_words"
+        "stop_strings stop stop_token_ids stop_sequences include_stop_str_in_output stop_words rollout_stop"
     ),
     "answers are sampled; rollout.temperature, top_k and top_p say how, and eval.samples how many": (
         "num_beams beam_search num_beam_groups diversity_penalty length_penalty_beam early_stopping_beams best_of "
@@ -33,11 +34,13 @@ OPTIONS = {
     ),
     "an answer is free text; a reward can ask for a format": (
         "structured_outputs guided_decoding vllm_structured_outputs_regex vllm_guided_decoding_regex guided_regex "
-        "guided_json response_format structured_outputs_regex"
+        "guided_json response_format structured_outputs_regex guided_decoding_backend"
     ),
     "sampling has temperature, top_k, top_p and max_tokens": (
         "generation_kwargs generation_config override_generation_config extra_body extra_args prompt_logprobs "
-        "sampling_params temp_scheduler sampling.temp_scheduler max_time"
+        "sampling_params temp_scheduler sampling.temp_scheduler max_time output_kind cache_config "
+        "renormalize_logits remove_invalid_values token_healing guidance_scale watermarking_config "
+        "prompt_lookup_num_tokens assistant_model disable_compile gen_kwargs"
     ),
     "an evaluation comes before the first step and after every eval.every steps": (
         "eval_delay eval_first skip_eval_on_resume eval_sequence_len"
@@ -63,7 +66,7 @@ OPTIONS = {
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
         "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path bemacallback "
         "ref_adapters ref_adapter_name ref_model_adapters ref_model_quantization_bit ref_model_type "
-        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model"
+        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model ref_update_interval"
     ),
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
@@ -89,7 +92,7 @@ OPTIONS = {
         "enable_expert_parallel ds.tensor_parallel_size tensor_parallel pipeline_parallel expert_parallel "
         "megatron parallelism_config pp_size ep_size tp_size megatron_config model.pp use_mca use_mbridge "
         "mbridge_config use_dist_checkpointing dist_checkpointing_path use_distributed_optimizer "
-        "expert_parallel_backend"
+        "expert_parallel_backend enable_async_tensor_parallel"
     ),
     "start vLLM with its own options (posttrain serve-command), and give its rollout.engine.url": (
         "max_num_seqs max_num_batched_tokens enable_chunked_prefill load_format kv_cache_dtype swap_space "
@@ -103,7 +106,9 @@ OPTIONS = {
         "uvicorn_log_level enable_prompt_embeds response_role quantization_config_file chunked_prefill "
         "layered_summon host port allowed_origins ssl_keyfile detokenize use_token_client max_batch_size "
         "disaggregation tasks_per_minute fast_inference_setup api_server_count skip_model_check dp_rank_count "
-        "admin_base_url use_fp8_kv_cache serve_module"
+        "admin_base_url use_fp8_kv_cache serve_module allowed_local_media_path additional_config "
+        "num_gpu_blocks_override preemption_mode async_scheduling enable_log_requests async_engine "
+        "update_weight_buffer_size"
     ),
     "no noise is added to embeddings": "neftune_noise_alpha noisy_embedding_alpha neftune neftune_alpha",
     "an adapter trains linear layers alone; leave model.adapter out to train all": (
@@ -125,7 +130,8 @@ OPTIONS = {
         "megatron_core arrow_config use_bdlora alora qgalore_rank lisa_step_interval lora_pro kasa_config "
         "velora_config s_lora monteclora_config layernorm_tuning adaption_prompt c3a module_dropout "
         "a2a_experimental peft_ensure_weight_tying qlora_sharded_model_loading use_swift_lora use_llama_pro "
-        "llamapro reft tiny_lora"
+        "llamapro reft tiny_lora num_virtual_tokens token_dim num_transformer_submodules prompt_tuning_init "
+        "encoder_hidden_size fully_sharded_loras"
     ),
     "all layers are trained, or those of an adapter (model.adapter.targets)": (
         "unfrozen_parameters freeze_layers freeze_moe_router freeze_visual_encoder freeze_vision_tower freeze "
@@ -143,7 +149,7 @@ OPTIONS = {
         "jagged_restart_steps lr_div_factor layerwise_lr_decay cosine_constant_lr_ratio loraplus_lr "
         "lr_quadratic_warmup num_decay_steps wsd lr_warmup_init lr_decay_steps weight_decay_incr_style "
         "use_checkpoint_opt_param_scheduler zero_indexed_step jagged_restart_warmup_steps "
-        "jagged_restart_anneal_steps lr_wsd_decay_style lr_wsd_decay_steps"
+        "jagged_restart_anneal_steps lr_wsd_decay_style lr_wsd_decay_steps decay_ratio"
     ),
     "weight decay is that of every trained weight: optimizer.weight_decay": (
         "set_weight_decay_on_bias_and_norm no_decay_params"
@@ -175,31 +181,33 @@ OPTIONS = {
     "prompts are drawn in turn; rollout.drop_uniform_groups leaves out those that are too easy or too hard": (
         "easy_threshold hard_threshold no_resampling_pass_rate curriculum_sampling curriculum curriculum_learning "
         "dynamic_filtering_range difficulty_filter adaptive_curriculum pass_rate_filter custom_sampler sampler "
-        "difficulty_sampling filters dynamic_filtering_reward_range"
+        "difficulty_sampling filters dynamic_filtering_reward_range dynamic_sampling_filter_path "
+        "buffer_filter_path"
     ),
     "rollouts are prefetched whole: rollout.staleness": (
         "partial_rollout_enable partial_rollout strict_async_level async_queue_size over_sample_rate "
-        "cancel_inflight_rollouts_on_eval streaming_partial_batch prefetch_depth queue_maxsize fully_async"
+        "cancel_inflight_rollouts_on_eval streaming_partial_batch prefetch_depth queue_maxsize fully_async "
+        "over_sampling_batch_size"
     ),
     "rollout.staleness: 1 or more samples while the trainer works": (
         "async_enable async_rl async_prefetch async_training async_train async asynchronous_training use_data_producer"
     ),
     "the trainer waits for value and policy together; head.lr_ratio sets the speed of the value model": (
-        "critic_warmup critic_warmup_steps freezing_actor_steps"
+        "critic_warmup critic_warmup_steps freezing_actor_steps num_critic_only_steps"
     ),
     "a value model is kept in the run's checkpoint": "save_value_network value_head_prefix",
     "checkpoints are written at train.save_every, and kept by train.keep_checkpoints": (
         "keep_interval ckpt.keep_interval save_on_each_node enable_jit_checkpoint async_save ckpt.max_mem "
         "dynamic_checkpoint save_on_sigterm esi_redundant_time del_local_ckpt_after_load default_hdfs_dir "
         "use_flash_ckpt enable_async_checkpointing async_checkpointing save_async ephemeral_save_interval "
-        "create_checkpoint_symlink max_ckpt_mem"
+        "create_checkpoint_symlink max_ckpt_mem use_fault_tolerance async_mode fault_tolerance"
     ),
     "metrics are in metrics.jsonl, which any monitor may read; track: wandb or tensorboard shows them": (
         "heartbeat metrics_server use_otel_metrics prometheus prime_monitor use_mlflow use_comet use_trackio "
-        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online trackio_run_name "
-        "mlflow_tracking_uri mlflow_experiment_name trackio_space_id comet_project_name use_swanlab "
-        "swanlab_project comet_api_key comet_workspace wandb_watch wandb_log_model trackio_project_name "
-        "mlflow_run_name trackio_bucket_id send_slack_alerts enable_queue_dashboard queue_dashboard_port"
+        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online trackio_run_name mlflow_tracking_uri "
+        "mlflow_experiment_name trackio_space_id comet_project_name use_swanlab swanlab_project comet_api_key "
+        "comet_workspace wandb_watch wandb_log_model trackio_project_name mlflow_run_name trackio_bucket_id "
+        "send_slack_alerts enable_queue_dashboard queue_dashboard_port monitor_gpus gpu_monitoring"
     ),
     "times of each step are in metrics.jsonl; a profiler of yours can run the command": (
         "profiler profiler_steps memory_profiler_path trace_path torch_profiler profile_steps nsys bench "
@@ -237,7 +245,8 @@ OPTIONS = {
         "llama4_linearized_experts shift_attn s2_attention mixture_of_depths block_diag_attn load_using_meta "
         "index_cache actor_init_on_gpu init_strategy problem_type base_model_attribute_name use_kt cpu_infer "
         "fast_moe experimental_skip_move_to_device flash_optimum scaling_softmax_factor scaling_softmax_bias "
-        "chunk_size check_model temporary_patch past_index tpu_num_cores"
+        "chunk_size check_model temporary_patch past_index tpu_num_cores ignore_mismatched_sizes tp_plan flavor "
+        "qkv_format print_after_conversion attention_backend_config"
     ),
     "model.attention: sdpa takes torch's fastest kernel": (
         "xformers_attention flex_attention sage_attention xformers flex_attn sliding_window flash_attention_4 fa4 "
@@ -248,8 +257,9 @@ OPTIONS = {
         "prediction_loss_only do_predict do_bench_eval bench_dataset do_causal_lm_eval eval_causal_lm_metrics "
         "generate_during_eval eval_do_concat_batches eval_use_gather_object lm_eval_tasks length_column_name "
         "bench_split num_sample_generations compute_accuracy predict_with_generate eval_metric acc_strategy "
-        "eval_use_evalscope eval_dataset_args eval_backend lm_eval_model lm_eval_batch_size "
-        "metric result_path write_batch_size return_last_hidden_state"
+        "eval_use_evalscope eval_dataset_args eval_backend lm_eval_model lm_eval_batch_size metric result_path "
+        "write_batch_size return_last_hidden_state num_fewshot fewshot_as_multiturn cache_requests "
+        "check_integrity write_out include_path predict_only"
     ),
     "a judge has one rubric, an option of the reward judge": "apply_evolving_rubric_reward max_active_rubrics",
     "plain sampling in this process, or vLLM": (
@@ -272,7 +282,7 @@ OPTIONS = {
         "length_weighted_mean length_shaping adv_tau advantage.import_path"
     ),
     "the optimizer makes its step after the whole gradient, whose norm train.max_grad_norm clips": (
-        "optimizer_in_bwd optim_in_bwd"
+        "optimizer_in_bwd optim_in_bwd early_step_in_backward"
     ),
 }
 

@@ -9,11 +9,11 @@ KEYS = {
     "train.lr": "learning_rate lr actor_lr optim_lr actor_learning_rate optim.lr adam.lr muon.lr",
     "train.steps": (
         "max_steps total_training_steps total_steps num_steps n_grpo_steps train_iters max_train_steps "
-        "num_training_steps training_steps num_train_steps max_iters"
+        "num_training_steps training_steps num_train_steps max_iters max_num_steps training.steps"
     ),
-    "train.num_epochs": "num_train_epochs num_epochs total_epochs epochs n_epochs passes max_epochs",
+    "train.num_epochs": "num_train_epochs num_epochs total_epochs epochs n_epochs passes max_epochs max_num_epochs",
     "train.ppo_epochs": "num_iterations ppo_epochs num_ppo_epochs epochs_per_rollout_batch",
-    "train.num_minibatches": "num_mini_batches num_minibatches minibatches",
+    "train.num_minibatches": "num_mini_batches num_minibatches minibatches num_steps_per_rollout",
     "train.micro_batch_rows": (
         "micro_batch_size micro_train_batch_size micro_batch_size_per_gpu per_gpu_train_batch_size "
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu rows_per_micro local_batch_size"
@@ -21,19 +21,19 @@ KEYS = {
     "train.micro_batch_tokens": (
         "ppo_max_token_len_per_gpu max_tokens_per_gpu tokens_per_micro max_token_len_per_gpu token_budget "
         "log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu "
-        "rollout_max_tokens_per_gpu train_max_tokens_per_gpu"
+        "rollout_max_tokens_per_gpu train_max_tokens_per_gpu train_mb_tokens"
     ),
     "train.save_every": (
-        "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval "
-        "checkpoint_state_freq save_every_steps checkpoint_every weights.interval save_every_n_steps "
-        "checkpoint_freq"
+        "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval checkpoint_state_freq "
+        "save_every_steps checkpoint_every weights.interval save_every_n_steps checkpoint_freq save_period "
+        "checkpoint.interval"
     ),
     "train.keep_checkpoints": (
         "save_total_limit max_ckpt_to_keep keep max_ckpt_num max_actor_ckpt_to_keep max_critic_ckpt_to_keep "
-        "keep_last_n_checkpoints keep_last ckpt.max_num max_checkpoints"
+        "keep_last_n_checkpoints keep_last ckpt.max_num max_checkpoints keep_top_k keep_latest_k"
     ),
     "train.warmup_steps": "lr_warmup_steps num_warmup_steps warmup warmup_steps lr_warmup num_warmup warm_up_steps",
-    "train.min_lr_ratio": "min_lr_rate min_lr_ratio cosine_min_lr_ratio final_lr_ratio",
+    "train.min_lr_ratio": "min_lr_rate min_lr_ratio cosine_min_lr_ratio final_lr_ratio min_lr_factor",
     "train.max_grad_norm": (
         "max_grad_norm clip_grad gradient_clipping gradient_clip_val grad_clip max_norm clip_grad_norm "
         "gradient_clip gradient_clip_norm grad_norm_clip max_gradient_norm"
@@ -42,7 +42,7 @@ KEYS = {
         "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing "
         "gradient_checkpointing_enable activation_recomputation"
     ),
-    "train.seed": "seed data_seed random_state random_seed data_loader_seed shuffle_seed",
+    "train.seed": "seed data_seed random_state random_seed data_loader_seed shuffle_seed rollout_seed",
     "train.deterministic": (
         "full_determinism deterministic full_determinism_enable determinism cudnn_deterministic_mode"
     ),
@@ -54,11 +54,12 @@ KEYS = {
     "optimizer.ns_steps": "muon.ns_steps",
     "eval.every": (
         "eval_steps test_freq eval_interval eval_every val_interval eval.interval val.interval eval.steps "
-        "local_eval_every eval_freq val_freq eval_interval_steps eval_every_n_steps run_val_every_n_steps"
+        "local_eval_every eval_freq val_freq eval_interval_steps eval_every_n_steps run_val_every_n_steps "
+        "val_period validation.freq"
     ),
     "eval.num_examples": (
         "max_eval_samples num_eval_samples limit eval_samples val_max_samples val.num_examples eval_limit "
-        "val_dataset_sample max_validation_batches_x"
+        "val_dataset_sample max_validation_batches_x max_val_samples"
     ),
     "eval.num_kl_prompts": "drift_prompts",
     "eval.samples": (
@@ -66,15 +67,17 @@ KEYS = {
         "n_samples_per_eval_prompt eval_n_samples_per_prompt"
     ),
     "eval.temperature": "val_kwargs.temperature eval.sampling.temperature eval_temperature",
-    "eval.top_p": "val_kwargs.top_p eval.sampling.top_p",
-    "eval.top_k": "val_kwargs.top_k eval.sampling.top_k",
-    "eval.max_tokens": "eval_response_length eval.sampling.max_tokens eval_max_new_tokens generation_max_length",
+    "eval.top_p": "val_kwargs.top_p eval.sampling.top_p eval_top_p",
+    "eval.top_k": "val_kwargs.top_k eval.sampling.top_k eval_top_k",
+    "eval.max_tokens": (
+        "eval_response_length eval.sampling.max_tokens eval_max_new_tokens generation_max_length eval_max_response_len"
+    ),
     "eval.tasks": "test_datasets val_files eval_tasks dataset_mixer_eval_list eval.env",
     "rollout.group_size": (
         "num_generations n group_size num_samples_per_prompt n_samples_per_prompt rollout_n num_return_sequences "
         "n_samples group samples_per_prompt num_completions_to_sample num_samples_per_prompt_rollout "
         "rollouts_per_example rollouts_per_prompt num_responses num_rollouts_per_prompt num_rollouts grpo_samples "
-        "rloo_k"
+        "rloo_k num_generations_per_prompt"
     ),
     "rollout.num_prompts": (
         "rollout_batch_size prompts num_prompts prompts_per_step num_groups gen_batch_size "
@@ -83,12 +86,16 @@ KEYS = {
     "rollout.max_tokens": (
         "max_completion_length max_new_tokens max_response_length response_length max_gen_len generate_max_len "
         "rollout.max_new_tokens sampling.max_tokens generation_max_new_tokens max_output_tokens "
-        "max_tokens_to_generate max_gen_toks generate_max_length max_response_tokens max_generated_tokens"
+        "max_tokens_to_generate max_gen_toks generate_max_length max_response_tokens max_generated_tokens "
+        "rollout_max_response_len"
     ),
-    "rollout.max_total_tokens": "max_model_len max_total_length max_sequence_length pack_length packing_length",
-    "rollout.temperature": "sampling_temperature sampling.temperature generation_temperature",
-    "rollout.top_p": "top_p vllm_top_p generation_top_p",
-    "rollout.top_k": "top_k generation_top_k",
+    "rollout.max_total_tokens": (
+        "max_model_len max_total_length max_sequence_length pack_length packing_length rollout_max_context_len "
+        "max_total_sequence_length"
+    ),
+    "rollout.temperature": "sampling_temperature sampling.temperature generation_temperature rollout_temperature",
+    "rollout.top_p": "top_p vllm_top_p generation_top_p rollout_top_p",
+    "rollout.top_k": "top_k generation_top_k rollout_top_k",
     "rollout.engine": "generation_backend rollout_engine inference_engine rollout_backend",
     "rollout.engine.url": "vllm_server_base_url base_url server_url client.base_url",
     "rollout.engine.gpu_memory_utilization": (
@@ -102,7 +109,7 @@ KEYS = {
         "filter_groups dynamic_sampling filter_zero_std dynamic_filtering filter_zero_std_samples active_sampling "
         "online_difficulty_filtering dynamic_filtering_enable skip_zero_advantage_batches dynamic_sample"
     ),
-    "rollout.max_rounds": "max_num_gen_batches max_resample_times",
+    "rollout.max_rounds": "max_num_gen_batches max_resample_times dynamic_sampling_max_gen_batches",
     "rollout.uniform_by": "filter_groups.metric",
     "rollout.mask_truncated": (
         "mask_truncated_completions overlong_filtering mask_truncated overlong_mask overlong_filter "
@@ -115,12 +122,13 @@ KEYS = {
     "rollout.engine.max_model_len": "vllm_max_model_length inference.model.max_model_len vllm_maxlen",
     "rollout.max_turns": (
         "max_turns max_tool_calling_iterations max_assistant_turns max_steps_per_episode max_user_turns "
-        "max_tool_calls max_tool_turns max_env_steps"
+        "max_tool_calls max_tool_turns max_env_steps max_rollout_turns"
     ),
     "rollout.tool_seconds": "tool_timeout",
     "rollout.retries": "max_retries",
     "prompt.max_prompt_tokens": (
-        "max_prompt_length prompt_max_len max_prompt_len max_prompt_token_length prompt_length max_input_length"
+        "max_prompt_length prompt_max_len max_prompt_len max_prompt_token_length prompt_length max_input_length "
+        "rollout_max_prompt_len max_input_seq_length"
     ),
     "data.max_length": (
         "sequence_len cutoff_len max_seq_len seq_len max_len seq_length maximum_length max_packed_sequence_len "
@@ -141,9 +149,12 @@ KEYS = {
     "environment": "env environment_factory environment_name env_name envs vf_env env.id gym_env",
     "objective": "rl policy_loss algorithm rl_algorithm loss_fn policy_loss.loss_mode policy_loss_type",
     "objective.clip_low": (
-        "cliprange clip_ratio_low clip_eps eps_clip ppo_clip clip_coef clip_lower clip_range_low clip_epsilon"
+        "cliprange clip_ratio_low clip_eps eps_clip ppo_clip clip_coef clip_lower clip_range_low clip_epsilon "
+        "ratio_clip_min"
     ),
-    "objective.clip_high": "epsilon_high clip_ratio_high eps_clip_high clip_high clip_higher clip_range_high",
+    "objective.clip_high": (
+        "epsilon_high clip_ratio_high eps_clip_high clip_high clip_higher clip_range_high ratio_clip_max"
+    ),
     "objective.label_smoothing": "label_smoothing dpo_label_smoothing",
     "objective.odds_weight": "orpo_alpha",
     "objective.centering": "center_rewards_coefficient",
@@ -163,7 +174,7 @@ KEYS = {
     "model.name": (
         "base_model_config model_name_or_path model_name pretrained_model_name_or_path model_id base_model "
         "pretrain model_path pretrained lora_model_dir model.path base_model_name_or_path "
-        "actor_model_name_or_path partial_pretrain base_model_path"
+        "actor_model_name_or_path partial_pretrain base_model_path hf_checkpoint hf_assets_path initial_load_path"
     ),
     "model.dtype": "model_dtype dtype bnb_4bit_compute_dtype fsdp_config.dtype param_dtype",
     "model.load_bits": "bits quantization_bit quant_bits",

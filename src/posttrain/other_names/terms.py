@@ -163,7 +163,9 @@ TERMS = {
     "`posttrain generate MODEL --steer FEATURE=FACTOR`": (
         "steering steering_vector activation_steering representation_engineering feature_steering"
     ),
-    "`posttrain activations MODEL --layer N`": "activations hidden_states residual_stream hooks activation_recording",
+    "`posttrain activations MODEL --layer N`": (
+        "activations hidden_states residual_stream hooks activation_recording output_attentions output_hidden_states"
+    ),
     "`posttrain quantize MODEL --bits 4` after training, model.load_bits with model.adapter in training": (
         "quantize_model int8 int4 post_training_quantization awq_model gptqconfig llm_int8"
     ),

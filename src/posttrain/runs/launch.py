@@ -103,9 +103,7 @@ def launch(
         folder = _new_folder(Path(root), name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
-        if resume:
-            recipe = directory.as_it_began(recipe)
-        notices = _claim(directory, recipe, resume, accept_changes)
+        recipe, notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         record = _Record(directory, _status_at_start(directory, recipe, resume), observer, should_stop)
         try:
@@ -307,18 +305,21 @@ def _age(run: Path) -> tuple[float, str]:
     return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
-def _claim(directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool) -> list[str]:
-    """Make the locked directory ours, or refuse; returns notices to show."""
+def _claim(
+    directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool
+) -> tuple[RunRecipe, list[str]]:
+    """Make the locked directory ours, or refuse; returns the recipe to go by, and notices to show."""
     if resume:
+        recipe = directory.as_it_began(recipe)
         warnings = claim_to_resume(directory, recipe, accept_changes)
         status = directory.read_status()
         if not warnings and status is not None and status.state == "finished":
-            return ["this run had finished; it is only checked, and its results shown again"]
-        return warnings
+            return recipe, ["this run had finished; it is only checked, and its results shown again"]
+        return recipe, warnings
     if not directory.is_empty:
         raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
     directory.write_recipe(recipe)
-    return []
+    return recipe, []
 
 
 def start_text(info: Mapping[str, Any]) -> str:

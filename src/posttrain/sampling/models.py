@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain import registry
 from posttrain.data.render.template import build_template
@@ -17,6 +17,9 @@ from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, ModelSection, RewardComponent
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Component(name="r1_zero")
@@ -56,10 +59,18 @@ class ModelSource:
         embedded = EMBEDDED_TEMPLATES.get(Path(resolve_model_name(self.path)))
         if embedded is not None:
             return embedded
-        tokenizer = load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
-        if tokenizer.chat_template:
+        if self.tokenizer.chat_template:
             return CHAT
         return DEFAULT_TEMPLATE
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Its tokenizer, which takes as long to load as a small model's weights.
+
+        Raises:
+            UsageError: there is no such model, or its tokenizer cannot be loaded.
+        """
+        return load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
 
     def describe_template(self, template: Component | None = None) -> str | None:
         """Return one line about the template of a model that no run here trained.
@@ -184,7 +195,8 @@ def open_model(
     build = entry.bind(options, "--engine")
     model = None
     if entry.traits.get("needs_model", True):
-        loaded = load_model(section, seed=0)
+        already = vars(source).get("tokenizer")  # if its template was read from it
+        loaded = load_model(section, seed=0, tokenizer=already)
         model = loaded.model
         tokenizer = loaded.tokenizer
     else:

@@ -15,7 +15,7 @@ from posttrain.activity import phase
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.data.render.encoding import decode_ids
 from posttrain.graders.grading import Measured, Verdict
-from posttrain.graders.rewards import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
+from posttrain.graders.rewards import BoundReward, RewardResult, bind_reward, check_size, format_part, reward_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardComponent
@@ -105,7 +105,7 @@ class Grader:
         }
 
 
-def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
+def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | None) -> Grade:
     values: dict[str, float] = {}
     info: dict[str, float] = {}
     outcome = "ungraded"

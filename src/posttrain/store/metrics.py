@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.errors import DataError
-from posttrain.registry import find
+from posttrain.errors import DataError, RecipeError
+from posttrain.registry import find, takes_one
 from posttrain.store.durable import cut_torn_line, replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
@@ -230,13 +230,26 @@ class TrackedMetrics(MetricsLog):
 
 
 def build_trackers(components: Sequence[Any], run: TrackedRun) -> list[Tracker]:
-    """Return the trackers that a recipe names (``track``), none of them opened yet."""
-    trackers = []
-    for index, component in enumerate(components):
-        key = f"track.{index}"
-        build = find("tracker", component.name, key).bind(component.options, key)
-        trackers.append(build(run))
-    return trackers
+    """Return the trackers that a recipe names (``track``), none of them opened yet.
+
+    Raises:
+        RecipeError: a function of the user takes something else than the run, or returns no tracker.
+    """
+    return [_build_tracker(component, f"track.{index}", run) for index, component in enumerate(components)]
+
+
+def _build_tracker(component: Any, key: str, run: TrackedRun) -> Tracker:
+    make = find("tracker", component.name, key).bind(component.options, key)
+    if not takes_one(make):
+        raise RecipeError(f"{key}: {component.name} must take one argument, the run. Give def tracker(run)")
+    tracker: Tracker = make(run)
+    missing = [name for name in ("start", "log", "close") if not callable(getattr(tracker, name, None))]
+    if missing:
+        raise RecipeError(
+            f"{key}: {component.name} returned {type(tracker).__name__}, which has no {', '.join(missing)}. Return an "
+            "object with the methods start, log and close"
+        )
+    return tracker
 
 
 def is_evaluation(row: MetricsRow) -> bool:

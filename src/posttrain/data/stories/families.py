@@ -101,7 +101,7 @@ class Story:
 
 
 @dataclass
-class Cast:
+class StoryCast:
     """The people and things of one story."""
 
     name: str
@@ -116,10 +116,10 @@ class Cast:
         return template.format(**words)
 
 
-def draw_cast(rng: Random) -> Cast:
+def draw_cast(rng: Random) -> StoryCast:
     """A hero, a friend, something to count and a place."""
     (name, they), (friend, _) = rng.sample(TEXT["people"], 2)
-    return Cast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
+    return StoryCast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class Draft:
 
     rng: Random
     limit: int
-    cast: Cast
+    cast: StoryCast
     sentences: list[str] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
     origins: list[Origins] = field(default_factory=list)

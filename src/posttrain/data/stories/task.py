@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.base import ExamplesOnDemand, Split, Task
 from posttrain.data.stories.families import (
     FAMILIES,
     TEXT,
@@ -41,10 +41,9 @@ from posttrain.registry import register
 from posttrain.types import Call, Example, Message, Response, Turn
 
 Responses = Literal["none", "pair", "judged", "steps"]
-Split = Literal["train", "validation", "test"]
 Family = Literal["chain", "compare", "shop", "rate", "share"]
-Kind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
-UsualResults = Mapping[Kind, tuple[int, ...]]
+StepKind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
+UsualResults = Mapping[StepKind, tuple[int, ...]]
 NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
 _NUM_COUNTED = 5000
 _MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
@@ -164,7 +163,7 @@ def make_question(options: StoryOptions, index: int) -> Example:
 def usual_results(options: StoryOptions) -> UsualResults:
     """Return the results of each kind of step, as often as they occur in ``_NUM_COUNTED`` stories that are no items."""
     rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
-    by_kind: dict[Kind, list[int]] = {}
+    by_kind: dict[StepKind, list[int]] = {}
     for _ in range(_NUM_COUNTED):
         story = draw_story(rng, options)
         for index, equation in enumerate(story.equations):
@@ -172,7 +171,7 @@ def usual_results(options: StoryOptions) -> UsualResults:
     return {kind: tuple(results) for kind, results in by_kind.items()}
 
 
-def _kind_of(story: Story, index: int) -> Kind:
+def _kind_of(story: Story, index: int) -> StepKind:
     equation = story.equations[index]
     return story.family, index, equation.sign, len(str(equation.result))
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.data.base import ExamplesOnDemand, Task
-from posttrain.data.reader import Split
+from posttrain.data.base import ExamplesOnDemand, Split, Task
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.sandbox.workers import Limits
 from posttrain.graders.scored import WorkerScorer

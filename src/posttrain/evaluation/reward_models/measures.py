@@ -370,7 +370,7 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
     """Score the given answers of every task with every reward model, one model in memory at a time.
 
     Raises:
-        UsageError: words or models that cannot be, before any model is loaded.
+        UsageError: options or models that cannot be used; said before any model is loaded.
     """
     sources = tell_apart(request.models)
     named: Sequence[Component | None] = request.tasks or [None]

@@ -179,7 +179,7 @@ def _seed_if_used(source: str) -> None:
         random.seed(0)
 
 
-class Refused(Exception):
+class RaisedInProgram(Exception):
     """The program raised: the type and the text of the error."""
 
 
@@ -203,7 +203,7 @@ def answer() -> None:
 
     try:
         send(replies, _guarded(load))
-    except Refused as error:
+    except RaisedInProgram as error:
         send(replies, ["failed", *error.args])
         return
     while True:
@@ -211,7 +211,7 @@ def answer() -> None:
             message = _guarded(call, *receive(calls))
         except EOFError:
             return
-        except Refused as error:
+        except RaisedInProgram as error:
             message = ["raised", *error.args]
         try:
             send(replies, message)
@@ -224,7 +224,7 @@ def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any
     try:
         return function(*arguments)
     except BaseException as error:
-        raise Refused(*_shown(error)) from error
+        raise RaisedInProgram(*_shown(error)) from error
 
 
 def _shown(error: BaseException) -> tuple[str, str]:

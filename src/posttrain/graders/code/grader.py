@@ -12,7 +12,7 @@ from pydantic import Field
 from posttrain.graders.answers import tagged_response
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, Verdict, is_blank
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, choose_sandbox
+from posttrain.graders.sandbox.sandbox import Bounds, SandboxKind, choose_sandbox
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.registry import register
 
@@ -89,7 +89,7 @@ def _programs(response: str) -> list[str]:
 def code_tests(
     submissions: Sequence[Submission],
     *,
-    sandbox: Kind | None = None,
+    sandbox: SandboxKind | None = None,
     timeout_seconds: Annotated[int, Field(ge=1)] = 10,
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     num_workers: Annotated[int, Field(ge=1)] | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from posttrain.errors import RunFailure
 from posttrain.graders.code.exchange import BAD, GONE, RIGHT, SOLUTION, WRONG, send
 from posttrain.graders.grading import Outcome
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, Program
+from posttrain.graders.sandbox.sandbox import Bounds, Program, SandboxKind
 
 EXCHANGE = Path(__file__).with_name("exchange.py").read_bytes()
 
@@ -31,7 +31,7 @@ class Checks:
 class Walls:
     """The sandbox of programs and tests, as ``choose_sandbox`` gave it, and their limits."""
 
-    kind: Kind
+    kind: SandboxKind
     bounds: Bounds
     seconds: float
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from posttrain.graders.answers import Quantity, canonical_unit, parse_quantity, same_quantity, without_spaces
-from posttrain.graders.math.notation import unify
-from posttrain.graders.math.reading import (
+from posttrain.graders.math.forms import (
     BasedNumber,
     Collection,
     Expression,
@@ -31,6 +30,7 @@ from posttrain.graders.math.reading import (
     read_form,
     undress,
 )
+from posttrain.graders.math.notation import unify
 from posttrain.graders.math.values import constant_ratio, is_near, parse_latex, rational, same_value
 
 # What a relation says: the value of a name, the region of a name, or an equation between expressions.

@@ -21,8 +21,8 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 
 from posttrain.graders.answers import parse_quantity
+from posttrain.graders.math.forms import NotUnderstood
 from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, same_beyond_digits
-from posttrain.graders.math.reading import NotUnderstood
 
 # Points at which two expressions are compared.
 #
@@ -276,7 +276,7 @@ def rational(value: Fraction) -> sympy.Rational:
     return sympy.Rational(value.numerator, value.denominator)
 
 
-class _Reader(_Latex2Sympy):
+class _LatexReader(_Latex2Sympy):
     """The parser for one value: lists, sets and relations have been taken apart before."""
 
     def parse(self, latex_str: str) -> sympy.Basic:
@@ -396,7 +396,7 @@ def parse_latex(latex: str) -> sympy.Basic:
     with _understanding():
         # what the parser would take for something else, as letters of its own
         lettered = _CAPITAL_I.sub(lambda match: r"\mathcal{I}" if match[0] == "I" else match[0], latex)
-        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, lettered))
+        parsed = _LatexReader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, lettered))
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
     if _vanishes(parsed, 1) or any(_vanishes(node, 2) for node in sympy.preorder_traversal(parsed)):

@@ -95,7 +95,7 @@ def filter_program(machine: str = platform.machine()) -> bytes:
 FILTER = filter_program()
 
 
-Kind = Literal["bubblewrap", "process"]
+SandboxKind = Literal["bubblewrap", "process"]
 BOX = "/box"  # the working folder in bubblewrap
 USERS = (64_000, 1_000)  # first and number: in bubblewrap each program of a superuser has a user of its own
 OVERDUE = 124  # the exit code of a watched program whose seconds are over
@@ -135,7 +135,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedProgram:
     """Exit code of a program (128 + the signal that ended it), whether its time was up, and its bounded output."""
 
     code: int
@@ -144,13 +144,13 @@ class Finished:
     stderr: bytes = b""
 
 
-def choose_sandbox(kind: Kind | None, key: str = "sandbox") -> Kind:
+def choose_sandbox(kind: SandboxKind | None, key: str = "sandbox") -> SandboxKind:
     """Return the sandbox that a recipe names, or bubblewrap.
 
     Raises:
         UsageError: it does not work on this machine; the message says why and what would work.
     """
-    wanted: Kind = kind or "bubblewrap"
+    wanted: SandboxKind = kind or "bubblewrap"
     reason = refusal(wanted)
     if not reason:
         return wanted
@@ -163,7 +163,7 @@ def choose_sandbox(kind: Kind | None, key: str = "sandbox") -> Kind:
 
 
 @cache
-def refusal(kind: Kind) -> str:
+def refusal(kind: SandboxKind) -> str:
     """Return why this machine has no such sandbox; empty where it has one. Tried once."""
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -180,8 +180,13 @@ def refusal(kind: Kind) -> str:
 
 
 def run(
-    arguments: Sequence[str], files: Mapping[str, bytes] | None = None, *, kind: Kind, bounds: Bounds, seconds: float
-) -> Finished:
+    arguments: Sequence[str],
+    files: Mapping[str, bytes] | None = None,
+    *,
+    kind: SandboxKind,
+    bounds: Bounds,
+    seconds: float,
+) -> FinishedProgram:
     """Run Python with these arguments to its end, in a folder with these files and without input.
 
     Raises:
@@ -208,7 +213,7 @@ def run(
         raise RunFailure(f"bubblewrap: {bytes(texts[1]).decode(errors='replace').strip()[-300:]}")
     # The name of a folder is random, and equal programs would print different things.
     shown = [bytes(text).replace(program.folder.encode(), BOX.encode()) for text in texts]
-    return Finished(ended.code, ended.timed_out, shown[0], shown[1])
+    return FinishedProgram(ended.code, ended.timed_out, shown[0], shown[1])
 
 
 class Program:
@@ -230,7 +235,7 @@ class Program:
         arguments: Sequence[str],
         files: Mapping[str, bytes],
         descriptors: tuple[int, int, int],
-        kind: Kind,
+        kind: SandboxKind,
         bounds: Bounds,
         seconds: float,
         inherited: int | None = None,
@@ -336,7 +341,7 @@ class Program:
         os.killpg(self.process.pid, signal.SIGKILL if self._is_boxed else signal.SIGALRM)
         return has_kept
 
-    def wait(self) -> Finished | None:
+    def wait(self) -> FinishedProgram | None:
         """Return how the program ended, at the latest when its seconds are over; None if bubblewrap itself failed."""
         grace = 0.0 if self._is_boxed else GRACE_SECONDS  # a watched program is ended by the one that watches
         poll = select.poll()
@@ -355,11 +360,11 @@ class Program:
         timed_out = is_late or by_cpu or code == 128 + signal.SIGXCPU
         if not self._is_boxed:
             _remove_box(self.folder)
-            return Finished(code, timed_out or code == OVERDUE)
+            return FinishedProgram(code, timed_out or code == OVERDUE)
         with open(self._status, "rb") as report:
             began = b"exit-code" in self._reported + (report.read() or b"")
         if began or code > 128:
-            return Finished(code, timed_out)
+            return FinishedProgram(code, timed_out)
         return None
 
     def _has_too_many_files(self) -> bool:

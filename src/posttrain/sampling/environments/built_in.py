@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.errors import DataError, RunFailure, UsageError
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, choose_sandbox, run
+from posttrain.graders.sandbox.sandbox import Bounds, SandboxKind, choose_sandbox, run
 from posttrain.randomness import generator
 from posttrain.registry import register
 from posttrain.sampling.environments.contract import EnvironmentFailed
@@ -131,7 +131,7 @@ _FACTOR = 6  # elapsed time, in units of computing time
 @register("environment")
 def python(
     *,
-    sandbox: Kind | None = None,
+    sandbox: SandboxKind | None = None,
     seconds: Annotated[int, Field(ge=1, le=600)] = 5,
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     max_output_chars: Annotated[int, Field(ge=100)] = 4000,
@@ -157,8 +157,8 @@ def python(
 class Python:
     """The environment; it has no state."""
 
-    def __init__(self, kind: Kind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
-        self._kind: Kind = kind
+    def __init__(self, kind: SandboxKind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
+        self._kind: SandboxKind = kind
         self._seconds = seconds
         self._max_chars = max_chars
         self._bounds = Bounds(cpu_seconds=seconds, memory_bytes=memory_megabytes * 2**20)

@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
 
 from posttrain import __version__
 from posttrain.errors import StorageError, UsageError
@@ -39,7 +39,7 @@ def fingerprint(model: PreTrainedModel, facts: Iterable[object]) -> str:
     weights = [parameter.detach().reshape(-1)[:4].float().tolist() for parameter in model.parameters()]
     device = next(model.parameters()).device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    versions = [__version__, torch.__version__, transformers.__version__, _digest_of_code()]
+    versions = [__version__, torch.__version__, version("transformers"), _digest_of_code()]
     about = [versions, [str(device.type), where, torch.get_num_threads()], weights, list(map(str, facts))]
     content = json.dumps([about, model.config.to_dict()], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
