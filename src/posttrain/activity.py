@@ -72,9 +72,13 @@ def describe_activity(default: Phase) -> str:
     sampling: 128 of 512 answers, 61 s``. ``default``: what is said if there are none."""
     phases = list(_PHASES) or [default]
     last = phases[-1]
-    names = ", ".join(" ".join(part for part in (one.name, one.progress()) if part) for one in phases[:-1])
-    about = ", ".join(part for part in (last.progress(), f"{time.monotonic() - last.began:.0f} s") if part)
-    return harmless(f"{names}, {last.name}: {about}" if names else f"{last.name}: {about}").replace("\n", " ")
+    outer = [f"{phase.name} {phase.progress()}".rstrip() for phase in phases[:-1]]
+    about = f"{time.monotonic() - last.began:.0f} s"
+    progress = last.progress()
+    if progress:
+        about = f"{progress}, {about}"
+    line = ", ".join([*outer, f"{last.name}: {about}"])
+    return harmless(line).replace("\n", " ")
 
 
 @contextmanager

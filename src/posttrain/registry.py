@@ -92,12 +92,17 @@ class Entry:
                 f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
                 "module, outside of `if TYPE_CHECKING`"
             ) from error
-        empty = inspect.Parameter.empty
-        fields: dict[str, Any] = {
-            one.name: (Any if one.annotation is empty else one.annotation, ... if one.default is empty else one.default)
-            for one in signature.parameters.values()
-            if one.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        fields: dict[str, Any] = {}
+        for parameter in signature.parameters.values():
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                continue
+            annotation = parameter.annotation
+            if annotation is inspect.Parameter.empty:
+                annotation = Any
+            default = parameter.default
+            if default is inspect.Parameter.empty:
+                default = ...
+            fields[parameter.name] = (annotation, default)
         try:
             return create_model(f"{self.kind}_{self.name}", __base__=Options, **fields)
         except (PydanticUserError, NameError, TypeError) as error:
@@ -117,25 +122,36 @@ class Entry:
         from pydantic import ValidationError
 
         model = self.options_model
-        for key in (key for key in options if key not in model.model_fields):
-            if gone := GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}"):
-                raise RecipeError(f"{where or self.kind}.{key}: this key was removed. Use {gone}.")
+        place = where or self.kind
+        for key in options:
+            gone = GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}")
+            if gone and key not in model.model_fields:
+                raise RecipeError(f"{place}.{key}: this key was removed. Use {gone}.")
         try:
-            checked = model.model_validate(dict(options), context={"where": where or self.kind})
+            checked = model.model_validate(dict(options), context={"where": place})
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
-            own = ("name", "weight") if where.startswith("rewards") else ("name",)
+            own = ["name"]
+            if where.startswith("rewards"):
+                own.append("weight")
             known = [*(key for key in own if key not in options), *model.model_fields]
-            raise RecipeError(explain_validation(error, known, where or self.kind, label)) from None
+            raise RecipeError(explain_validation(error, known, place, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}
+        above = ""
+        if where:
+            above = f"{where}."
         for key, kind in self.traits.get("components", {}).items():
-            _check_component(filled[key], kind, f"{where}.{key}" if where else key)
+            _check_component(filled[key], kind, f"{above}{key}")
         complete = self.traits.get("complete")
-        return filled if complete is None else complete(filled, where or self.kind)
+        if complete is None:
+            return filled
+        return complete(filled, place)
 
     def bind(self, options: Mapping[str, object], where: str = "") -> partial[Any]:
         """Return the function with its options filled in; a parameter ``where`` gets the key of the recipe."""
-        place = {"where": where or self.kind} if "where" in self.provided else {}
+        place = {}
+        if "where" in self.provided:
+            place = {"where": where or self.kind}
         return partial(self.function, **self.options(options, where), **place)
 
 
@@ -143,7 +159,11 @@ def _check_component(value: str | Mapping[str, object], kind: str, where: str) -
     """Refuse what is neither ``auto`` nor a component of the kind."""
     if value == "auto":
         return
-    component = {"name": value} if isinstance(value, str) else dict(value)
+    component: dict[str, object] = {}
+    if isinstance(value, str):
+        component["name"] = value
+    else:
+        component.update(value)
     if "name" not in component:
         raise RecipeError(f"{where}: a {kind} has a name and maybe options; got {value!r}")
     find(kind, str(component.pop("name")), where).options(component, where)
@@ -165,7 +185,9 @@ def register(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Entry(kind, name or function.__name__, function, traits)
         known = _ENTRIES[kind].get(entry.name)
-        home = known.function.__module__ if known else _MODULES[kind].get(entry.name, function.__module__)
+        home = _MODULES[kind].get(entry.name, function.__module__)
+        if known is not None:
+            home = known.function.__module__
         if home != function.__module__:
             raise RecipeError(
                 f"{function.__module__}: {kind} {entry.name!r} is a component of {home}; give yours another name"
@@ -210,7 +232,9 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     if name not in _ENTRIES[kind] and name in _MODULES[kind]:
         importlib.import_module(_MODULES[kind][name])
     if name not in _ENTRIES[kind]:
-        place = f"{where}: " if where else ""
+        place = ""
+        if where:
+            place = f"{where}: "
         if name in GONE:
             raise UnknownComponent(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
         known = names(kind)
@@ -243,7 +267,9 @@ def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
     Raises:
         UnknownComponent: no such name.
     """
-    return find(kind, name).traits if is_declared(name) else None
+    if not is_declared(name):
+        return None
+    return find(kind, name).traits
 
 
 def kinds_of(name: str) -> list[Entry]:
@@ -259,21 +285,28 @@ def import_component(kind: str, path: str, where: str) -> Entry:
         UnknownComponent: it cannot be imported.
     """
     module_name, _, attribute = path.partition(":")
-    place = f"{where}: " if where else ""
+    place = ""
+    if where:
+        place = f"{where}: "
     if is_lost(path):
         what = "this function was given by a Python session and is in no file"
         raise UnallowedCode(f"{place}{kind} {path!r}: {what}. Put it into a file, and train with that")
     prepare_import(path, f"{place}{kind} ")
     if path in _FUNCTIONS:
         given = _FUNCTIONS[path]
-        own = (entry for entry in _ENTRIES.get(kind, {}).values() if entry.function is given)
-        return next(own, Entry(kind, path, given, {}))
+        for entry in _ENTRIES.get(kind, {}).values():
+            if entry.function is given:
+                return entry
+        return Entry(kind, path, given, {})
     try:
         module = _import_until_call(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, SystemExit too; the cause is kept
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
         what = f"module {module_name!r} cannot be imported ({reason}); give one that can"
         raise UnknownComponent(f"{place}{kind} {path!r}: {what}") from error
     for entry in _ENTRIES.get(kind, {}).values():
@@ -308,9 +341,13 @@ def stop_import() -> None:
 
 def _import_until_call(name: str) -> ModuleType:
     """Import a module; a script that trains when it runs is read up to there."""
-    if name in sys.modules or (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
+    spec = None
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
         return importlib.import_module(name)
-    token, module = _IS_IMPORTING.set(True), importlib.util.module_from_spec(spec)
+    token = _IS_IMPORTING.set(True)
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -338,21 +375,31 @@ def name_function(function: Callable[..., Any]) -> str:
     for path, known in _FUNCTIONS.items():
         if known is function:
             return path
-    name, module = getattr(function, "__name__", ""), sys.modules.get(getattr(function, "__module__", ""))
-    file, code = getattr(module, "__file__", None), getattr(inspect.unwrap(function), "__code__", None)
-    called, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
+    name = getattr(function, "__name__", "")
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    called = getattr(module, "__name__", "")
+    spec = getattr(module, "__spec__", None)
     if called == "__main__":
-        called = spec.name if spec is not None else Path(file or "").stem
+        called = Path(file or "").stem
+        if spec is not None:
+            called = spec.name
         is_other = getattr(sys.modules.get(called), "__file__", file) != file
         if is_other or code is None or not Path(code.co_filename).is_file():
             file = None  # the name means another module, or the code is of a notebook
     if file is None or getattr(module, name, None) is not function or not called.replace(".", "").isidentifier():
-        plain = name if name.isidentifier() else f"function_{len(_FUNCTIONS) + 1}"
+        plain = f"function_{len(_FUNCTIONS) + 1}"
+        if name.isidentifier():
+            plain = name
         path = f"{SESSION}:{plain}"
         declare_code(path)
     else:
         path = f"{called}:{name}"
-        declare_code(path, Path(file).resolve().parents[called.count(".") + (Path(file).stem == "__init__")])
+        levels = called.count(".")
+        if Path(file).stem == "__init__":
+            levels += 1
+        declare_code(path, Path(file).resolve().parents[levels])
     _FUNCTIONS[path] = function
     return path
 
@@ -373,13 +420,17 @@ def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
 
 def describe_result(value: object) -> str:
     """Return ``shape (2, 4)`` for a tensor, the name of the type for anything else."""
-    return f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    if hasattr(value, "shape"):
+        return f"shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?``, or nothing."""
     near = nearest(name, known)
-    return f" Did you mean {near!r}?" if near else ""
+    if not near:
+        return ""
+    return f" Did you mean {near!r}?"
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
@@ -391,9 +442,11 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
     if answer or len(name) < LEAST_LETTERS_OF_SLIP:
         return answer
     slip = nearest(name, OTHER_NAMES)
-    if slip and set(name.split("_")) < set(slip.split("_")):  # strict_async_level, for strict
+    if not slip:
         return ""
-    return f" Did you mean {slip!r}?{answer_other_name(slip)}" if slip else ""
+    if set(name.split("_")) < set(slip.split("_")):  # strict_async_level, for strict
+        return ""
+    return f" Did you mean {slip!r}?{answer_other_name(slip)}"
 
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
@@ -403,7 +456,10 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
     lines = []
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
-        key = f"{where}.{location}" if where and location else where or location
+        if where and location:
+            key = f"{where}.{location}"
+        else:
+            key = where or location
         lines.append(f"{key}: {explain_fault(item, key, label, list(known))}")
     return "\n".join(lines)
 
@@ -419,6 +475,7 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
     last = str(item["loc"][-1])
-    if answer := answer_other_name(key):
+    answer = answer_other_name(key)
+    if answer:
         return f"{label} has no key {last!r}.{answer}"
     return f"{label} has no key {last!r}.{hint or suggest_key(last, known)} Known keys: {', '.join(known)}"

@@ -57,7 +57,9 @@ def plain_path(name: str, value: object) -> str:
     with reading(name):
         if not isinstance(value, str | os.PathLike):
             raise UsageError(f"{name}: {type(value).__name__} is no path. Give a text or a path")
-        given = value if isinstance(value, str) else os.fspath(value)
+        given = value
+        if not isinstance(given, str):
+            given = os.fspath(given)
     if not isinstance(given, str):
         raise UsageError(f"{name}: a path of {type(given).__name__} is none. Give a text or a path")
     text = plain_text(name, given)

@@ -44,7 +44,7 @@ from posttrain.recipes.sections import Component, read_component
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.evaluation import write_page, write_table_page
 from posttrain.runs.models import find_source
-from posttrain.sampling.models import OpenedModel, complete_template, open_model
+from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.sampling.rollout import Attempt
 from posttrain.terminal.console import open_console, say_template
 from posttrain.terminal.evaluation import choose_evaluation_progress
@@ -109,8 +109,11 @@ class Measured:
             names = [known for known in results if not known.endswith(("_low", "_high"))]
             what = f"{self.folder}: there is no result {name!r}.{suggest(name, names)}"
             raise UsageError(f"{what} Give one of: {', '.join(names)}")
-        low, high = results.get(f"{name}_low"), results.get(f"{name}_high")
-        interval = None if low is None or high is None else (low, high)
+        low = results.get(f"{name}_low")
+        high = results.get(f"{name}_high")
+        interval = None
+        if low is not None and high is not None:
+            interval = (low, high)
         return Measure(results[name], interval, self.finished.items())
 
 
@@ -119,6 +122,19 @@ def _read_components(name: str, given: str | Mapping[str, object] | None) -> lis
     if given is None:
         return []
     return [read_component(plain_component(name, given), name)]
+
+
+def _source_at(name: str, given: Place | None, runs: str) -> ModelSource | None:
+    """Return the run or model that an argument names; None without one."""
+    if given is None:
+        return None
+    return find_source(plain_path(name, given), runs)
+
+
+def _path_at(name: str, given: Place | None) -> Path | None:
+    if given is None:
+        return None
+    return Path(plain_path(name, given))
 
 
 def _rows_to_measure(data: Data | None, runs: str) -> dict[str, object] | None:
@@ -185,14 +201,14 @@ def evaluate(
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
-        best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
-        out=None if out is None else Path(plain_path("out", out)),
+        best_of=_source_at("best_of", best_of, runs),
+        out=_path_at("out", out),
     )
     with choose_evaluation_progress(open_console(), not progress) as view:
-        return Measured(carry_out(make_plan(request), view)[0])
+        return Measured(evaluate_plan(make_plan(request), view)[0])
 
 
-def carry_out(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
+def evaluate_plan(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 
@@ -203,6 +219,19 @@ def _check_drawing(temperature: object, top_p: object, seed: object, progress: o
     check_whole("seed", seed)
     check_flag("progress", progress)
     return plain_path("runs_dir", runs_dir)
+
+
+def _template_for(source: ModelSource, template: str | Mapping[str, object] | None) -> Component | None:
+    """Return the template that is given, completed; None without one, for the model's own."""
+    if template is None:
+        return None
+    return complete_template(read_component(plain_component("template", template), "template"), source)
+
+
+def _refuse_none(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if number is None:
+            raise UsageError(f"{name}: None is no number. Leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -261,17 +290,13 @@ def generate(
     """
     stop_import()
     check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
-    for name, number in (("temperature", temperature), ("top_p", top_p)):
-        if number is None:
-            raise UsageError(f"{name}: None is no number. Leave it out for the default")
+    _refuse_none(temperature=temperature, top_p=top_p)
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     samples, max_tokens, seed = map(plain_number, (samples, max_tokens, seed))
     temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
-    word = None
-    if template is not None:
-        word = complete_template(read_component(plain_component("template", template), "template"), source)
+    word = _template_for(source, template)
     if progress:
         say_template(source, word)
     opened = open_model(source, word)
@@ -309,20 +334,28 @@ def answers_to(
     """Sample answers to each example, and grade those with a gold answer."""
     template = model.grader.template
     prompts = [encode_prompt(model.tokenizer, template, one.messages, one.variables) for one in examples]
-    places = [() if number == 0 else (number,) for number in range(len(examples))]
-    keys = [[derive_key(seed, "generate", *place, i) for i in range(samples)] for place in places]
+    keys = []
+    for number in range(len(examples)):
+        place: tuple[int, ...] = ()  # of the first prompt, which is answered as `posttrain generate` does
+        if number > 0:
+            place = (number,)
+        keys.append([derive_key(seed, "generate", *place, i) for i in range(samples)])
     sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p)
+    sampled = model.engine.generate(prompts, keys, sampling)
     answers = []
-    for example, prompt, completions in zip(
-        examples, prompts, model.engine.generate(prompts, keys, sampling), strict=True
-    ):
-        for one in completions:
-            text, count = decode_response(model.tokenizer, template, one.ids, prompt), len(one.ids)
-            request = "\n".join(message.content for message in example.messages)
-            logprob = math.fsum(one.logprobs) / len(one.logprobs) if one.logprobs else None
-            graded = [Attempt(example, "", text, one)] if example.answer is not None else []
-            outcome = model.grader.grade(graded)[0].outcome if graded else None
-            answers.append(Answer(request, text, template.extract(text), count, one.finish, logprob, outcome))
+    for example, prompt, completions in zip(examples, prompts, sampled, strict=True):
+        request = "\n".join(message.content for message in example.messages)
+        for completion in completions:
+            text = decode_response(model.tokenizer, template, completion.ids, prompt)
+            logprob = None
+            if completion.logprobs:
+                logprob = math.fsum(completion.logprobs) / len(completion.logprobs)
+            outcome = None
+            if example.answer is not None:
+                outcome = model.grader.grade([Attempt(example, "", text, completion)])[0].outcome
+            answers.append(
+                Answer(request, text, template.extract(text), len(completion.ids), completion.finish, logprob, outcome)
+            )
     return answers
 
 
@@ -335,12 +368,19 @@ def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
     """
     if not isinstance(prompts, Iterable):
         raise UsageError(f"prompts: {type(prompts).__name__} is none. Give questions, or lists of messages")
-    listed: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    listed: list[Any] = [prompts]
+    if not isinstance(prompts, str | Mapping):
+        listed = list(prompts)
     if not listed:
         raise UsageError("prompts: there are none. Give at least one")
     if isinstance(listed[0], Mapping):
         listed = [listed]  # the messages of one conversation
-    return [one if isinstance(one, Example) else example_of(one, i) for i, one in enumerate(listed)]
+    examples = []
+    for number, prompt in enumerate(listed):
+        if not isinstance(prompt, Example):
+            prompt = example_of(prompt, number)
+        examples.append(prompt)
+    return examples
 
 
 def example_of(prompt: Prompt, number: int) -> Example:
@@ -357,7 +397,9 @@ def example_of(prompt: Prompt, number: int) -> Example:
     if not isinstance(prompt, Sequence):
         raise UsageError(f"prompts.{number}: give a text or a list of messages, not {type(prompt).__name__}")
     for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = None
+        if isinstance(message, Mapping):
+            content = message.get("content")
         if isinstance(content, str):
             plain_text(f"prompts.{number}", content)
     row = Row("prompts", number, {"messages": list(prompt)})

@@ -103,7 +103,8 @@ class Trainer:
         assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
         self.source = self.parts.source
         self.step = 0  # number of updates
-        self._calls, self._loss = 0, 0.0
+        self._calls = 0
+        self._loss = 0.0
 
     @property
     def model(self) -> Any:
@@ -149,13 +150,17 @@ class Trainer:
             >>> [rollout.text for rollout in groups[0]]
         """
         check_arguments({}, {"samples": samples, "max_tokens": max_tokens}, others, _OF_SAMPLE)
-        source, step = self.source, self.step + 1
-        template, sampling = source.grader.template, source.sampling
+        source = self.source
+        step = self.step + 1
+        template = source.grader.template
+        sampling = source.sampling
         examples, _ = take_rendered_prompts(examples_of(prompts), template, self.tokenizer, "prompts")
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=max_tokens)
         request = RolloutRequest(
             examples,
             [encode_prompt(self.tokenizer, template, one.messages, one.variables) for one in examples],
-            sampling if max_tokens is None else replace(sampling, max_tokens=max_tokens),
+            sampling,
             key=(self.recipe.train.seed, f"rollout {self._calls}", step),
             group=samples or source.options.group_size,
             step=step,
@@ -209,7 +214,9 @@ class Trainer:
             >>> trainer.forward_backward(groups, "grpo").loss
             -0.0021
         """
-        rows = batch if isinstance(batch, Batch) else self.batch(batch)
+        rows = batch
+        if not isinstance(rows, Batch):
+            rows = self.batch(rows)
         rows = self.source.batch_fields.before_step(rows)
         method = self.parts.learning()
         if objective is not None:
@@ -227,7 +234,9 @@ class Trainer:
         entry = registry.find("objective", word.name, "objective")
         missing = sorted(needed_fields(entry, word.options, True) - batch.fields.keys())
         if missing or entry.traits.get("level", "token") != method.level:
-            lacks = f"reads {', '.join(missing)}" if missing else "is of another unit"
+            lacks = "is of another unit"
+            if missing:
+                lacks = f"reads {', '.join(missing)}"
             raise UsageError(
                 f"objective: {word.name!r} {lacks}, which the trainer has not prepared. Name it where the trainer is "
                 f"made: pt.Trainer(..., objective={word.name!r})"
@@ -252,17 +261,22 @@ class Trainer:
             >>> trainer.optim_step(lr=1e-5)
             0.73
         """
-        options, step, loss = self.recipe.train, self.step + 1, self._loss
+        options = self.recipe.train
+        step = self.step + 1
+        loss = self._loss
         own, apart = self.parts.split_parameters()
+        if lr is None:
+            lr = learning_rate(options, step)
         check_numbers(lr=lr)
-        rate = learning_rate(options, step) if lr is None else float(lr)
-        if all(one.grad is None for one in (*own, *apart)):
+        lr = float(lr)
+        if all(parameter.grad is None for parameter in (*own, *apart)):
             raise UsageError("optim_step: there are no gradients. Call forward_backward first")
-        if not 0 <= rate < math.inf:
-            raise UsageError(f"optim_step: lr is {rate}. Give a number from 0 on")
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"optim_step: lr is {lr}. Give a number from 0 on")
         self._loss = 0.0
-        norm = apply_update(self.parts.optimizer, own, rate, options.max_grad_norm, loss, step, apart)
-        self.step, self._calls = step, 0
+        norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+        self.step = step
+        self._calls = 0
         return norm
 
     def save(self, path: Place) -> Path:

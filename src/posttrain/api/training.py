@@ -84,13 +84,23 @@ class Callbacks:
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         self.view(event, info)
-        callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
+        if event == "step":
+            callback = self.on_step
+            metrics = info["metrics"]
+        elif event == "evaluation":
+            callback = self.on_evaluation
+            metrics = info["results"]
+        elif event == "checkpoint":
+            callback = self.on_checkpoint
+            metrics = {}
+        else:
+            return
         if callback is None:
             return
-        metrics = dict(info.get("metrics") or info.get("results") or {})
-        happened = Event(int(info["step"]), metrics, info.get("name"))
+        happened = Event(int(info["step"]), dict(metrics), info.get("name"))
         if "path" in info:
-            happened.path, happened.is_best = Path(info["path"]), bool(info.get("best"))
+            happened.path = Path(info["path"])
+            happened.is_best = bool(info.get("best"))
         callback(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
@@ -146,15 +156,21 @@ def train(
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
-    called = name if isinstance(name, str) else "run"
+    called = _called(name)
     notes += session_notes(checked)
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        result, _ = carry_out(
-            checked, called, runs_dir, run, callbacks, should_stop=lambda: callbacks.is_stopped, **options
-        )
+        options["should_stop"] = lambda: callbacks.is_stopped
+        result, _ = carry_out(checked, called, runs_dir, run, callbacks, **options)
     return Run(result.folder)
+
+
+def _called(name: str | dict[str, Any]) -> str:
+    """Return what a recipe is called; one that is given as a mapping is ``run``."""
+    if isinstance(name, str):
+        return name
+    return "run"
 
 
 def _check_places(runs_dir: Place, run: str | None, **flags: bool) -> tuple[str, str | None]:
@@ -177,14 +193,19 @@ def given(
     """Return what was given in Python as keys of a recipe."""
     keys: dict[str, Any] = {}
     if model is not None:
-        section = model if isinstance(model, Mapping) else {"name": model_name(model, runs_dir)}
+        if isinstance(model, Mapping):
+            section: Mapping[str, object] = model
+        else:
+            section = {"name": model_name(model, runs_dir)}
         with reading("model"):
             keys |= {f"model.{key}": value for key, value in section.items()}
     if data is not None:
         keys["task"] = data_word(data, runs_dir)
     if eval_data is not None:
         word = data_word(eval_data, runs_dir)
-        keys["eval.tasks"] = [{"split": "all"} | word if "path" in word else word]
+        if "path" in word:
+            word = {"split": "all"} | word
+        keys["eval.tasks"] = [word]
         if "path" in keys.get("task", {}):  # nothing of it need be held out
             keys["task"] = {"split": "all"} | keys["task"]
     if rewards is not None:
@@ -216,10 +237,11 @@ def refuse_tasks(recipe: Recipe) -> None:
     Raises:
         UsageError: from the trait.
     """
-    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_components(named)):
-        refuse = find("task", word.name).traits.get("refuse")
-        if refuse is not None:
-            refuse(**word.options)
+    for named in (recipe.task, *recipe.eval.tasks):
+        for task in task_components(named):
+            refuse = find("task", task.name).traits.get("refuse")
+            if refuse is not None:
+                refuse(**task.options)
 
 
 def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
@@ -243,7 +265,8 @@ def carry_out(
     recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
 ) -> tuple[RunResult, Path]:
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
-    if not isinstance(resume := options.get("resume", False), bool):
+    resume = options.get("resume", False)
+    if not isinstance(resume, bool):
         raise UsageError(
             f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
         )

@@ -27,8 +27,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     notes: tuple[str, ...] = ()
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
-        if other := "--task" if "task" in components else "--limit" if arguments.limit else "":
-            raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
+        for other, is_given in (("--task", "task" in components), ("--limit", arguments.limit)):
+            if is_given:
+                raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         if kind_of_file(arguments.prompt) == "file":
@@ -68,14 +69,21 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _print_answer(console: Console, answer: Answer, example: Example) -> None:
-    verdict = "right" if answer.outcome == "right" else f"wrong, it is {example.answer}"
-    info = (
-        f"{answer.num_tokens} tokens",
-        "cut off" if answer.finish == "length" else "ended by itself",
-        "" if answer.logprob is None else f"mean log-prob {answer.logprob:.3f}",
-        "no answer found" if answer.answer is None else f"answer {answer.answer}",
-        "" if answer.outcome is None else verdict,
-    )
+    info = [f"{answer.num_tokens} tokens"]
+    if answer.finish == "length":
+        info.append("cut off")
+    else:
+        info.append("ended by itself")
+    if answer.logprob is not None:
+        info.append(f"mean log-prob {answer.logprob:.3f}")
+    if answer.answer is None:
+        info.append("no answer found")
+    else:
+        info.append(f"answer {answer.answer}")
+    if answer.outcome == "right":
+        info.append("right")
+    elif answer.outcome is not None:
+        info.append(f"wrong, it is {example.answer}")
     console.print()
     console.print(Text(answer.text))
-    console.print(Text(" · ".join(part for part in info if part), style="dim"))
+    console.print(Text(" · ".join(info), style="dim"))

@@ -66,7 +66,9 @@ def train_recipe(
         print(f"report: {report}")
         if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")
-    return 0 if result.reason == "finished" else INTERRUPTED
+    if result.reason == "finished":
+        return 0
+    return INTERRUPTED
 
 
 def check_data(recipe: Recipe) -> None:
@@ -79,7 +81,8 @@ def check_data(recipe: Recipe) -> None:
     from posttrain.data.reading import HUB
     from posttrain.data.render.rows import refuse_untrained
 
-    components, lines = {"task": recipe.task}, dict[str, None]()
+    components = {"task": recipe.task}
+    lines = dict[str, None]()
     if recipe.eval.every:
         components |= {f"eval.tasks.{i}": component for i, component in enumerate(eval_components(recipe))}
     for key, named in components.items():
@@ -110,9 +113,10 @@ def check_tools(recipe: Recipe) -> None:
     if recipe.environment is not None or recipe.tools:
         from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
 
-        refuse_unpaid(
-            build_toolset(recipe.environment, recipe.tools or ()), [component.name for component in recipe.rewards]
-        )
+        tools: Sequence[str] = ()
+        if recipe.tools is not None:
+            tools = recipe.tools
+        refuse_unpaid(build_toolset(recipe.environment, tools), [component.name for component in recipe.rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:

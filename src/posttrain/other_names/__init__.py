@@ -73,7 +73,9 @@ _OURS = {key.rpartition(".")[2] for key in KEYS}  # they are no misspelling
 
 def short_dtype(value: object) -> Any:
     """Return ``bf16`` for ``bfloat16`` or ``torch.bfloat16``; any other value as it is."""
-    return _TYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return _TYPES.get(value.removeprefix("torch."), value)
 
 
 def answer_option(name: str, known: Collection[str]) -> str:
@@ -120,7 +122,9 @@ def answer_spelling(name: str) -> str:
 def answer_absent(name: str) -> str:
     """Return the answer about what is not offered or not needed, and nothing for a name that leads to a key."""
     is_absent = _find(name).startswith((_NOT_NEEDED, _NOT_OFFERED))
-    return answer_other_name(name) if is_absent else ""
+    if not is_absent:
+        return ""
+    return answer_other_name(name)
 
 
 def _find(name: str) -> str:
@@ -157,7 +161,8 @@ def _family_of(name: str, families: Mapping[str, str]) -> str:
 
 def _spellings(name: str) -> list[str]:
     """Return other ways to write a name, by at most two changes: ``clip_coef`` for ``clip_coeff``, ``lora``, ..."""
-    found, newest = [name], [name]
+    found = [name]
+    newest = [name]
     for _ in range(2):
         newest = [changed for one in newest for pattern, put in _CHANGES if (changed := pattern.sub(put, one)) != one]
         newest = [one for one in dict.fromkeys(newest) if one and one not in found]
@@ -177,4 +182,6 @@ def _sentence(found: str) -> str:
         return f" There is no such key here, and none is needed: {found.removeprefix(_NOT_NEEDED)}."
     if found.startswith(_NOT_OFFERED):
         return f" It is not offered here: {found.removeprefix(_NOT_OFFERED)}."
-    return f" This is called {found} here." if " " not in found else f" Here it is {found}."
+    if " " not in found:
+        return f" This is called {found} here."
+    return f" Here it is {found}."

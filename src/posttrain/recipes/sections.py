@@ -547,10 +547,11 @@ class EvalSection(Section):
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
         draws = {"samples": self.samples > 1, "top_k": self.top_k is not None, "top_p": self.top_p < 1}
-        for key in (key for key, is_set in draws.items() if is_set and self.temperature == 0):
-            raise ValueError(
-                f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
-            )
+        for key, is_set in draws.items():
+            if is_set and self.temperature == 0:
+                raise ValueError(
+                    f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
+                )
         if self.items == "first" and self.items_seed:
             raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
         return self

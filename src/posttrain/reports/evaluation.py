@@ -64,8 +64,10 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
     others = [name for name in results if name not in _IN_FIRST_TABLE and not re.search(r"@|_low$|_high$", name)]
     tables = kind_tables(evaluation.kinds)
     tables.append(_further_table("mean", others, results))
-    if row.is_graded and (at_k := at_k_table(results)) is not None:
-        tables.insert(0, at_k)
+    if row.is_graded:
+        of_several_answers = at_k_table(results)
+        if of_several_answers is not None:
+            tables.insert(0, of_several_answers)
     timing = {name: f"{value:,.1f}" for name, value in evaluation.timing.items()}
     parts = [
         f"# {plain(evaluation.name)}: {plain(row.model)}\n",
@@ -299,7 +301,8 @@ def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[Text
     for (name, view), ((first, base), *others) in _groups(rows).items():
         lines = []
         for label, evaluation in others:
-            if pairs := shared_verdicts(base.items, evaluation.items):
+            pairs = shared_verdicts(base.items, evaluation.items)
+            if pairs:
                 gap = paired_bootstrap([a for a, _ in pairs], [b for _, b in pairs])
                 points = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
                 lines.append([label, f"{gap.n}", points, f"{gap.p:.2g}"])

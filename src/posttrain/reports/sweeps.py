@@ -25,7 +25,7 @@ from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen, MethodCurve
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
-from posttrain.sweeps.results import Part, SweepResults
+from posttrain.sweeps.results import SweepPart, SweepResults
 from posttrain.untrusted import fitting, harmless
 
 DISTANCE = "√KL from the initial model (KL in nats per answer)"
@@ -59,13 +59,13 @@ def sweep_panels(sweep: SweepResults) -> list[Panel]:
     return [panel for name, part in sweep.parts.items() for panel in _part_panels(name, part)]
 
 
-def _part_panels(name: str, part: Part) -> list[Panel]:
+def _part_panels(name: str, part: SweepPart) -> list[Panel]:
     if not part.drawn:
         return []
     return _PANELS.get(name, learning_panels)(*part.drawn)
 
 
-def _transcripts(part: Part) -> list[Transcript]:
+def _transcripts(part: SweepPart) -> list[Transcript]:
     """The samples of a part; dialogues as turns."""
     texts = []
     for question, answers in part.samples:

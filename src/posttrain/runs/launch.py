@@ -91,34 +91,23 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    scale = ScaleSection()
-    if isinstance(recipe, Recipe):
-        scale = recipe.scale
-    check_scale(scale)
+    check_scale(_scale_of(recipe))
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
         check_run_name(name)
-    place = Path(root)
-    is_new_root = not place.exists()
+    is_new_root = not Path(root).exists()
     if resume:
-        folder = _folder_to_resume(place, name, recipe_name)
+        folder = _folder_to_resume(Path(root), name, recipe_name)
     else:
-        folder = _new_folder(place, name, recipe, recipe_name)
+        folder = _new_folder(Path(root), name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
-        if resume:
-            recipe = directory.as_it_began(recipe)
-        notices = _claim(directory, recipe, resume, accept_changes)
+        recipe, notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
-        before = None
-        if resume:
-            before = directory.read_status()
-        record = _Record(directory, new_status(recipe.train.steps or 0, before), observer, should_stop)
+        record = _Record(directory, _status_at_start(directory, recipe, resume), observer, should_stop)
         try:
-            record.update()
-            for message in [*notices, *notes]:
-                record.notice(message)
+            record.begin([*notices, *notes])
             result = _train(recipe, directory, resume, record, train)
             record.conclude(summarize)
         except BaseException as error:
@@ -129,6 +118,19 @@ def launch(
             raise
         record.tell_finish()
         return result
+
+
+def _scale_of(recipe: RunRecipe) -> ScaleSection:
+    if isinstance(recipe, Recipe):
+        return recipe.scale
+    return ScaleSection()  # of a sparse autoencoder, which one process trains
+
+
+def _status_at_start(directory: RunDirectory, recipe: RunRecipe, resume: bool) -> RunStatus:
+    before = None
+    if resume:
+        before = directory.read_status()
+    return new_status(recipe.train.steps or 0, before)
 
 
 def _take_back(folder: Path, is_new_root: bool) -> None:
@@ -303,18 +305,21 @@ def _age(run: Path) -> tuple[float, str]:
     return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
-def _claim(directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool) -> list[str]:
-    """Make the locked directory ours, or refuse; returns notices to show."""
+def _claim(
+    directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool
+) -> tuple[RunRecipe, list[str]]:
+    """Make the locked directory ours, or refuse; returns the recipe to go by, and notices to show."""
     if resume:
+        recipe = directory.as_it_began(recipe)
         warnings = claim_to_resume(directory, recipe, accept_changes)
         status = directory.read_status()
         if not warnings and status is not None and status.state == "finished":
-            return ["this run had finished; it is only checked, and its results shown again"]
-        return warnings
+            return recipe, ["this run had finished; it is only checked, and its results shown again"]
+        return recipe, warnings
     if not directory.is_empty:
         raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
     directory.write_recipe(recipe)
-    return []
+    return recipe, []
 
 
 def start_text(info: Mapping[str, Any]) -> str:
@@ -385,6 +390,12 @@ class _Record:
             self.update(step=info["step"])
             return
         self.observer(event, info)
+
+    def begin(self, notices: Sequence[str]) -> None:
+        """Write the status of a run that starts, and tell what is to be known about it."""
+        self.update()
+        for message in notices:
+            self.notice(message)
 
     def tell_finish(self) -> None:
         """Pass on that the run has ended."""

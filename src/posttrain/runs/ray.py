@@ -46,33 +46,10 @@ def train_on_cluster(
         PeerFailure: a process failed, or one was lost once too often.
     """
     folder = Path(task["folder"])
-    scale = recipe.scale
-    passed = {}
-    for name, value in os.environ.items():
-        if name.startswith(_PASSED) and not _SECRET.search(name):
-            passed[name] = value
-    restarts = scale.restarts
-    if restarts is None:
-        restarts = RESTARTS
     ends: dict[str, Any] = {}  # "result" or the first "error" of the run's own, and the "failure" of Ray's trainer
     with _joined():
         events = Queue(actor_options={"num_cpus": 0})
-        on_gpus = _takes_gpus(recipe)
-        backend = "gloo"
-        if on_gpus:
-            backend = "cpu:gloo,cuda:nccl"
-        trainer = TorchTrainer(
-            _work,
-            train_loop_config={"task": {**task, "version": __version__}, "events": events},
-            torch_config=TorchConfig(backend, timeout_s=int(scale.timeout_seconds)),
-            scaling_config=ScalingConfig(num_workers=scale.processes, use_gpu=on_gpus),
-            run_config=RunConfig(
-                name="ray",
-                storage_path=str(folder),
-                failure_config=FailureConfig(max_failures=restarts),
-                worker_runtime_env={"env_vars": passed, "working_dir": None},
-            ),
-        )
+        trainer = _make_trainer(task, recipe, events)
 
         def fit() -> None:
             try:
@@ -106,8 +83,36 @@ def train_on_cluster(
             raise UsageError(message)
         raise PeerFailure(message, code)
     if "result" not in ends:
-        raise PeerFailure(_cause(ends.get("failure"), scale.processes))
+        raise PeerFailure(_cause(ends.get("failure"), recipe.scale.processes))
     return TrainResult(**ends["result"])
+
+
+def _make_trainer(task: Mapping[str, Any], recipe: Recipe, events: Queue) -> TorchTrainer:
+    """Return Ray's trainer of a task: its workers, their backend, what they get of the environment, how often again."""
+    scale = recipe.scale
+    passed = {}
+    for name, value in os.environ.items():
+        if name.startswith(_PASSED) and not _SECRET.search(name):
+            passed[name] = value
+    restarts = scale.restarts
+    if restarts is None:
+        restarts = RESTARTS
+    on_gpus = _takes_gpus(recipe)
+    backend = "gloo"
+    if on_gpus:
+        backend = "cpu:gloo,cuda:nccl"
+    return TorchTrainer(
+        _work,
+        train_loop_config={"task": {**task, "version": __version__}, "events": events},
+        torch_config=TorchConfig(backend, timeout_s=int(scale.timeout_seconds)),
+        scaling_config=ScalingConfig(num_workers=scale.processes, use_gpu=on_gpus),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=str(Path(task["folder"])),
+            failure_config=FailureConfig(max_failures=restarts),
+            worker_runtime_env={"env_vars": passed, "working_dir": None},
+        ),
+    )
 
 
 def _work(given: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ _FILES = {
     "rollouts": "rollouts.db: {} of {} rollouts",
     "evaluation_rollouts": "rollouts.db: {} of {} evaluation rollouts",
 }
-Changes = dict[str, tuple[object, object]]
+ChangedKeys = dict[str, tuple[object, object]]
 
 
 def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: bool = False) -> list[str]:
@@ -83,7 +83,7 @@ def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: 
     return warnings
 
 
-def hard_changes(changed: Changes) -> str:
+def hard_changes(changed: ChangedKeys) -> str:
     """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``num_epochs`` alone)."""
     hard = [key for key in changed if key not in LENGTH_KEYS]
     if not hard:
@@ -91,7 +91,7 @@ def hard_changes(changed: Changes) -> str:
     return f"Only {' or '.join(LENGTH_KEYS)} may change when a run is resumed, not {', '.join(hard)}."
 
 
-def describe_changes(changed: Changes) -> str:
+def describe_changes(changed: ChangedKeys) -> str:
     """Return the changes as text, under a heading."""
     return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in changed_lines(changed))
 
@@ -151,7 +151,7 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
     )
 
 
-def changed_lines(changed: Changes) -> list[str]:
+def changed_lines(changed: ChangedKeys) -> list[str]:
     """Return a line for each key: the value in the run, and the new one."""
 
     def shown(value: object) -> str:

@@ -16,7 +16,7 @@ from posttrain.evaluation.items import Item, item_values
 from posttrain.evaluation.statistics import Summary, best_of_n, item_interval, paired_bootstrap, summarize_seeds
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
-from posttrain.sweeps.results import Part, show_summary
+from posttrain.sweeps.results import SweepPart, show_summary
 
 RANDOM = "random pick"
 # The measure of each way to choose among n of an item's answers.
@@ -93,7 +93,7 @@ def _answers(items: Sequence[Item]) -> list[tuple[str, list[str]]]:
     return [(item.id, [sample.text for sample in item.samples]) for item in items]
 
 
-def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> Part:
+def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> SweepPart:
     """The part of a sweep's report about choices among answers; the first ``num_models`` are reward models.
 
     Each later reward model is compared with the first, and each with majority and a random pick.
@@ -137,7 +137,7 @@ def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> Part:
         TextTable(f"Differences at n = {last}", ["difference", "points", "95 % over problems", "p"], lines),
     ]
     data = {"chosen_by": by_name, "differences": differences}
-    return Part(tables, findings, CHOICE_NOTES, data, (choices, num_models))
+    return SweepPart(tables, findings, CHOICE_NOTES, data, (choices, num_models))
 
 
 def _plain(choice: Chosen, n: int) -> dict[str, object]:
@@ -160,7 +160,7 @@ OVER_NOTES = [
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """A policy in training: after ``at`` updates, or with the best of ``at`` answers. KL in nats per answer."""
 
     at: int
@@ -194,7 +194,7 @@ class MethodCurve:
     """
 
     name: str
-    curves: dict[int, list[Point]]
+    curves: dict[int, list[CurvePoint]]
     means: list[Mean]
     peak: Mean | None
     drop: Summary | None
@@ -220,7 +220,7 @@ def best_of_n_kl(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[Point]:
+def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[CurvePoint]:
     """Gold (the share that is right) and proxy (the score) of the best of n under the score, for each n.
 
     The mean over items of the exact mean over all subsets of n of an item's N samples (``ranking.best_of_n``): the
@@ -242,17 +242,17 @@ def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[Point]:
             is_right = [float(sample.is_correct) for sample in item.samples]
             gold.append(best_of_n(scores, is_right, n))
             proxy.append(best_of_n(scores, [max(score, lowest) for score in scores], n))
-        points.append(Point(n, best_of_n_kl(n), statistics.fmean(gold), statistics.fmean(proxy)))
+        points.append(CurvePoint(n, best_of_n_kl(n), statistics.fmean(gold), statistics.fmean(proxy)))
     return points
 
 
-def training_points(rows: Sequence[MetricsRow]) -> list[Point]:
+def training_points(rows: Sequence[MetricsRow]) -> list[CurvePoint]:
     """The evaluations of a policy's run that measured KL, by step. Of several held-out tasks, the first counts."""
     measured = [point for point in evaluation_points(rows) if {"kl_initial", GOLD, PROXY} <= point.results.keys()]
     by_step = {point.step: point.results for point in measured if point.name == measured[0].name}
     points = []
     for step, results in sorted(by_step.items()):
-        points.append(Point(step, results["kl_initial"], results[GOLD], results[PROXY]))
+        points.append(CurvePoint(step, results["kl_initial"], results[GOLD], results[PROXY]))
     return points
 
 
@@ -268,7 +268,7 @@ def score_scale(items: Sequence[Item]) -> tuple[float, float]:
     return mean, deviation
 
 
-def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve:
+def describe_method(name: str, curves: Mapping[int, list[CurvePoint]]) -> MethodCurve:
     """Means at the points that all seeds have, by ``at``, and whether gold turns over."""
     tables = [{point.at: point for point in points} for points in curves.values()]
     means = []
@@ -282,7 +282,7 @@ def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve
     if len(means) < 2:
         return MethodCurve(name, dict(curves), means, None, None)
 
-    def peak_of(chosen: Sequence[Mapping[int, Point]]) -> Mean:
+    def peak_of(chosen: Sequence[Mapping[int, CurvePoint]]) -> Mean:
         return max(means, key=lambda mean: (math.fsum(table[mean.at].gold for table in chosen), -mean.at))
 
     drops = []
@@ -303,14 +303,14 @@ def collect_curves(
     """
     found = [(BEST_OF_N, seed, best_of_n_points(items, powers_of_two(items))) for seed, items in chosen.items()]
     found += [(row, seed, training_points(metrics)) for row, seed, metrics in policies if seed in chosen]
-    curves: dict[str, dict[int, list[Point]]] = {}
+    curves: dict[str, dict[int, list[CurvePoint]]] = {}
     for name, seed, points in found:  # seeds have reward models of their own, each with its own unit
         mean, deviation = score_scale(chosen[seed])
         curves.setdefault(name, {})[seed] = [replace(p, proxy=(p.proxy - mean) / deviation) for p in points]
     return [describe_method(name, own) for name, own in curves.items()]
 
 
-def overoptimization_part(methods: Sequence[MethodCurve]) -> Part:
+def overoptimization_part(methods: Sequence[MethodCurve]) -> SweepPart:
     """The part of a sweep's report about gold and proxy rewards."""
     lines = []
     findings = []
@@ -329,7 +329,7 @@ def overoptimization_part(methods: Sequence[MethodCurve]) -> Part:
         data[method.name] = asdict(method) | {"is_shown": method.is_shown}
     header = ["method", "seeds", "√KL at the end", "proxy at the end", "gold at the start", "gold at its peak"]
     header += ["√KL there", "gold at the end", "peak less end, points"]
-    return Part([TextTable("Gold and proxy", header, lines)], findings, OVER_NOTES, {"methods": data}, (methods,))
+    return SweepPart([TextTable("Gold and proxy", header, lines)], findings, OVER_NOTES, {"methods": data}, (methods,))
 
 
 def _finding(method: MethodCurve, peak: Mean) -> str:

@@ -62,7 +62,7 @@ def _as_source(value: object) -> object:
     return value
 
 
-Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
+RowSource = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 
 
 class AnswersSection(Section):
@@ -102,9 +102,9 @@ class SweepFile(Content):
 
     description: str = ""
     page: str = ""
-    start: Source | None = None
-    base: Source | None = None
-    rows: Annotated[dict[str, Source], Field(min_length=1)]
+    start: RowSource | None = None
+    base: RowSource | None = None
+    rows: Annotated[dict[str, RowSource], Field(min_length=1)]
     labelled: Labelled | None = None
     best_of_n: BestOfN | None = None
     head_to_head: HeadToHead | None = None
@@ -112,7 +112,7 @@ class SweepFile(Content):
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A row of the sweep: its resolved recipe, where it is from, and what it changes.
 
     ``differs``: dotted keys outside of the method in which it differs from the base, as (base, here).
@@ -159,7 +159,8 @@ def read_sweep(
     elif over is not None:
         raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
     known = []
-    if isinstance(rows := document.content.get("rows"), Mapping):
+    rows = document.content.get("rows")
+    if isinstance(rows, Mapping):
         known = list(map(str, rows))
     document = document.override(overrides)
     content = document.check()
@@ -168,12 +169,15 @@ def read_sweep(
             hint = suggest(name, known)
             raise UsageError(f"--rows.{name}: {document.place} has no row {name!r}.{hint} There: {', '.join(known)}")
         if not RUN_NAME.fullmatch(name) or name in ("start", LABELLED):
-            raise refusal(document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}")
+            raise error_at(
+                document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}"
+            )
     for key in (LABELLED, "best_of_n", "head_to_head"):
-        if (section := getattr(content, key)) is not None:
+        section = getattr(content, key)
+        if section is not None:
             complete_component(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
             if content.start is None:
-                raise refusal(document, key, "the start answers; give 'start'")
+                raise error_at(document, key, "the start answers; give 'start'")
     return content, document
 
 
@@ -216,7 +220,7 @@ def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, t
         for need in needs[name]:
             if need not in known:
                 message = f"there is no other row {need!r}.{suggest(str(need), known)} There: {', '.join(known)}"
-                raise refusal(document, f"rows.{name}.needs", message)
+                raise error_at(document, f"rows.{name}.needs", message)
     return needs
 
 
@@ -295,23 +299,23 @@ class RowReader:
         with named("start"):
             return self.document.part(Recipe, "start", self._data(self.content.start, None)).check().resolve()
 
-    def row(self, name: str, needs: tuple[str, ...]) -> Row:
+    def row(self, name: str, needs: tuple[str, ...]) -> SweepRow:
         """One row: its recipe, or the base with its method, with its overrides and those of the command line."""
         source = self.content.rows[name]
         where = f"rows.{name}"
         with named(f"row {name!r}"):
             data = self._data(source, self.base)
             if data.get("objective") is None:
-                raise refusal(self.document, where, "give a recipe or an objective; the base has none")
+                raise error_at(self.document, where, "give a recipe or an objective; the base has none")
             if LABELLED in needs:
                 if "task" in source:
-                    raise refusal(self.document, f"{where}.task", "the labelled steps are its task; leave this out")
+                    raise error_at(self.document, f"{where}.task", "the labelled steps are its task; leave this out")
                 data["task"] = _TASK_OF_STEPS
             recipe = self._checked(where, data).resolve()
         changes = {}
         if self.base is not None:
             changes = differences(self.base.dump(), recipe.dump())
-        return Row(name, recipe, label_of(source), changes, needs)
+        return SweepRow(name, recipe, label_of(source), changes, needs)
 
     def _data(self, source: Mapping[str, object], base: Recipe | None) -> dict[str, object]:
         """The data of a source: of its recipe (with a ``base`` its method alone), with its overrides."""
@@ -380,7 +384,7 @@ def label_of(source: Mapping[str, object]) -> str:
     return str(name)
 
 
-def refusal(document: Document[SweepFile], where: str, message: str) -> RecipeError:
+def error_at(document: Document[SweepFile], where: str, message: str) -> RecipeError:
     """The error that what stands at a dotted key cannot be."""
     return RecipeError(f"{document.line_of(where)}{where}: {message}")
 

@@ -19,7 +19,7 @@ from posttrain.evaluation.files import ITEMS, RESULTS
 from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
-from posttrain.sweeps.results import Answer, Part, Sample
+from posttrain.sweeps.results import ShownAnswer, ShownPrompt, SweepPart
 
 MAX_ITEMS_BYTES = 1 << 30
 NUM_SAMPLES = 3
@@ -46,7 +46,7 @@ Estimate = tuple[float, float, float]  # a mean and its 95 % interval
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PolicyComparison:
     """A policy of one seed against the start. ``measures`` by name.
 
     ``samples``: the first prompts, each with the answers of the start and of the policy.
@@ -55,10 +55,10 @@ class Comparison:
     row: str
     seed: int
     measures: Mapping[str, Estimate]
-    samples: Mapping[str, list[Answer]] = field(default_factory=dict)
+    samples: Mapping[str, list[ShownAnswer]] = field(default_factory=dict)
 
 
-def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
+def read_comparison(folder: Path, row: str, seed: int) -> PolicyComparison:
     """The results that an evaluation of a policy against the start has written.
 
     The proxy is the one other judge, under whatever path it had then: a sweep's folder may be moved.
@@ -80,7 +80,7 @@ def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
         for name, key in (stored | {"win_rate_similar": "win_rate_similar", "kl": "kl_ab"}).items():
             if key in results or name in stored:
                 measures[name] = (float(results[key]), float(results[f"{key}_low"]), float(results[f"{key}_high"]))
-        samples: dict[str, list[Answer]] = {}
+        samples: dict[str, list[ShownAnswer]] = {}
         for item in items[:NUM_SAMPLES]:
             of_start = item["b"][0]
             of_policy = item["a"][0]
@@ -88,7 +88,7 @@ def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
                 ("start", str(of_start["text"]), of_start["score"]),
                 (row, str(of_policy["text"]), of_policy["score"]),
             ]
-        return Comparison(row, seed, measures, samples)
+        return PolicyComparison(row, seed, measures, samples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(folder, f"its files are damaged ({error!r:.200}); delete the folder and repeat") from None
 
@@ -155,7 +155,7 @@ def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
     return f"{mean}{unit} [{low}, {high}]"
 
 
-def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, str]) -> Part:
+def head_to_head_part(comparisons: Sequence[PolicyComparison], weights: Mapping[str, str]) -> SweepPart:
     """The part of a sweep's report about policies against the start. ``weights``: by ``ROW-seedN``.
 
     Rows are in order of their win rates under the judge.
@@ -165,7 +165,8 @@ def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, s
         rows[row] = {}
         for name, (_, is_share) in MEASURES.items():
             own = [c.measures[name] for c in comparisons if c.row == row and name in c.measures]
-            if (estimate := over_seeds(own, is_share=is_share)) is not None:
+            estimate = over_seeds(own, is_share=is_share)
+            if estimate is not None:
                 rows[row][name] = estimate
     rows = dict(sorted(rows.items(), key=lambda item: -item[1]["win_rate"][0]))
     lines = []
@@ -183,10 +184,10 @@ def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, s
     findings.append(f"the best model, chosen by the judge, so its own figure is a little too high: {best}")
     header = ["policy", "seeds", *(column for column, _ in MEASURES.values())]
     table = TextTable("Policies against the start", header, lines)
-    return Part([table], findings, NOTES, {"best": best, "policies": data}, (rows,), _samples(comparisons))
+    return SweepPart([table], findings, NOTES, {"best": best, "policies": data}, (rows,), _samples(comparisons))
 
 
-def _samples(comparisons: Sequence[Comparison]) -> list[Sample]:
+def _samples(comparisons: Sequence[PolicyComparison]) -> list[ShownPrompt]:
     """Return the first prompts with the answers of the start and of each policy of the first seed."""
     first, *others = [comparison.samples for comparison in comparisons if comparison.seed == comparisons[0].seed]
     samples = []

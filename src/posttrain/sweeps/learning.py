@@ -11,7 +11,7 @@ from posttrain.evaluation.statistics import Summary, summarize_seeds, wilson_int
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
-from posttrain.sweeps.results import Part, show_summary
+from posttrain.sweeps.results import SweepPart, show_summary
 
 # Columns of the table; one that no row has is left out.
 COLUMNS = (
@@ -143,7 +143,7 @@ def rows_part(
     sources: Mapping[str, str],
     title: str = "",
     over: tuple[str, Mapping[str, float]] | None = None,
-) -> Part:
+) -> SweepPart:
     """The learning of the rows as a part of the report.
 
     ``start_label``: where the initial model is from; ``sources``: where each row is from. ``over``: the key in which
@@ -180,7 +180,7 @@ def rows_part(
     if interval:
         of = f", with {kind} 95 % interval for {start['n']:.0f} {primary.of}"
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    return Part([TextTable(title, header, lines)], [], notes, data, (rows, start, primary, over))
+    return SweepPart([TextTable(title, header, lines)], [], notes, data, (rows, start, primary, over))
 
 
 def _shown(metric: Metric, value: float | None) -> str:

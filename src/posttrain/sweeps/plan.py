@@ -24,21 +24,21 @@ from posttrain.strict_yaml import write_yaml
 from posttrain.sweeps.file import (
     LABELLED,
     Overrides,
-    Row,
     RowReader,
     SweepFile,
+    SweepRow,
     choose_rows,
+    error_at,
     label_of,
     read_needs,
     read_sweep,
-    refusal,
 )
 
-State = Literal["new", "unfinished", "finished"]
+TrialState = Literal["new", "unfinished", "finished"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class SweepTrial:
     """One process of a sweep: a run (``Training``) or an evaluation.
 
     ``row``: the name in the sweep's file. ``needs``: names of the trials whose files it reads.
@@ -62,7 +62,7 @@ class Trial:
         return self.folder / RESULTS
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrialState:
         if not self.folder.exists():
             return "new"
         if self.last_file.is_file():
@@ -88,7 +88,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Trial):
+class Training(SweepTrial):
     """A run. Its resolved ``recipe`` makes it."""
 
     recipe: Recipe
@@ -106,7 +106,7 @@ class Training(Trial):
         return MetricsLog(self.folder / "metrics.jsonl").read()
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrialState:
         if not RunDirectory(self.folder).recipe_path.is_file():
             return "new"
         status = self.status
@@ -135,7 +135,7 @@ class Training(Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """A checked sweep: its trials, each after what it needs.
 
     ``start_source``: where the initial model is from. ``base``: the recipe that the rows share, if there is one.
@@ -143,8 +143,8 @@ class Plan:
 
     folder: Path
     content: SweepFile
-    rows: list[Row]
-    trials: list[Trial]
+    rows: list[SweepRow]
+    trials: list[SweepTrial]
     num_seeds: int
     base: Recipe | None
     start_source: str
@@ -169,7 +169,7 @@ class Plan:
         """The runs that train policies."""
         return [trial for trial in self.trainings if not trial.recipe.trains_scorer]
 
-    def evaluations(self, section: str) -> list[Trial]:
+    def evaluations(self, section: str) -> list[SweepTrial]:
         """The evaluations that a section of the file asks for, seed by seed."""
         return [trial for trial in self.trials if trial.section == section]
 
@@ -201,7 +201,7 @@ def load_sweep(
     rows: Sequence[str] | None = None,
     num_seeds: int | None = None,
     over: tuple[str, Sequence[str]] | None = None,
-) -> Plan:
+) -> SweepPlan:
     """Read the file of a sweep and check every trial.
 
     Args:
@@ -229,7 +229,7 @@ def load_sweep(
     start = reader.start()
     for broken, key, message in _rules(content, read, [*common, *own]):
         if broken:
-            raise refusal(document, key, message)
+            raise error_at(document, key, message)
     if num_seeds is None:
         num_seeds = content.seeds
     trials = list(_Builder(content, Path(folder), read).trials(start, range(num_seeds)))
@@ -242,7 +242,7 @@ def load_sweep(
     else:
         first_row = next(iter(read.values()))
         start_source = (reader.base or first_row.recipe).model.name
-    return Plan(
+    return SweepPlan(
         folder=Path(folder),
         content=content,
         rows=list(read.values()),
@@ -253,7 +253,7 @@ def load_sweep(
     )
 
 
-def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) -> Iterator[Rule]:
+def _rules(content: SweepFile, rows: Mapping[str, SweepRow], overrides: Overrides) -> Iterator[Rule]:
     """Conditions on the sections of the file and on its rows; see ``Rule``."""
     scorers = [name for name, row in rows.items() if row.recipe.trains_scorer]
     proxies = {need for row in rows.values() for need in row.needs if need in scorers}
@@ -271,7 +271,7 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
         yield from _row_rules(content, row, scorers, overrides)
 
 
-def _row_rules(content: SweepFile, row: Row, scorers: Sequence[str], overrides: Overrides) -> Iterator[Rule]:
+def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overrides: Overrides) -> Iterator[Rule]:
     """Conditions on one row; ``scorers``: the rows that train reward models."""
     source = content.rows[row.name]
     where = f"rows.{row.name}"
@@ -323,10 +323,10 @@ class _Builder:
 
     content: SweepFile
     folder: Path
-    rows: Mapping[str, Row]
+    rows: Mapping[str, SweepRow]
     start: Training | None = None
 
-    def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[Trial]:
+    def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[SweepTrial]:
         """All trials, each after what it needs."""
         if start is not None:
             self.start = self._run("start", start.train.seed, start)
@@ -350,7 +350,7 @@ class _Builder:
                     if run.row not in scorers:
                         yield self._evaluation("head_to_head", seed, run, judges)
 
-    def _row(self, row: Row, seed: int, runs: Mapping[str, Training]) -> Training:
+    def _row(self, row: SweepRow, seed: int, runs: Mapping[str, Training]) -> Training:
         own = row.recipe.model_copy(deep=True)
         own.train.seed = seed
         own.description = f"{row.name} with seed {seed}, a trial of the sweep {self.folder.name}."
@@ -396,7 +396,7 @@ class _Builder:
 
     def _evaluation(
         self, section: str, seed: int, run: Training | None = None, judges: Sequence[Training] = ()
-    ) -> Trial:
+    ) -> SweepTrial:
         """An evaluation of the start by the answers that ``judges`` choose; of the policy ``run`` against the start."""
         assert self.start is not None
         settings = getattr(self.content, section)
@@ -429,7 +429,7 @@ class _Builder:
             needs.append(run.name)
             row = run.row
         needs += [judge.name for judge in judges]
-        return Trial(
+        return SweepTrial(
             name=name,
             row=row,
             seed=seed,

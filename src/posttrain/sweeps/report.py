@@ -14,12 +14,12 @@ from posttrain.store.metrics import is_evaluation, learning_warnings
 from posttrain.sweeps.best_of_n import best_of_n_part, choose, collect_curves, overoptimization_part
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
-from posttrain.sweeps.plan import Plan, Training
-from posttrain.sweeps.results import Part, SweepResults
-from posttrain.sweeps.runner import Outcome
+from posttrain.sweeps.plan import SweepPlan, Training
+from posttrain.sweeps.results import SweepPart, SweepResults
+from posttrain.sweeps.runner import SweepOutcome
 
 
-def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
+def collect_sweep(plan: SweepPlan, outcome: SweepOutcome, command: str) -> SweepResults:
     """Read the records of every finished trial.
 
     Raises:
@@ -32,7 +32,7 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         status = run.status
         if status is not None and status.state == "failed":
             failures.setdefault(run.name, status.message or "no reason was recorded")
-    parts: dict[str, Part] = {}
+    parts: dict[str, SweepPart] = {}
     if content.best_of_n is None and content.head_to_head is None:
         stored = _primary_metrics(plan.policies or plan.scorers)
         primary = metric_of(next(iter(stored.values()), "accuracy"))
@@ -64,7 +64,7 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
     )
 
 
-def _run_line(plan: Plan, run: Training) -> tuple[str, str, str, str]:
+def _run_line(plan: SweepPlan, run: Training) -> tuple[str, str, str, str]:
     """Return a run's name, state and result, and the address of its report from the sweep's own."""
     page = run.folder / "report.html"
     address = ""
@@ -83,7 +83,7 @@ def _primary_metrics(runs: Sequence[Training]) -> dict[str, str]:
     return found
 
 
-def _read_learning(plan: Plan, failures: Mapping[str, str]) -> dict[str, Part]:
+def _read_learning(plan: SweepPlan, failures: Mapping[str, str]) -> dict[str, SweepPart]:
     """Return the learning of the reward models, and of the policies of head-to-head evaluations, by primary metric."""
     parts = {}
     policies = []
@@ -100,7 +100,7 @@ def _read_learning(plan: Plan, failures: Mapping[str, str]) -> dict[str, Part]:
     return parts
 
 
-def numeric_key(plan: Plan) -> tuple[str, dict[str, float]] | None:
+def numeric_key(plan: SweepPlan) -> tuple[str, dict[str, float]] | None:
     """Return the one key in which the rows differ, with its value in each; None unless it is a number in all."""
     sources = {row.name: flatten(plan.content.rows[row.name]) for row in plan.rows}
     keys = {key for source in sources.values() for key in source}
@@ -112,8 +112,8 @@ def numeric_key(plan: Plan) -> tuple[str, dict[str, float]] | None:
 
 
 def _read_rows(
-    plan: Plan, failures: Mapping[str, str], runs: Sequence[Training], primary: Metric, title: str = ""
-) -> Part:
+    plan: SweepPlan, failures: Mapping[str, str], runs: Sequence[Training], primary: Metric, title: str = ""
+) -> SweepPart:
     own_reward = {row.name for row in plan.rows if any(key.startswith("rewards") for key in row.differs)}
     trials = []
     for run in runs:
@@ -134,7 +134,7 @@ def _read_rows(
     return rows_part(ranked, plan.start_source, primary, sources, title, numeric_key(plan))
 
 
-def _describe_no_learning(plan: Plan) -> list[str]:
+def _describe_no_learning(plan: SweepPlan) -> list[str]:
     """Return a line for each run that cannot learn, and one where the rows of each seed are equal but for the rate."""
     lines: list[str] = []
     by_seed: dict[int, list[list[dict[str, float]]]] = {}
@@ -155,7 +155,7 @@ def _are_equal(runs: Sequence[Sequence[Mapping[str, float]]]) -> bool:
     return len(runs) > 1 and len(runs[0]) > 0 and all(other == runs[0] for other in runs)
 
 
-def _read_choices(plan: Plan, samples: int) -> dict[str, Part]:
+def _read_choices(plan: SweepPlan, samples: int) -> dict[str, SweepPart]:
     """Choices of reward models: compared with one another, or as the proxy that policies were trained against."""
     chosen: dict[str, dict[int, list[Item]]] = {run.row: {} for run in plan.scorers}
     for trial in plan.evaluations("best_of_n"):
@@ -178,7 +178,7 @@ def _read_choices(plan: Plan, samples: int) -> dict[str, Part]:
     return {"best_of_n": best_of_n_part(choices, len(chosen))}
 
 
-def _describe_differences(plan: Plan) -> list[str]:
+def _describe_differences(plan: SweepPlan) -> list[str]:
     """One line per row that has more of its own than its method, and one for all others."""
     lines = []
     rest = []

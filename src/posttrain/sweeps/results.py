@@ -13,12 +13,12 @@ from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.durable import sayable
 from posttrain.untrusted import bullets, paragraph, plain
 
-Answer = tuple[str, str, float | None]  # who wrote it, the text, its score
-Sample = tuple[str, list[Answer]]  # the prompt, and its answers
+ShownAnswer = tuple[str, str, float | None]  # who wrote it, the text, its score
+ShownPrompt = tuple[str, list[ShownAnswer]]  # the prompt, and its answers
 
 
 @dataclass(frozen=True)
-class Part:
+class SweepPart:
     """Results of one function over the rows of a sweep.
 
     ``findings``: a sentence each. ``notes``: how to read the numbers. ``data``: everything as plain data, for
@@ -31,7 +31,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ShownPrompt] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SweepResults:
     title: str
     description: str
     command: str
-    parts: dict[str, Part]
+    parts: dict[str, SweepPart]
     file: str = ""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

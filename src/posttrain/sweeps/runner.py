@@ -25,24 +25,24 @@ from posttrain.runs.paths import PLAN
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors
 from posttrain.sweeps.file import LABELLED
 from posttrain.sweeps.labelling import write_labelled
-from posttrain.sweeps.plan import Plan, State, Training, Trial
+from posttrain.sweeps.plan import SweepPlan, SweepTrial, Training, TrialState
 from posttrain.untrusted import allow_code_options
 
-Command = Callable[[Trial, bool], list[str]]  # (trial, resume) -> the command that makes it
+MakeCommand = Callable[[SweepTrial, bool], list[str]]  # (trial, resume) -> the command that makes it
 Say = Callable[[str, bool], None]  # a line about the progress, and whether it tells of a failure
 POLL_SECONDS = 0.3
 NUM_CONFLICTS_SHOWN = 3
 
 
 @dataclass
-class Outcome:
+class SweepOutcome:
     """The end of a sweep: by name, the last message of each failed trial, or the reason why it was not begun."""
 
     failures: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
 
 
-def read_states(plan: Plan) -> dict[str, State]:
+def read_states(plan: SweepPlan) -> dict[str, TrialState]:
     """The state of each trial, by name.
 
     Raises:
@@ -78,7 +78,7 @@ def _conflict(problems: list[str], remedy: str) -> RunConflict:
     return RunConflict(f"{what}\nNothing was changed. {remedy}. Or run it under another name with --run NAME")
 
 
-def trial_command(trial: Trial, resume: bool) -> list[str]:
+def trial_command(trial: SweepTrial, resume: bool) -> list[str]:
     """The command that makes a trial, or continues it, with the Python that runs now."""
     more = []
     if resume and isinstance(trial, Training):
@@ -87,13 +87,13 @@ def trial_command(trial: Trial, resume: bool) -> list[str]:
 
 
 def run_trials(
-    plan: Plan,
+    plan: SweepPlan,
     *,
     jobs: int | None = None,
     say: Say = lambda line, is_failure: None,
-    command: Command = trial_command,
+    command: MakeCommand = trial_command,
     poll_seconds: float = POLL_SECONDS,
-) -> Outcome:
+) -> SweepOutcome:
     """Make what is not finished yet, ``jobs`` trials at a time (one per core by default; one where a GPU trains).
 
     Raises:
@@ -135,7 +135,7 @@ def _holds_something_else(folder: Path) -> bool:
     return any(not item.name.startswith((".lock", ".tmp-")) for item in folder.iterdir())
 
 
-def _default_jobs(plan: Plan) -> int:
+def _default_jobs(plan: SweepPlan) -> int:
     """One trial per core; one at a time where a GPU trains."""
     devices = {trial.recipe.model.device for trial in plan.trials if isinstance(trial, Training)}
     if devices <= {"cpu"}:
@@ -151,17 +151,17 @@ def _default_jobs(plan: Plan) -> int:
 class _Runner:
     """Starts, watches and ends the processes."""
 
-    plan: Plan
-    states: dict[str, State]
+    plan: SweepPlan
+    states: dict[str, TrialState]
     say: Say
-    command: Command
+    command: MakeCommand
     num_jobs: int
     num_threads: int
-    waiting: list[Trial]
-    working: list[tuple[Trial, Child]] = field(default_factory=list)
-    outcome: Outcome = field(default_factory=Outcome)
+    waiting: list[SweepTrial]
+    working: list[tuple[SweepTrial, Child]] = field(default_factory=list)
+    outcome: SweepOutcome = field(default_factory=SweepOutcome)
 
-    def run(self, poll_seconds: float) -> Outcome:
+    def run(self, poll_seconds: float) -> SweepOutcome:
         """All trials. After a signal none is begun, and those at work save and end."""
         stop = stop_on_signals("stopping when what is at work has saved what it has")
         with stop as should_stop, phase("sweep", describe=self._describe):
@@ -200,7 +200,7 @@ class _Runner:
                 self.waiting.remove(trial)
                 self._start(trial)
 
-    def _start(self, trial: Trial) -> None:
+    def _start(self, trial: SweepTrial) -> None:
         path, settings = trial.settings
         replace_file(path, settings.encode(), durable=False)
         threads = self.num_threads
@@ -214,7 +214,7 @@ class _Runner:
         self.working.append((trial, start_child(self.command(trial, resume), log, "a trial", threads)))
         self.say(f"{trial.name}: {begun}", False)
 
-    def _end(self, trial: Trial, child: Child, code: int) -> None:
+    def _end(self, trial: SweepTrial, child: Child, code: int) -> None:
         message: str | None
         if code != 0:
             message = child.describe_end(code)
@@ -231,11 +231,11 @@ class _Runner:
                 raise RunFailure(f"the start of the sweep failed: {message}")
             self._fail(trial, message or "its process ended well, and yet it is not finished")
 
-    def _fail(self, trial: Trial, message: str) -> None:
+    def _fail(self, trial: SweepTrial, message: str) -> None:
         self.outcome.failures[trial.name] = message
         self.say(f"{trial.name}: failed: {message}", True)
 
-    def _label(self, trial: Trial) -> str | None:
+    def _label(self, trial: SweepTrial) -> str | None:
         """Turn the answers of an evaluation for ``labelled`` into steps; returns what went wrong."""
         labelled = self.plan.content.labelled
         start = self.plan.start

@@ -7,12 +7,12 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import ACCEPT_HELP, Options, natural, naturals, new_place, option, positive
+from posttrain.commands.options import ACCEPT_HELP, CommandOptions, natural, naturals, new_place, option, positive
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ any key of the recipe is an option; the same command again keeps what is there:
 
 
 _YES = option("--yes", action="store_true", help="record activations without asking, however large they are")
-TRAIN_OPTIONS = Options(
+TRAIN_OPTIONS = CommandOptions(
     option("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file"),
     option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
     option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
@@ -51,7 +51,7 @@ TRAIN_OPTIONS = Options(
     usage="posttrain sae train RECIPE [options] [--section.key value ...]",
     epilog=TRAIN_EPILOG,
 )
-FEATURES_OPTIONS = Options(
+FEATURES_OPTIONS = CommandOptions(
     option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder"),
     option("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)"),
     option("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)"),
@@ -67,7 +67,7 @@ FEATURES_OPTIONS = Options(
     usage="posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]",
     epilog=FEATURES_EPILOG,
 )  # fmt: skip
-DIFF_OPTIONS = Options(
+DIFF_OPTIONS = CommandOptions(
     option(
         "models", metavar="MODEL_OR_RUN", nargs="+",
         help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
@@ -95,10 +95,10 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
         return 0
     how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
     how |= {"quiet": arguments.quiet, "allow_large": arguments.yes}
-    return train_sae(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+    return train_sae_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
 
 
-def train_sae(
+def train_sae_recipe(
     recipe: SaeRecipe,
     name: str,
     runs_dir: str,
@@ -143,7 +143,8 @@ def _print_results(results: dict[str, Any]) -> None:
         f"held out:   FVU {held_out['fvu']:.4f} · L0 {held_out['l0']:.1f} · {held_out['silent']:.1%} of the features "
         f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
     )
-    if loss := results.get("recovered"):
+    loss = results.get("recovered")
+    if loss:
         print(
             f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}): "
             f"{loss['ce_recovered']:.1%} recovered"
@@ -162,11 +163,12 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
     console = open_console()
     folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
-    name = PAGE if arguments.features is None else SOME
     if arguments.out:
         page = Path(arguments.out)
+    elif arguments.features is None:
+        page = (run or folder) / PAGE
     else:
-        page = (run or folder) / name
+        page = (run or folder) / SOME
     if page.suffix != ".html":
         raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
     with storage_errors("page", page):
@@ -225,32 +227,27 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
 
     def tell(line: str) -> None:
         if not arguments.quiet:
-            say(console, line, style="dim")
+            say(console, line, "dim")
 
     folder = root / _folder_name(arguments)
     base = find_pair(recipe, root) or find_model(recipe.base, root, None, arguments.quiet, tell)
     if base is None:
-        post = None
-    else:
-        post = find_model(recipe.post, root, base, arguments.quiet, tell)
-    if base is None or post is None:
+        return INTERRUPTED
+    post = find_model(recipe.post, root, base, arguments.quiet, tell)
+    if post is None:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
-    sources = find_source(base, root), find_source(post, root)
-    work = prepare_comparison(recipe, *sources, folder, tell, allow_large=arguments.yes)
-    words = ["posttrain", "sae", "diff", *arguments.models, *(x for key, y in overrides for x in (f"--{key}", y))]
-    if arguments.run is not None:
-        words += ["--run", arguments.run]
-    if arguments.runs_dir != "runs":
-        words += ["--runs-dir", arguments.runs_dir]
+    source = find_source(base, root)
+    other = find_source(post, root)
+    work = prepare_comparison(recipe, source, other, folder, tell, allow_large=arguments.yes)
     about = {
         "title": "What did training change?",
         "description": recipe.description,
-        "base": sources[0].section().name,
-        "post": sources[1].section().name,
+        "base": source.section().name,
+        "post": other.section().name,
         "recipe": work.recipe.dump(),
         "fingerprint": work.recipe.fingerprint(),
-        "command": shlex.join(words),
+        "command": _command_of(arguments, overrides),
     }
     content = compare_models(work, about, started)
     replace_file(folder / REPORT, render_diff(content).encode())
@@ -260,6 +257,18 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
     say(console, f"report: {folder / REPORT}")
     return 0
+
+
+def _command_of(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> str:
+    """Return the command line that makes this comparison again."""
+    words = ["posttrain", "sae", "diff", *arguments.models]
+    for key, value in overrides:
+        words += [f"--{key}", value]
+    if arguments.run is not None:
+        words += ["--run", arguments.run]
+    if arguments.runs_dir != "runs":
+        words += ["--runs-dir", arguments.runs_dir]
+    return shlex.join(words)
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:
@@ -283,7 +292,8 @@ def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
 
     if recipe.base.recipe is None or recipe.post.recipe is None:
         return None
-    for folder in runs_by_recipe(load_recipe(recipe.base.recipe, []).resolve(), root)[0]:
+    finished, _ = runs_by_recipe(load_recipe(recipe.base.recipe, []).resolve(), root)
+    for folder in finished:
         began = [("model.name", json.dumps(str(folder)))]
         if find_runs(load_recipe(recipe.post.recipe, began).resolve(), root)[0] is not None:
             return str(folder)
@@ -307,7 +317,7 @@ def find_model(
     name = compared.recipe
     changes = []
     if base is not None:
-        changes = [("model.name", json.dumps(base))]
+        changes.append(("model.name", json.dumps(base)))
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
         recipe,
