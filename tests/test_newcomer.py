@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from old_runs import copy_old_run
-from test_custom_components import BLOCKS, IMPORTS, SMALL, TABLE, TEXT, YAML_BLOCKS, block_of
+from test_custom_components import IMPORTS, SMALL, TABLE, TEXT, YAML_BLOCKS, block_of
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tools", "docs", "benchmarks/results", "Makefile", "pyproject.toml", "mkdocs.yml", "README.md")
@@ -27,7 +27,6 @@ from posttrain.cli import main
 codes = [main(words) for words in json.loads(sys.argv[1])]
 print("codes", json.dumps(codes))
 """
-TRAIN = [word for key, value in SMALL.items() if key not in ("task", "rewards") for word in (f"--{key}", value)]
 ALL_AT_ONCE = {
     "task": "{name: doubles, size: 6}",
     "rewards": "[brief, {name: correct, mode: brackets}]",
@@ -60,7 +59,7 @@ def insert_after(path: Path, anchor: str, line: str) -> None:
 
 
 def add_column(package: Path) -> None:
-    declared, written, read = (block for block in BLOCKS if "num_characters" in block)
+    declared, written, read = re.findall(r"^```text\n(.*num_characters.*)\n```", TEXT, re.MULTILINE)
     insert_after(package / "store/schema.py", '    "failures": "TEXT"', declared)
     insert_after(package / "store/rollouts.py", '        "failures": None', written)
     insert_after(package / "store/rollouts.py", "    failures: tuple[str, ...] = ()", read)
@@ -114,14 +113,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     shutil.rmtree(folder)
 
 
-def options(values: dict[str, str]) -> list[str]:
-    return [word for key, value in values.items() for word in (f"--{key}", value)]
+def train(recipe: str, name: str, values: dict[str, str]) -> list[str]:
+    """The command that trains two small steps with some options."""
+    options = [word for key, value in (SMALL | values).items() for word in (f"--{key}", value)]
+    return ["train", recipe, "--run", name, "--quiet", *options]
 
 
 def test_components_of_the_page_train_in_the_package_by_their_names(copy: Copy) -> None:
     copy_old_run(copy.folder / "runs")
     printed = copy.main(
-        ["train", "rl/surprised", "--run", "mine", "--quiet", *TRAIN, *options(ALL_AT_ONCE)],
+        train("rl/surprised", "mine", ALL_AT_ONCE),
         ["explain", "surprised"],
         ["explain", "distance"],
         ["runs", "show", "old"],
@@ -150,11 +151,11 @@ def test_environment_column_and_chat_template_of_the_page_work_in_the_package(co
     model = shutil.copytree(copy.package / "models/tiny", copy.folder / "model")
     (template,) = re.findall(r"^```jinja\n(.*?)\n```", TEXT, re.MULTILINE | re.DOTALL)
     (model / "chat_template.jinja").write_text(template)
-    in_turns = {"task": SMALL["task"], "environment": "{name: countdown, start: 3}", "rewards": "[environment, brief]"}
-    chat = {"model.name": str(model), "prompt.template": "chat", "task": SMALL["task"], "rewards": "[brief]"}
+    in_turns = {"environment": "{name: countdown, start: 3}", "rewards": "[environment, brief]"}
+    chat = {"model.name": str(model), "prompt.template": "chat", "rewards": "[brief]"}
     copy.main(
-        ["train", "tiny/grpo", "--run", "turns", "--quiet", *TRAIN, *options(in_turns)],
-        ["train", "tiny/grpo", "--run", "chat", "--quiet", *TRAIN, *options(chat)],
+        train("tiny/grpo", "turns", in_turns),
+        train("tiny/grpo", "chat", chat),
         ["runs", "resume", "older", "--steps", "4", "--quiet"],
     )
     read = "[(r.num_characters, len(r.completion), r.parts, r.prompt) for r in pt.load_run('{}').rollouts()]"

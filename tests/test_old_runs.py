@@ -188,10 +188,15 @@ def test_report_of_a_run_of_an_earlier_version_is_written(tmp_path: Path) -> Non
     assert "A small run of version 0.2.0" in page.read_text()
 
 
+def write_later_recipe(folder: Path) -> None:
+    change_recipe(folder, lambda recipe: recipe["train"].update(made_up=1))
+    change_json(folder / "env.json", lambda content: content["starts"][-1]["versions"].update(posttrain="0.9.1"))
+
+
 LATER: dict[str, Callable[[Path], None]] = {
     "rollouts.db": lambda folder: run_sql(folder / "rollouts.db", "PRAGMA user_version = 12;"),
     "manifest.json": lambda folder: write_later_manifest(folder),
-    "train.made_up": lambda folder: change_recipe(folder, lambda recipe: recipe["train"].update(made_up=1)),
+    "train.made_up": write_later_recipe,
 }
 
 
@@ -219,5 +224,5 @@ def test_run_of_a_later_version_is_refused_by_name(
     assert "Traceback" not in said
     last = said.splitlines()[-1]
     assert what in last
-    assert {"rollouts.db": "12", "manifest.json": f"{FORMAT + 8}"}.get(what, "") in last
+    assert {"rollouts.db": "12", "manifest.json": f"{FORMAT + 8}", "train.made_up": "0.9.1"}[what] in last
     assert {path: path.read_bytes() for path in before} == before

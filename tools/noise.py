@@ -64,7 +64,10 @@ def run_all(machines: list[str], paths: list[str], processes: int) -> None:
 
 
 def write_tests(machine: str) -> Path:
-    """Write the tests that compare floats, in the order in which they ran, to a file of arguments for pytest; returns its path."""
+    """Write the tests that compare floats, in the order in which they ran, to a file of arguments for pytest.
+
+    Returns the path of the file.
+    """
     tests = dict.fromkeys(test for test, _, _ in read(machine))
     path = BUILD / "tests.txt"
     path.write_text("\n".join(tests) + "\n", encoding="utf-8")

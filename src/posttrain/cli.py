@@ -294,6 +294,8 @@ COMMANDS = {
                        "explain:run_explain", tables=True, runs=False),
     "exercise": Command("write a function of post-training, and compare it with the library's own",
                         "exercises.command:run_exercise", tables=True, runs=False),
+    "conformance": Command("check the losses, advantages, scores and rows of anybody's trainer",
+                           "conformance:run_conformance", runs=False),
     "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),

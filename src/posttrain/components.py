@@ -1,4 +1,4 @@
-"""Which module of the package registers which component: found in the source, without importing it.
+"""The module of each component of the package, found in the source without importing it.
 
 A function with ``@register("reward")`` above it, at the left margin, is a reward, wherever in the package it is. All
 source files are read once in a process, when the first component is looked for (10 ms).

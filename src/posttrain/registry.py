@@ -18,15 +18,18 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from pydantic import PydanticUserError, ValidationError, create_model
+from typing import TYPE_CHECKING, Any
 
 from posttrain.components import ComponentModules
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
-from posttrain.option_types import Options, explain_type, faults, shorten
 from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling
 from posttrain.untrusted import declare_code, is_declared, prepare_import
+
+# pydantic is imported where options of a recipe are read: a function of a component works without it.
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from posttrain.option_types import Options
 
 # Components are found where they are defined (``components``); a kind is declared here.
 ALL_KINDS = (
@@ -78,6 +81,10 @@ class Entry:
         Raises:
             RecipeError: an annotation that is no type, or cannot be evaluated.
         """
+        from pydantic import PydanticUserError, create_model
+
+        from posttrain.option_types import Options
+
         try:
             signature = inspect.signature(self.function, eval_str=True)
         except (NameError, SyntaxError, TypeError, ValueError) as error:
@@ -112,6 +119,8 @@ class Entry:
             UnknownComponent: an option that names a component of another kind (trait ``components``) names none that
             exists.
         """
+        from pydantic import ValidationError
+
         model = self.options_model
         place = where or self.kind
         for key in options:
@@ -305,6 +314,8 @@ def import_component(kind: str, path: str, where: str) -> Entry:
             return entry  # it registered itself, with its traits
     named = getattr(module, attribute, None)
     if not callable(named):
+        from posttrain.option_types import shorten
+
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UnknownComponent(
             f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} "
@@ -440,6 +451,8 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
     """Return a pydantic error as lines for a user: place, what is wrong, what would work."""
+    from posttrain.option_types import faults
+
     lines = []
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
@@ -453,6 +466,8 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
 
 def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence[str], hint: str = "") -> str:
     """Explain what is wrong with a key of the section ``label``, which has the ``known`` keys."""
+    from posttrain.option_types import explain_type
+
     if item["type"] == "missing":
         return f"{label} needs this key"
     if item["type"] != "extra_forbidden":

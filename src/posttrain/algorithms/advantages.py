@@ -18,11 +18,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float64
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.registry import register
+from posttrain.signatures import Bool, Float64, Range
 
 Rewards = Float64[Tensor, "N G"]
 Turns = Float64[Tensor, "G K"]
@@ -30,7 +29,7 @@ TurnMask = Bool[Tensor, "G K"]
 Tokens = Float64[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 Rows = Float64[Tensor, " B"]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Range(ge=0, le=1)]
 
 WHITEN_EPSILON = 1e-8
 
@@ -73,7 +72,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 @register("advantage", min_group=2)
-def normalized(rewards: Rewards, *, epsilon: Annotated[float, Field(ge=0)] = 1e-4) -> Rewards:
+def normalized(rewards: Rewards, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4) -> Rewards:
     """``A_i = (r_i − mean(r)) / (std(r) + ε)`` over the group, std with ddof = 1.
 
     GRPO (Shao et al. 2024, section 4.1.2). A group of equal rewards gets zeros. The paper leaves ε
@@ -139,7 +138,7 @@ def batch_normalized(
 
 @register("advantage", level="turn", min_group=2)
 def turn_normalized(
-    rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Field(ge=0)] = 1e-4
+    rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Range(ge=0)] = 1e-4
 ) -> Turns:
     """Return from a turn on, normalized over the completions of the group that have this turn.
 

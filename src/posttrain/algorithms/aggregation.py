@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float64
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.registry import register
+from posttrain.signatures import Bool, Float64, Range
 
 Mask = Bool[Tensor, "B T"]
 Weights = Float64[Tensor, "B T"]
@@ -51,7 +50,7 @@ def sequence_mean(mask: Mask) -> Weights:
 
 
 @register("aggregation", level="token")
-def constant(mask: Mask, *, length: Annotated[int, Field(ge=1)]) -> Weights:
+def constant(mask: Mask, *, length: Annotated[int, Range(ge=1)]) -> Weights:
     """``1 / (B · L)`` with a constant length L: Dr. GRPO (Liu et al. 2025, section 3.2).
 
     What goes wrong: The constant sets the size of the gradient. If you change ``rollout.max_tokens`` and not the

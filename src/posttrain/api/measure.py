@@ -192,13 +192,12 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    limit, samples, max_tokens, seed = map(plain_number, (limit, samples, max_tokens, seed))
-    temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
-    counts: dict[str, Any] = {"n": limit, "samples": samples, "k": plain_counts("k", k)}
-    counts |= {"max_tokens": max_tokens, "batch": DEFAULT_BATCH}
+    drawn = {"samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    rest = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    numbers = {name: plain_number(value) for name, value in {**drawn, **rest}.items()}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(**counts, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
+        drawing=choose_drawing(k=plain_counts("k", k), **numbers),
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
@@ -283,8 +282,7 @@ def generate(
         progress: say on stderr under which template the model is asked, if neither you nor a run says so.
 
     Raises:
-        UsageError: no prompt, a model that cannot be asked, or prompts that are rendered already in a form other than
-            the template's (``template="as_is"`` takes them).
+        UsageError: no prompt, a model that cannot be asked, or prompts that are rendered in another template's form.
 
     Examples:
         >>> print(pt.generate(run, ["What is 3 plus 4?"], temperature=0)[0].answer)
@@ -302,13 +300,9 @@ def generate(
     if progress:
         say_template(source, word)
     opened = open_model(source, word)
-    examples, notes = take_rendered_prompts(examples, opened.grader.template, opened.tokenizer, "prompts")
-    if progress:
-        for line in notes:
-            print(harmless(f"note: {line}"), file=sys.stderr)
     return answers_to(
         opened,
-        examples,
+        _taken(examples, opened, progress),
         samples=samples,
         seed=seed,
         max_tokens=max_tokens,
@@ -316,6 +310,14 @@ def generate(
         top_p=top_p,
         top_k=top_k,
     )
+
+
+def _taken(examples: Sequence[Example], model: OpenedModel, progress: bool) -> list[Example]:
+    """Return the examples, those marked whose prompts are rendered already, which ``progress`` says."""
+    taken, notes = take_rendered_prompts(examples, model.grader.template, model.tokenizer, "prompts")
+    for line in notes if progress else ():
+        print(harmless(f"note: {line}"), file=sys.stderr)
+    return taken
 
 
 def answers_to(

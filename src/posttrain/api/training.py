@@ -152,8 +152,7 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    runs_dir, run = _check_places(runs_dir, run, progress)
-    check_flag("accept_changes", accept_changes)
+    runs_dir, run = _check_places(runs_dir, run, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
@@ -174,12 +173,14 @@ def _called(name: str | dict[str, Any]) -> str:
     return "run"
 
 
-def _check_places(runs_dir: Place, run: str | None, progress: bool) -> tuple[str, str | None]:
-    """Return both as plain text; refuse what is neither, and a ``progress`` that is no flag."""
-    check_flag("progress", progress)
+def _check_places(runs_dir: Place, run: str | None, **flags: bool) -> tuple[str, str | None]:
+    """Return both as plain text; refuse what is neither, and ``flags`` that are none."""
+    for name, flag in flags.items():
+        check_flag(name, flag)
     if run is not None and not isinstance(run, str):
         raise UsageError(f"run: {type(run).__name__} is no name. Give a text; the folder of the runs is runs_dir")
-    run = None if run is None else plain_text("run", run)
+    if run is not None:
+        run = plain_text("run", run)
     return plain_path("runs_dir", runs_dir), run
 
 

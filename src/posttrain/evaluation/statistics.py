@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from typing import TYPE_CHECKING
 
 from posttrain.graders.answers import clean_answer, parse_quantity
-from posttrain.randomness import generator
+
+# numpy is imported by the functions that compute with it: the others take the standard library alone.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 NUM_RESAMPLES = 10_000
@@ -95,6 +97,10 @@ def pass_at_k(n: int, num_correct: int, k: int) -> float:
     that one of k fresh samples is right, where ``1 − (1 − c/n)^k`` is not.
 
     Source: Chen et al. (2021), "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Examples:
+        >>> pass_at_k(n=10, num_correct=3, k=2)
+        0.5333333333333332
     """
     assert 0 <= num_correct <= n, "right samples are among the samples"
     assert 1 <= k <= n, "k samples are taken out of n"
@@ -138,6 +144,10 @@ def paired_bootstrap(
     assert len(b) == n, "the same items on both sides"
     if n == 0:
         raise ValueError("no difference over no item")
+    import numpy as np
+
+    from posttrain.randomness import generator
+
     # Resampling n items is a multinomial draw over the distinct differences, of which there are few.
     distinct, counts = np.unique(np.round(np.subtract(b, a), 12), return_counts=True)
     random = generator(seed, "paired bootstrap")
@@ -192,6 +202,8 @@ def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
     ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, 26.5.2 and 26.7.1),
     computed as the tail itself, so that a p of 1e-30 is right too.
     """
+    import numpy as np
+
     size, nu = np.broadcast_arrays(np.abs(np.asarray(t, dtype=np.float64)), np.asarray(freedom, dtype=np.float64))
     assert bool(np.all(nu >= 1)), "an interval needs two values"
     u = size / np.sqrt(nu)  # x = 1/(1 + u²), with its logarithm right for small u and for huge ones
@@ -210,6 +222,8 @@ def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
 
 def _gamma_ratio(a: NDArray[np.float64]) -> NDArray[np.float64]:
     """Γ(a + 1/2) / Γ(a): Stirling's series for large a, carried down by Γ(a + 1) = a Γ(a) to small ones."""
+    import numpy as np
+
     carried = a.copy()
     factor = np.ones_like(a)
     small = carried < 24.0
@@ -229,6 +243,8 @@ def _beta_fraction(
     Didonato and Morris (1992), "Algorithm 708", equation 9, evaluated from the front (Lentz). It never takes the
     difference of large numbers, as the plain fraction does where a is large.
     """
+    import numpy as np
+
     value = c = a * (excess + 1.0) / (a + 1.0)
     d = np.zeros_like(a)
     for n in range(1, MAX_TERMS):

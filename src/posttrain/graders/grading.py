@@ -52,6 +52,10 @@ class Verdict:
         """1 for a right answer, else 0."""
         return float(self.outcome == "right")
 
+    def __bool__(self) -> bool:
+        """Return True for a right answer."""
+        return self.outcome == "right"
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:

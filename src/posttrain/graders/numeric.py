@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import Field
-
 from posttrain.graders.answers import parse_quantity, same_answer, same_text
 from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
+from posttrain.signatures import Range
 
 _INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result)\s*(?:is\b|[:=])\s*:?\s*",
@@ -21,7 +20,7 @@ _NAMED = re.compile(r"\\?[(\[$]*\s*([A-Za-z][A-Za-z0-9_{}']{0,20}(?:\([A-Za-z]\)
 
 
 @register("grader")
-def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] = 0.0) -> Verdict:
+def numeric(submission: Submission, *, tolerance: Annotated[float, Range(ge=0)] = 0.0) -> Verdict:
     """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
     x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in

@@ -1,4 +1,4 @@
-"""What the recipe of a run means that an earlier version has stored.
+"""Recipes of runs that earlier versions have stored, in the keys of this version.
 
 A stored recipe has every key that its version knew, defaults included, so a key that is absent did not exist. If such a
 run is resumed with a later version, a key that came since must not change it.

@@ -75,7 +75,7 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
         expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Unverified(MANIFEST, f"is damaged ({error})") from None
-    if content != _in_one_spelling(manifest) or step not in (None, manifest_step):
+    if content != _in_one_spelling(manifest) or manifest_format < 1 or step not in (None, manifest_step):
         raise Unverified(MANIFEST, "is damaged")
     if manifest_format > FORMAT:
         what = (

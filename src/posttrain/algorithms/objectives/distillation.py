@@ -11,16 +11,16 @@ import math
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import categorical_kl, log_ratio, with_tail
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-Inside = Annotated[float, Field(gt=0, lt=1)]
+Inside = Annotated[float, Range(gt=0, lt=1)]
 CANDIDATES = ("teacher_ids", "teacher_candidate_logprobs")
 
 # A probability of exactly 0 counts as e^−100, so that a divergence is large but finite.

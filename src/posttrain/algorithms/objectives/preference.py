@@ -21,16 +21,16 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
-FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
+FlipRate = Annotated[float, Range(ge=0, lt=0.5)]
 
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
@@ -240,7 +240,7 @@ def exo(
     batch: Batch,
     *,
     beta: Positive = 0.1,
-    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3,
+    label_smoothing: Annotated[float, Range(gt=0, lt=0.5)] = 1e-3,
 ) -> Loss:
     """Efficient exact optimization on preferences: the KL that DPO takes, in the other direction.
 

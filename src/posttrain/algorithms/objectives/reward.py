@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from posttrain.algorithms.objectives.primitives import nan_unless_finite, row_last, wins
 from posttrain.errors import UsageError
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
 
@@ -29,7 +29,7 @@ from posttrain.types import Batch, Loss, Outputs
     optional_needs={"margin": "margins"},
 )
 def bradley_terry(
-    outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Field(ge=0)] = 0.0
+    outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Range(ge=0)] = 0.0
 ) -> Loss:
     """Reward model from pairs: the probability that the chosen answer beats the rejected one.
 

@@ -54,7 +54,7 @@ UNTRAINED = "no message that is trained (weight 0 or train: false)"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """Token ids, the first trained position, and the facts of the answer.
 
     Attributes:
@@ -76,7 +76,7 @@ class Row:
 
 def rows_of(
     tokenizer: Tokenizer, template: Template, example: Example, shape: Shape, train_on: TrainOn | None = None
-) -> Iterator[tuple[Row, ...] | str]:
+) -> Iterator[tuple[TokenRow, ...] | str]:
     """The units of an example: tuples of rows, or the reason why there is none.
 
     A pair is the response of the highest score and that of the lowest; the rest of an example with
@@ -99,7 +99,9 @@ def rows_of(
             yield _stepwise(tokenizer, template, prompt, response)
 
 
-def _pair(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example) -> tuple[Row, ...] | str:
+def _pair(
+    tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example
+) -> tuple[TokenRow, ...] | str:
     """The responses of the highest and of the lowest score, or the reason why they are no pair."""
     better = max(example.responses, key=lambda response: response.score)
     worse = min(example.responses, key=lambda response: response.score)
@@ -114,7 +116,7 @@ def _pair(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], examp
 
 def _demonstrations(
     tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn | None
-) -> Iterator[tuple[Row, ...] | str]:
+) -> Iterator[tuple[TokenRow, ...] | str]:
     last_message = example.conversation[-1:]
     if template.turns != "rendered" and any(message.calls for message in last_message):
         raise UsageError(f"example {example.id!r} ends with a call, which needs the prompt.template chat")
@@ -150,7 +152,7 @@ def _with_conversation(example: Example, best: Response | None, train_on: TrainO
     return replace(example, conversation=(*example.messages, Message("assistant", text)))
 
 
-def _demonstration(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example) -> Row:
+def _demonstration(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example) -> TokenRow:
     """The turns of an example and its answer behind a prompt; without an answer the last turn ends the episode."""
     has_answer = (example.answer, example.solution, example.demonstration) != (None, None, None)
     is_answered = has_answer or not example.turns
@@ -162,14 +164,14 @@ def _demonstration(tokenizer: Tokenizer, template: Template, prompt: Sequence[in
         ids += turns
     if is_answered:
         ids += encode_response(tokenizer, template, example, ids)
-    return Row(ids, len(prompt), heard=heard)
+    return TokenRow(ids, len(prompt), heard=heard)
 
 
 def _conversation(
     tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn
-) -> Iterator[tuple[Row, ...] | str]:
+) -> Iterator[tuple[TokenRow, ...] | str]:
     """One row of a conversation, or one for each turn of the assistant."""
-    units: list[tuple[Row, ...] | str] = []
+    units: list[tuple[TokenRow, ...] | str] = []
     if template.turns == "apart":
         chosen = list(_turns_apart(example, train_on))
         for one in chosen:
@@ -185,20 +187,22 @@ def _conversation(
     yield from units or [UNTRAINED]
 
 
-def _row(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response, example: Example) -> Row:
+def _row(
+    tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response, example: Example
+) -> TokenRow:
     if response.answer is not None:  # in the form, and with the tags, that a policy would write
         written = Example("", (), answer=response.answer, solution=response.text, variables=example.variables)
-        return Row([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
+        return TokenRow([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
     if response.ids and decode_response(tokenizer, template, response.ids, prompt) == response.text:
         answer = list(response.ids)  # as it was sampled
     else:
         answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
-    return Row([*prompt, *answer, *end_ids(tokenizer, template)], len(prompt), response.score)
+    return TokenRow([*prompt, *answer, *end_ids(tokenizer, template)], len(prompt), response.score)
 
 
 def _stepwise(
     tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response
-) -> tuple[Row, ...] | str:
+) -> tuple[TokenRow, ...] | str:
     """The steps behind one another, each encoded alone so that its last token is known; None is no label."""
     if not all(response.steps):  # its label would be at a token of the step before
         return "an empty step"
@@ -211,7 +215,7 @@ def _stepwise(
     ids += end_ids(tokenizer, template)
     if not labels:
         return "no labelled steps"
-    return (Row(ids, len(prompt), response.score, labels),)
+    return (TokenRow(ids, len(prompt), response.score, labels),)
 
 
 def split_turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
@@ -286,7 +290,7 @@ def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
 RowPart = tuple[Sequence[Piece], bool]
 
 
-def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Example, train_on: str) -> Iterator[Row]:
+def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Example, train_on: str) -> Iterator[TokenRow]:
     """The rows of a conversation by its chat template.
 
     One row, or one for each trained turn if the template rewrites earlier turns; none if nothing is trained.
@@ -323,7 +327,7 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
         yield replace(row, is_apart=len(trained) > 1)
 
 
-def _row_of_parts(tokenizer: Tokenizer, parts: Sequence[RowPart]) -> Row:
+def _row_of_parts(tokenizer: Tokenizer, parts: Sequence[RowPart]) -> TokenRow:
     """A row of parts, each encoded behind those before it; the first is the prompt."""
     (prompt, _), *others = parts
     ids = encode_pieces(tokenizer, prompt)
@@ -334,7 +338,7 @@ def _row_of_parts(tokenizer: Tokenizer, parts: Sequence[RowPart]) -> Row:
         ids = ids + encode_pieces(tokenizer, pieces, ids)
         if not is_trained:
             heard.update(range(start, len(ids)))
-    return Row(ids, prompt_length, heard=frozenset(heard))
+    return TokenRow(ids, prompt_length, heard=frozenset(heard))
 
 
 def _joined(

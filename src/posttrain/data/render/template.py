@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain import registry
+from posttrain.data.reading import ROLES
 from posttrain.data.render.calls import TAGGED, write_call
 from posttrain.data.render.chat_template import mark, probed, render_dicts, render_history
 from posttrain.data.render.encoding import (
@@ -27,7 +28,6 @@ from posttrain.recipes.sections import Component
 from posttrain.registry import suggest
 from posttrain.types import Call, Example, Message
 
-ROLES = ("system", "user", "assistant", "tool")
 OPENED = re.compile(r"<think>\s*\Z")
 # An empty block of thinking that some chat templates write into the last turn alone.
 _EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")

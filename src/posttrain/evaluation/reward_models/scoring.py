@@ -22,7 +22,7 @@ from posttrain.activity import each_piece
 from posttrain.data.base import build_task
 from posttrain.data.render import Template, encode_prompt, end_ids
 from posttrain.data.render.assistant import encode_answer
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
 from posttrain.evaluation.generation import held_out
@@ -91,7 +91,7 @@ class RewardModel:
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
             return _lowest(self.score_steps(examples, steps))
-        rows: list[Row | str] = []
+        rows: list[TokenRow | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
             body = text.removeprefix(self.template.opening)
@@ -99,7 +99,7 @@ class RewardModel:
             if finish != "length":
                 answer = [*answer, *end_ids(self.tokenizer, self.template)]
             if answer:
-                rows.append(Row([*prompt, *answer], len(prompt)))
+                rows.append(TokenRow([*prompt, *answer], len(prompt)))
             else:
                 rows.append("cut off before any token")
         return _last(self.read(rows))
@@ -137,7 +137,7 @@ class RewardModel:
         return sigmoid(score)
 
     @torch.no_grad()
-    def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
+    def read(self, rows: Sequence[TokenRow | str]) -> list[Tensor | None]:
         """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
         classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
 
@@ -150,7 +150,7 @@ class RewardModel:
             samples = []
             counts = []
             for index in piece:
-                row = cast(Row, rows[index])
+                row = cast(TokenRow, rows[index])
                 ends = row.step_labels or {len(row.ids) - 1: 0}
                 group = prompts.setdefault(tuple(row.ids[: row.prompt_length]), len(prompts))
                 mask = [t in ends for t in range(len(row.ids))]
@@ -165,9 +165,9 @@ class RewardModel:
                 row_scores[index] = part
         return row_scores
 
-    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
+    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[TokenRow | str]:
         """The row that training makes of each response, or the reason why it makes none."""
-        rows: list[Row | str] = []
+        rows: list[TokenRow | str] = []
         for example, response in zip(examples, responses, strict=True):
             alone = replace(example, responses=(response,))
             unit = next(rows_of(self.tokenizer, self.template, alone, shape))
@@ -307,7 +307,7 @@ def _good(scores: Tensor) -> list[float]:
     return [float(p) for p in good.clamp(0.0, 1.0)]
 
 
-def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[list[int]]:
+def _pieces(rows: Sequence[TokenRow | str], max_tokens: int, budget: int) -> list[list[int]]:
     """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
 
     A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
@@ -315,7 +315,7 @@ def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[lis
     lengths = {}
     families: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
-        if isinstance(row, Row) and len(row.ids) <= max_tokens:
+        if isinstance(row, TokenRow) and len(row.ids) <= max_tokens:
             lengths[index] = len(row.ids)
             prompt = tuple(row.ids[: row.prompt_length])
             families.setdefault(prompt, []).append(index)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Annotated
 
-from pydantic import Field
-
+from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
 from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
+from posttrain.signatures import Range
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
+PARSERS = ("sympy", "latex2sympy2-extended")  # by their names on PyPI
 MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
 MIN_SOLUTION_CHARS = 200  # of a gold answer that is a sentence
 MAX_WORKERS = 4
@@ -25,10 +27,10 @@ WALL_FACTOR = 12  # elapsed time that an item may take, in units of its computin
 def math(
     submissions: Sequence[Submission],
     *,
-    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0,
-    memory_megabytes: Annotated[int, Field(ge=64)] = 512,
-    num_workers: Annotated[int, Field(ge=1)] | None = None,
-    relative_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    timeout_seconds: Annotated[float, Range(gt=0)] = 5.0,
+    memory_megabytes: Annotated[int, Range(ge=64)] = 512,
+    num_workers: Annotated[int, Range(ge=1)] | None = None,
+    relative_tolerance: Annotated[float, Range(ge=0, lt=1)] = 0.0,
 ) -> list[Verdict]:
     """Right if the answer means the same as the gold answer.
 
@@ -72,6 +74,7 @@ def math(
         else:
             outcomes[pair] = "right" if is_correct else "wrong"
     if undecided:
+        _require_parser()
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
         results = pool.run([[*pair, relative_tolerance] for pair in undecided])
@@ -91,6 +94,16 @@ def _find_answer(submission: Submission) -> str | None:
     if extracted is not None:
         extracted = fold_signs(extracted)
     return find_answer(fold_signs(submission.text), extracted)
+
+
+def _require_parser() -> None:
+    """Refuse to compare expressions where what reads them is not installed."""
+    absent = [package for package in PARSERS if find_spec(package.replace("-", "_")) is None]
+    if absent:
+        raise UsageError(
+            f"grader math: answers that are no plain numbers are compared with {' and '.join(absent)}, which cannot be "
+            f"imported. Install with: python -m pip install {' '.join(absent)}"
+        )
 
 
 def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:

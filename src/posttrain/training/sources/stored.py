@@ -26,8 +26,9 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
 # Known or made where it is read; the prompt of an episode is what its environment began with.
 _OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
-# What is stored; an earlier version may have stored more, and less if there is a default.
+# What is stored. An earlier version stored less if a field has a default, and more: such names belong into _GONE.
 _OF_A_ROLLOUT = {f.name: f for f in fields(Rollout) if f.name not in _OF_THE_TASK}
+_GONE: tuple[str, ...] = ()
 _OF_A_COMPLETION = {f.name for f in fields(Completion)}
 
 
@@ -122,9 +123,9 @@ def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -
 @cache
 def _groups_type() -> TypeAdapter[Any]:
     """Return the type of the groups that ``write_drawn`` writes."""
-    strict = ConfigDict(strict=True)
+    strict = ConfigDict(strict=True, extra="forbid")
     types = get_type_hints(Rollout)
-    plain: dict[str, Any] = {}
+    plain: dict[str, Any] = dict.fromkeys(_GONE, (Any, None))
     for name, declared in _OF_A_ROLLOUT.items():
         kind = types[name]
         if kind is int:
