@@ -179,7 +179,8 @@ def _check_places(runs_dir: Place, run: str | None, **flags: bool) -> tuple[str,
         check_flag(name, flag)
     if run is not None and not isinstance(run, str):
         raise UsageError(f"run: {type(run).__name__} is no name. Give a text; the folder of the runs is runs_dir")
-    run = None if run is None else plain_text("run", run)
+    if run is not None:
+        run = plain_text("run", run)
     return plain_path("runs_dir", runs_dir), run
 
 
