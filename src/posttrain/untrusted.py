@@ -348,3 +348,17 @@ def _texts(content: object) -> Iterator[str]:
     elif isinstance(content, list | tuple):
         for item in content:
             yield from _texts(item)
+
+
+def entries_of(value: object) -> list[Any]:
+    """Return the entries of a list that a file should hold; none if it is something else."""
+    if isinstance(value, list):
+        return value
+    return []
+
+
+def fields_of(value: object) -> dict[str, Any]:
+    """Return the fields of an object that a file should hold; none if it is something else."""
+    if isinstance(value, dict):
+        return value
+    return {}

@@ -105,9 +105,8 @@ def _load_model(
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source, known)
     _switch_off_dropout(model)
-    for module in model.modules() if section.dtype == "fp64" else ():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.__class__ = ExactRMSNorm
+    if section.dtype == "fp64":
+        _keep_norms_exact(model)
     if section.attention != "sdpa":
         _set_attention(model, section.attention)
     device = choose_device(section.device)
@@ -160,15 +159,29 @@ def read_config(section: ModelSection) -> Any | None:
         return AutoConfig.from_pretrained(Path(place).parent, trust_remote_code=False, local_files_only=True)
 
 
+def _keep_norms_exact(model: Model) -> None:
+    """Compute the norms of a model in fp64, where transformers computes them in fp32."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.__class__ = ExactRMSNorm
+
+
 def quantized_bits(model: Model) -> Literal[4, 8] | None:
     """Return the bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
     return _bits_in((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
 
 
 def _bits_in(config: Config) -> Literal[4, 8] | None:
-    declared = getattr(config, "quantization_config", None) or {}
-    declared = declared if isinstance(declared, dict) else declared.to_dict()
-    return 8 if declared.get("load_in_8bit") else 4 if declared.get("load_in_4bit") else None
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return None
+    if not isinstance(declared, dict):
+        declared = declared.to_dict()
+    if declared.get("load_in_8bit"):
+        return 8
+    if declared.get("load_in_4bit"):
+        return 4
+    return None
 
 
 def num_parameters(model: Model) -> int:
@@ -223,7 +236,12 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     length, template = tokenizer.model_max_length, tokenizer.chat_template
     if not isinstance(length, int | float):  # it is compared with lengths later
         raise TypeError(f"tokenizer_config.json: model_max_length is {shorten(repr(length))}, no number")
-    for one in template.values() if isinstance(template, dict) else (template,) if template else ():
+    templates = []
+    if isinstance(template, dict):
+        templates = list(template.values())
+    elif template:
+        templates = [template]
+    for one in templates:
         if not isinstance(one, str):
             raise TypeError(f"tokenizer_config.json: chat_template is {shorten(repr(one))}, no text")
         if one != CHAT_TEMPLATE:  # our own
