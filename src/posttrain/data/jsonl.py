@@ -117,20 +117,25 @@ def jsonl(
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    silenced = meta or ()
-    ignored = ignore_keys or ()
-    layout = Layout(keys, read_format(prompt_format))
-    rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)), choices_key, first_index)
-    if first_index is not None and layout.choices is None:
-        raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
-    name = f"jsonl/{split}"
-    collected = collect(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
-    refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
+    layout = Layout(keys, read_format(prompt_format), choices_key=choices_key, first_index=first_index)
+    collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or ())
     warnings = _settle_grader(collected, grader, layout)
     if correct_only:
         _keep_correct(collected, path)
     task = collected.as_task("jsonl", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*warnings, *task.warnings))
+
+
+def _collect(
+    path: str, name: str, layout: Layout, silenced: Sequence[str], ignored: Sequence[str]
+) -> tuple[CollectedExamples, Layout]:
+    """The examples of a file, and the layout that its rows have."""
+    rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)))
+    if layout.first_index is not None and layout.choices is None:
+        raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
+    collected = collect(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
+    refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
+    return collected, layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,8 @@ class Layout:
     keys: Mapping[str, str]
     prompt_format: PromptFormat | None = None
     choices: ChoiceColumns | None = None
+    choices_key: str | None = None  # as the recipe has it, and so the next
+    first_index: FirstIndex | None = None
     question: str = PROMPT  # how ``task.prompt_format`` names it
     notes: tuple[str, ...] = ()
 
@@ -167,13 +174,7 @@ class Layout:
         return last_question(_prompt_messages(replace(row, used=set()), self.keys, self.prompt_format))
 
 
-def _with_choices(
-    rows: Iterable[Row],
-    layout: Layout,
-    excluded: frozenset[str],
-    choices_key: str | None,
-    first_index: FirstIndex | None,
-) -> tuple[Iterable[Row], Layout]:
+def _with_choices(rows: Iterable[Row], layout: Layout, excluded: frozenset[str]) -> tuple[Iterable[Row], Layout]:
     """The rows, and the layout with the columns of the multiple choice that they are; rows are kept only for that."""
     following = iter(rows)
     first = next(following, None)
@@ -184,33 +185,32 @@ def _with_choices(
         layout = replace(layout, question=keys["prompt"])
     excluded |= {*keys.values(), *ALIASES["response"], "system", "tools"}
     answer_key = layout.keys["answer"]
-    if not _may_be_choice(first, layout.keys, answer_key, choices_key, excluded):
+    if not _may_be_choice(first, layout, excluded):
         return chain((first,), following), layout
     kept = [first, *following]
     seen = kept
     if answer_key == "answer" and not first.has(answer_key) and all(map(_has_ground_truth, kept)):
         seen = [_with_ground_truth(row) for row in kept]
         answer_key = "ground_truth"
-    candidates = candidate_columns(seen, answer_key, excluded, choices_key, first_index)
+    candidates = candidate_columns(seen, answer_key, excluded, layout.choices_key, layout.first_index)
     if not candidates:
         return kept, replace(layout, notes=describe_near_miss(seen, answer_key, excluded))
-    found = choose_columns(seen, candidates, layout.question_of, first_index)
+    found = choose_columns(seen, candidates, layout.question_of, layout.first_index)
     are_texts = len(found.keys) > 1 and layout.names_any_of(found.keys)
     if are_texts and not found.is_shown:  # the format shows two columns that are no lettered options
         return kept, layout
     return seen, replace(layout, choices=found)
 
 
-def _may_be_choice(
-    first: Row, keys: Mapping[str, str], answer_key: str, choices_key: str | None, excluded: frozenset[str]
-) -> bool:
+def _may_be_choice(first: Row, layout: Layout, excluded: frozenset[str]) -> bool:
     """Return whether a file with this first row may be a multiple choice, for which all of its rows are kept."""
-    if choices_key == "" or not answer_key:
+    answer_key = layout.keys["answer"]
+    if layout.choices_key == "" or not answer_key:
         return False
-    has_response = first.has(_key_of(first, "response", keys)) or _ends_with_reply(first, keys)
+    has_response = first.has(_key_of(first, "response", layout.keys)) or _ends_with_reply(first, layout.keys)
     if has_response and not first.has(answer_key):  # such a row needs no gold answer, so that none is looked for
         return False
-    return choices_key is not None or has_options(first, answer_key, excluded)
+    return layout.choices_key is not None or has_options(first, answer_key, excluded)
 
 
 def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:

@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.data.base import Task
-from posttrain.data.columns import PROMPT, FormatText, read_format, refuse_unknown
+from posttrain.data.columns import PROMPT, FormatText, PromptFormat, read_format, refuse_unknown
 from posttrain.data.messages import (
     QUESTION_KEYS,
     add_system,
@@ -196,35 +196,42 @@ def preferences(
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
     """
-    read_parts: ReadParts | None = None  # the first row decides for all
-    has_margin = False
-    form = read_format(prompt_format)
-
-    def read(row: Row) -> Example:
-        nonlocal read_parts, has_margin
-        if OPENAI_KEYS[1] in row.data:
-            row = _from_openai(row)
-        if read_parts is None:
-            read_parts = _reader_of(row, CLASSES[num_classes], step_separator)
-            has_margin = row.has("margin")
-        messages, responses = read_parts(row)
-        if form is not None:
-            messages = form.rewrite(row, messages, PROMPT_KEYS)
-        margin = None
-        if has_margin and len(responses) == 2:
-            margin = read_score(row, "margin")
-            drop_if(margin < 0, "'margin' is below 0, so the rejected answer is the better one")
-        return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
-
+    reader = _FileReader(CLASSES[num_classes], step_separator, read_format(prompt_format))
     dropped = Counter[str]()
     rows = paired_rows(read_file(path), dropped)
     name = f"preferences/{split}"
     ignored = ignore_keys or ()
     silenced = meta or ()
-    collected = collect(rows, read, path, dropped, name=name, carries=True, ignored=ignored, silenced=silenced)
+    collected = collect(rows, reader.read, path, dropped, name=name, carries=True, ignored=ignored, silenced=silenced)
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
     task = collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*task.warnings, *collected.unshown.describe(PROMPT)))
+
+
+@dataclass(slots=True)
+class _FileReader:
+    """Reads the rows of a file as examples; the first row decides about the layout, and about margins, of all."""
+
+    classes: Mapping[int, int]
+    separator: str
+    form: PromptFormat | None
+    read_parts: ReadParts | None = None
+    has_margin: bool = False
+
+    def read(self, row: Row) -> Example:
+        if OPENAI_KEYS[1] in row.data:
+            row = _from_openai(row)
+        if self.read_parts is None:
+            self.read_parts = _reader_of(row, self.classes, self.separator)
+            self.has_margin = row.has("margin")
+        messages, responses = self.read_parts(row)
+        if self.form is not None:
+            messages = self.form.rewrite(row, messages, PROMPT_KEYS)
+        margin = None
+        if self.has_margin and len(responses) == 2:
+            margin = read_score(row, "margin")
+            drop_if(margin < 0, "'margin' is below 0, so the rejected answer is the better one")
+        return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
 
 @register("task", held_out="validation")

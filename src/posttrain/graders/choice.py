@@ -181,7 +181,7 @@ def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, s
     for head in _HEAD.finditer(text):
         if _is_denied(text, head.start()):
             continue
-        by_text = _stated_text(text[head.end() :].partition("\n")[0], choices)
+        by_text = _choice_of_line(text[head.end() :].partition("\n")[0], choices)
         if by_text is not None:
             length, letter = by_text
             yield head.start(), head.end() + length, letter
@@ -198,7 +198,7 @@ def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, s
         yield match.start(), match.end(), _letter(match)
 
 
-def _stated_text(line: str, choices: Sequence[str]) -> tuple[int, str] | None:
+def _choice_of_line(line: str, choices: Sequence[str]) -> tuple[int, str] | None:
     """The length and the letter of a choice's text that a line, or its first sentence, consists of."""
     for stated in (line, re.split(r"[.;!]\s", line)[0]):
         letter = _letter_of_text(stated, choices)

@@ -42,7 +42,7 @@ class Piece:
 
 
 def text_of(pieces: Iterable[Piece]) -> str:
-    """The text of pieces, whoever wrote it."""
+    """The text of pieces, trusted or not."""
     return "".join(piece.text for piece in pieces)
 
 

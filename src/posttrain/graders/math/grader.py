@@ -10,7 +10,7 @@ from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
-from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
 from posttrain.signatures import Range
@@ -78,15 +78,18 @@ def math(
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
         results = pool.run([[*pair, relative_tolerance] for pair in undecided])
-        for pair, result in zip(undecided, results, strict=True):
-            if result.kind != "value":
-                outcomes[pair] = result.kind
-            else:
-                outcomes[pair] = "right" if result.value else "wrong"
+        outcomes.update(zip(undecided, map(_outcome_of, results), strict=True))
     for pair, own in places.items():
         for place in own:
             verdicts[place] = Verdict(outcomes[pair], extracted=pair[1])
     return verdicts
+
+
+def _outcome_of(result: Result) -> Outcome:
+    """The outcome of a comparison in a worker."""
+    if result.kind != "value":
+        return result.kind
+    return "right" if result.value else "wrong"
 
 
 def _find_answer(submission: Submission) -> str | None:

@@ -70,7 +70,7 @@ def answer_item(function: Callable[[Any], Any], item: object, settings: dict[str
     except RecursionError:
         return {"crash": "RecursionError: nested too deeply"}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raised is reported
-        return {"crash": f"{type(error).__name__}: {_said(error)}"[:MAX_REASON_CHARS]}
+        return {"crash": f"{type(error).__name__}: {_error_text(error)}"[:MAX_REASON_CHARS]}
     finally:
         _set_timers(0, 0)
         _limit_memory(None)
@@ -79,7 +79,7 @@ def answer_item(function: Callable[[Any], Any], item: object, settings: dict[str
     return {"value": json.loads(value)}
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The first argument of an error if it is text: asking any other object to show itself may take for ever."""
     if error.args and isinstance(error.args[0], str):
         return error.args[0]
