@@ -106,9 +106,7 @@ def launch(
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
-        if resume:
-            recipe = directory.as_it_began(recipe)
-        warnings = _claim(directory, recipe, resume, accept_changes)
+        recipe, warnings = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
         record = _Record(directory, status, observer, should_stop)
@@ -280,17 +278,18 @@ def _age(run: Path) -> tuple[float, str]:
     return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
-def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
-    """Make the locked directory ours, or refuse; returns notices to show."""
+def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> tuple[Recipe, list[str]]:
+    """Make the locked directory ours, or refuse; returns the recipe to go on with, and notices to show."""
     if resume:
+        recipe = directory.as_it_began(recipe)
         warnings, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
         if not warnings and status is not None and status.state == "finished":
-            return ["this run had finished; it is only checked, and its results shown again"]
-        return warnings
+            return recipe, ["this run had finished; it is only checked, and its results shown again"]
+        return recipe, warnings
     if not directory.is_empty:
         raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
     directory.write_recipe(recipe)
-    return []
+    return recipe, []
 
 
 def start_text(info: Mapping[str, Any]) -> str:
