@@ -79,11 +79,12 @@ class ModelSource:
         """
         if template is not None or self.recipe is not None:
             return None
-        reason = "no run says how it was trained, and its tokenizer has no chat template"
         if self.template == CHAT:
             reason = "its tokenizer has this chat template"
         elif self.name in EMBEDDED:
             return None
+        else:
+            reason = "no run says how it was trained, and its tokenizer has no chat template"
         return f"{self.label}: prompt template {self.template.name} ({reason}); --template NAME takes another"
 
     @property
@@ -91,7 +92,9 @@ class ModelSource:
         """The limit of its answers in its run."""
         if self.recipe is None:
             return DEFAULT_MAX_TOKENS
-        trained = self.recipe.rollout.max_tokens if self.recipe.rollout is not None else None
+        trained = None
+        if self.recipe.rollout is not None:
+            trained = self.recipe.rollout.max_tokens
         return self.recipe.eval.max_tokens or trained or DEFAULT_MAX_TOKENS
 
     @property
@@ -101,11 +104,14 @@ class ModelSource:
 
     def section(self, dtype: Dtype | None = None, device: Device | None = None) -> ModelSection:
         """Return the options of loading: those of its run, changed by those given here."""
-        own: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.recipe is not None:
-            own = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
-        changes = {"dtype": dtype, "device": device}
-        return ModelSection(name=self.path, **own | {key: one for key, one in changes.items() if one is not None})
+            options = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
+        if dtype is not None:
+            options["dtype"] = dtype
+        if device is not None:
+            options["device"] = device
+        return ModelSection(name=self.path, **options)
 
     def refuse_scorer(self) -> None:
         """Raise ``UsageError`` if the run trained a reward model."""
@@ -119,14 +125,18 @@ class ModelSource:
 def plays(source: ModelSource, template: Component | None) -> bool:
     """Return True if an environment answers the model's turns: its run's, under its own template."""
     recipe = source.recipe
-    if recipe is None or recipe.rollout is None or (recipe.environment is None and not recipe.tools):
+    if recipe is None or recipe.rollout is None:
+        return False
+    if recipe.environment is None and not recipe.tools:
         return False
     return template is None or template.name == source.template.name
 
 
 def checkpoint_of(path: Path) -> Path:
     """Return the checkpoint of a path: itself, or the folder of a quantized copy."""
-    return path.parent if path.name in QUANTIZED_FOLDERS.values() else path
+    if path.name in QUANTIZED_FOLDERS.values():
+        return path.parent
+    return path
 
 
 @dataclass(frozen=True)
@@ -148,14 +158,16 @@ class OpenedModel(Sampler):
             UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
             UsageError: they cannot be used here.
         """
-        plain, recipe = replace(self, grader=grader_for(self.source, template), stage=None), self.source.recipe
+        plain = replace(self, grader=grader_for(self.source, template), stage=None)
+        recipe = self.source.recipe
         if recipe is None or not plays(self.source, template):
             return plain
         from posttrain.sampling.episodes import build_stage
 
         stage = build_stage(recipe, plain.grader.template, self.tokenizer)
         assert stage is not None, "it plays"
-        return replace(plain, grader=replace(plain.grader, template=stage.template), stage=stage)
+        grader = replace(plain.grader, template=stage.template)
+        return replace(plain, grader=grader, stage=stage)
 
 
 def open_model(
@@ -181,16 +193,20 @@ def open_model(
     if "checkpoint" in entry.options_model.model_fields:
         options.setdefault("checkpoint", resolve_model_name(source.path))
     build = entry.bind(options, "--engine")
+    model = None
     if entry.traits.get("needs_model", True):
-        loaded = load_model(
-            section, seed=0, tokenizer=vars(source).get("tokenizer")
-        )  # if its template was read from it
-        model, tokenizer = loaded.model, loaded.tokenizer
+        already = vars(source).get("tokenizer")  # if its template was read from it
+        loaded = load_model(section, seed=0, tokenizer=already)
+        model = loaded.model
+        tokenizer = loaded.tokenizer
     else:
-        model, tokenizer = None, load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
+        tokenizer = load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
     built = build(model, tokenizer)
     built.uses_cache = True
-    context_tokens = built.context_tokens if model is None else context_length(model.config)
+    if model is None:
+        context_tokens = built.context_tokens
+    else:
+        context_tokens = context_length(model.config)
     return OpenedModel(built, tokenizer, grader, context_tokens, source, model)
 
 
@@ -201,10 +217,14 @@ def grader_for(source: ModelSource, template: Component | None) -> Grader:
     recipe names and that is not allowed (see ``check_rewards``).
     """
     component = template or source.template
-    own = source.recipe is not None and component.name == source.template.name
-    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardComponent(name="correct")]
-    known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
-    plain = [reward for reward, traits in known if traits is not None and not traits.get("asks_a_model")]
+    rewards = [RewardComponent(name="correct")]
+    if source.recipe is not None and component.name == source.template.name:
+        rewards = source.recipe.rewards
+    plain = []
+    for reward in rewards:
+        traits = registry.traits_of("reward", reward.name)
+        if traits is not None and not traits.get("asks_a_model"):
+            plain.append(reward)
     return build_grader(plain, build_template(component, "template"))
 
 
@@ -214,7 +234,9 @@ def check_rewards(source: ModelSource, template: Component | None) -> None:
     Raises:
         UnallowedCode: one is code that the run's recipe names, and it is not allowed.
     """
-    if source.recipe is not None and (template is None or template.name == source.template.name):
+    if source.recipe is None:
+        return
+    if template is None or template.name == source.template.name:
         for index, reward in enumerate(source.recipe.rewards):
             if not registry.is_lost(reward.name):  # that of a notebook, which nobody can import
                 registry.find("reward", reward.name, f"rewards.{index}")

@@ -19,7 +19,7 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import Template
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evaluation.generation import held_out_indices
 from posttrain.recipes.recipe import Recipe
@@ -44,7 +44,7 @@ class Labels:
         self._scores: list[float] = []
         self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
 
-    def label(self, example: Example, row: Row) -> tuple[Row, ...] | str:
+    def label(self, example: Example, row: TokenRow) -> tuple[TokenRow, ...] | str:
         """Return the row of one answer with its label in place of its score, or the reason why it has none."""
         self._scores.append(row.score)
         if self.label_above is not None:
@@ -111,7 +111,7 @@ class SupervisedSource(Source):
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.origin = task.origin
-        self.units: list[tuple[Row, ...]] = []
+        self.units: list[tuple[TokenRow, ...]] = []
         unit_parts = list[str]()  # of a mixture
         limit = min(recipe.data.max_length, context_tokens)
         named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
@@ -204,7 +204,7 @@ class SupervisedSource(Source):
         ]
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
-    def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
+    def _sample(self, row: TokenRow, slot: int, unit: tuple[TokenRow, ...]) -> Sample:
         n = len(row.ids)
         if self.shape == "steps":
             mask = [t in row.step_labels for t in range(n)]
