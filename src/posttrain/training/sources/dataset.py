@@ -148,11 +148,7 @@ class SupervisedSource(Source):
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
-        names = [] if fields is None else fields.fixed
-        seen: Sequence[int] = []
-        if names:
-            seen = self._seen_units(recipe) if draws else held_out_indices(len(self.units), recipe.eval.num_examples)
-        self._fixed = {name: self._fill_once(name, seen, cache and cache / f"{name}.safetensors") for name in names}
+        self._fixed = self._fill_fixed(recipe, cache, draws)
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
@@ -223,6 +219,17 @@ class SupervisedSource(Source):
         # a prompt that is trained on itself cannot be shared
         prefix = 0 if self.train_all else row.prompt_length
         return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
+
+    def _fill_fixed(self, recipe: Recipe, cache: Path | None, draws: bool) -> dict[str, list[Tensor]]:
+        """Return the fixed batch fields by name, with the numbers of each row that is drawn, or else evaluated."""
+        if self.batch_fields is None or not self.batch_fields.fixed:
+            return {}
+        if draws:
+            seen = self._seen_units(recipe)
+        else:
+            seen = held_out_indices(len(self.units), recipe.eval.num_examples)
+        names = self.batch_fields.fixed
+        return {name: self._fill_once(name, seen, cache and cache / f"{name}.safetensors") for name in names}
 
     def _seen_units(self, recipe: Recipe) -> list[int]:
         """Return the units that the steps of a run draw, in ascending order."""
