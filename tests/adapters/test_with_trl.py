@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from page_python import python_of
 from posttrain.conformance.run import check_module
 from posttrain.data.render import encode_prompt, stop_ids
-from posttrain.data.render.rows import Row, rows_of
+from posttrain.data.render.rows import TokenRow, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
@@ -282,7 +282,7 @@ def as_shown(tokenizer: Any, rows: Rows, tools: Any) -> Rows:
     return shown
 
 
-def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[Row] | UsageError:
+def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[TokenRow] | UsageError:
     read = [
         Message(
             row["role"],
@@ -304,7 +304,7 @@ def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[Row] | UsageError:
     return [row for unit in units for row in unit]  # type: ignore[misc]
 
 
-def trained(tokenizer: Any, made: list[Row]) -> list[tuple[str, str]]:
+def trained(tokenizer: Any, made: list[TokenRow]) -> list[tuple[str, str]]:
     """(the text before, the text) of each run of trained tokens."""
     found = []
     for row in made:

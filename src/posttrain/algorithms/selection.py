@@ -77,6 +77,9 @@ def above(rewards: Rewards, *, threshold: float) -> Units:
     Expert iteration (Anthony et al. 2017; for language models STaR, Zelikman et al. 2022, and ReST-EM,
     Singh et al. 2023): keep what was right, imitate it, sample again.
 
+    What goes wrong: If no answer passes the threshold, the step trains nothing. Start from a model that is
+    sometimes correct.
+
     Args:
         threshold: in units of the reward.
     """

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from posttrain.commands.options import Options, option
+from posttrain.commands.options import CommandOptions, option
 
 EPILOG = """\
 the module has one function or more, in float64:
@@ -22,7 +22,7 @@ what a function does not offer it declines: return NotImplemented
   posttrain conformance trl --format json
 """
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option(
         "module", metavar="MODULE",
         help="a Python file, a module, or an adapter that comes with it: own, trl; its code is run",

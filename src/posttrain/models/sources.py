@@ -18,7 +18,7 @@ from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 from posttrain.untrusted import TRUST_REMOTE_CODE, kind_of_file
 
-EMBEDDED = {name: Path(__file__).parent / name for name in EMBEDDED_MODELS}
+EMBEDDED: dict[str, Path] = {name: Path(__file__).parent / name for name in EMBEDDED_MODELS}
 TINY = EMBEDDED["tiny"]
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank

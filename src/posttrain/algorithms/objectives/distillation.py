@@ -27,7 +27,7 @@ CANDIDATES = ("teacher_ids", "teacher_candidate_logprobs")
 LOG_ZERO = -100.0
 
 
-@register("objective", level="token", needs=CANDIDATES)
+@register("objective", level="token", needs=CANDIDATES, vanishes=())
 def distillation(
     outputs: Outputs,
     batch: Batch,
@@ -51,6 +51,9 @@ def distillation(
     whose probability is what is left: ``1 − Σ_K``. Merging outcomes never raises these divergences
     (data processing), so this is a lower bound; it is exact from K = V − 1 on.
 
+    What goes wrong: With ``forward_kl`` the student must cover all that the teacher may say, and a small student
+    spreads too thin. With ``reverse_kl`` it may settle on one way of the teacher. Watch ``entropy``.
+
     Shapes: candidate_logprobs, teacher_candidate_logprobs ``[B, T, K]`` → values ``[B, T]``.
 
     Args:
@@ -62,7 +65,7 @@ def distillation(
     return _divergence(outputs, batch, batch.mask, divergence, jsd_weight, tail)
 
 
-@register("objective", level="token", needs=("old_logprobs", "teacher_logprobs"))
+@register("objective", level="token", needs=("old_logprobs", "teacher_logprobs"), vanishes=())
 def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative | None = None) -> Loss:
     """Reverse KL to the teacher by policy gradient, from the teacher's log-probability of each sampled token.
 
@@ -74,6 +77,9 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     the same expected gradient with less variance, but needs the teacher's distribution.
 
     Departure: A and log ρ are clamped to ±20.
+
+    What goes wrong: Teacher and student must share a tokenizer. A teacher that never saw the student's mistakes
+    scores them badly.
 
     Args:
         clip: ε of PPO's clip of ρ; none as published, for one update per rollout batch.
@@ -88,7 +94,13 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     return Loss(loss.values, loss.metrics | {"kl_teacher": -advantages})
 
 
-@register("objective", level="token", needs=(*CANDIDATES, "has_feedback"), optional_needs={"ratio_cap": "old_logprobs"})
+@register(
+    "objective",
+    level="token",
+    needs=(*CANDIDATES, "has_feedback"),
+    optional_needs={"ratio_cap": "old_logprobs"},
+    vanishes=("has_feedback",),
+)
 def sdpo(
     outputs: Outputs,
     batch: Batch,
@@ -113,6 +125,8 @@ def sdpo(
     Departures: the candidates are those of ``teacher_ids`` (in the authors' code the student's own
     K likeliest); a row without feedback gives 0 and stays in the denominator of the aggregation (there
     it does not count).
+
+    What goes wrong: A small model does not use the shown answer, and its own teacher is no better than itself.
 
     Shapes: as ``distillation``; has_feedback ``[B]``.
 

@@ -19,7 +19,7 @@ from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
 
-@register("objective", level="token", needs=("advantages",), policy_term=True)
+@register("objective", level="token", needs=("advantages",), vanishes=("advantages",), policy_term=True)
 def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     """The score-function estimator.
 
@@ -34,7 +34,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     return Loss(-batch.field("advantages") * outputs.logprobs)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
@@ -55,7 +55,7 @@ def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_hi
     return clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
@@ -66,6 +66,9 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_h
     (section 5.1): the ratio of a sequence moves far less than that of a token, and PPO's 0.2 would
     never clip. As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
+    What goes wrong: With a token's clip range (0.2) nothing is ever clipped. With the published range (3e-4) short
+    answers are clipped almost always.
+
     Args:
         clip_low, clip_high: ε_low and ε_high.
     """
@@ -74,7 +77,7 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_h
     return clipped_surrogate(ratio, batch.field("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
@@ -85,6 +88,8 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, 
 
     Zheng et al. (2025), "Group sequence policy optimization", eq. 13–14.
 
+    What goes wrong: As with GSPO: the published clip range is too narrow for short answers.
+
     Args:
         clip_low, clip_high: ε_low and ε_high.
     """
@@ -94,7 +99,7 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, 
     return clipped_surrogate((sequence + own).exp(), batch.field("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
@@ -105,6 +110,8 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
     et al. 2025, "The art of scaling reinforcement learning compute for LLMs") gives. As published:
     ``advantage: normalized``, ``aggregate: token_mean`` (over the tokens of the whole batch).
 
+    What goes wrong: The weight has no lower bound, so very old samples still pull. Keep few updates a batch.
+
     Args:
         clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
     """
@@ -114,7 +121,7 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
     return Loss(values, {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)})
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
@@ -123,6 +130,8 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
 
     Gao et al. (2025), "Soft adaptive policy optimization", eq. 5; the temperatures are theirs. As
     published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    What goes wrong: Temperatures far below 1 make the gate flat: the ratio no longer limits the update.
 
     Args:
         tau_positive, tau_negative: the temperatures of the gate.
@@ -134,7 +143,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
     return Loss(values, {"ratio": ratio.detach()})
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
     """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
 
@@ -144,6 +153,9 @@ def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
 
     Zhao et al. (2025), "Geometric-mean policy optimization"; the range (e^−0.4, e^0.4) is theirs
     (section 4). As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    What goes wrong: The geometric mean hides single extreme tokens. Watch ``kl_sampler`` if sampler and trainer
+    differ.
 
     Args:
         clip: ε, in nats.
@@ -171,6 +183,7 @@ def explain_variance(means: dict[str, float]) -> dict[str, float]:
     level="token",
     needs=("advantages", "old_logprobs", "returns", "old_values"),
     derive=explain_variance,
+    vanishes=(),  # the critic learns from every row
     policy_term=True,
     head="value",
 )

@@ -10,7 +10,7 @@ from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
-from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
 from posttrain.signatures import Range
@@ -56,28 +56,47 @@ def math(
     their kind and by exact and high-precision arithmetic, since its own comparison accepts wrong answers.
     """
     verdicts = [Verdict("ungraded") for _ in submissions]
-    places: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, str], list[int]] = {}  # by gold and given answer, which are compared once
     for place, one in enumerate(submissions):
-        if one.answer is None or (gold := _read_gold(fold_signs(one.answer))) is None:
+        gold = _read_gold(one.answer)
+        if gold is None:
             continue
         verdicts[place] = Verdict("no_answer")
-        extracted = None if one.extracted is None else fold_signs(one.extracted)
-        if (answer := find_answer(fold_signs(one.text), extracted)) is not None:
+        answer = _find_answer(one)
+        if answer is not None:
             places.setdefault((gold, answer), []).append(place)
-    results = {pair: compare_quickly(*pair, relative_tolerance) for pair in sorted(places)}
-    undecided = [pair for pair, is_correct in results.items() if is_correct is None]
-    outcomes: dict[tuple[str, str], Outcome] = {pair: "right" if found else "wrong" for pair, found in results.items()}
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    undecided = []
+    for pair in sorted(places):
+        is_correct = compare_quickly(*pair, relative_tolerance)
+        if is_correct is None:
+            undecided.append(pair)
+        else:
+            outcomes[pair] = "right" if is_correct else "wrong"
     if undecided:
         _require_parser()
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
-        found = pool.run([[*pair, relative_tolerance] for pair in undecided])
-        for pair, result in zip(undecided, found, strict=True):
-            outcomes[pair] = result.kind if result.kind != "value" else "right" if result.value else "wrong"
+        results = pool.run([[*pair, relative_tolerance] for pair in undecided])
+        outcomes.update(zip(undecided, map(_outcome_of, results), strict=True))
     for pair, own in places.items():
         for place in own:
             verdicts[place] = Verdict(outcomes[pair], extracted=pair[1])
     return verdicts
+
+
+def _outcome_of(result: Result) -> Outcome:
+    """The outcome of a comparison in a worker."""
+    if result.kind != "value":
+        return result.kind
+    return "right" if result.value else "wrong"
+
+
+def _find_answer(submission: Submission) -> str | None:
+    extracted = submission.extracted
+    if extracted is not None:
+        extracted = fold_signs(extracted)
+    return find_answer(fold_signs(submission.text), extracted)
 
 
 def _require_parser() -> None:
@@ -98,13 +117,18 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
         return False
     if same_answer(gold, answer):
         return True
-    expected, actual = parse_quantity(gold), parse_quantity(answer)
+    expected = parse_quantity(gold)
+    actual = parse_quantity(answer)
     if expected is None or actual is None:
         return None
     return same_quantity(expected, actual, float(abs(expected.value)) * relative_tolerance)
 
 
-def _read_gold(gold: str) -> str | None:
+def _read_gold(answer: str | None) -> str | None:
     """A gold answer may be a whole solution, with its answer in a box or behind "the answer is"."""
-    is_solution = "\\boxed" in gold or (len(gold) > MIN_SOLUTION_CHARS and not is_bare(gold))
-    return read_solution(gold) if is_solution else gold
+    if answer is None:
+        return None
+    gold = fold_signs(answer)
+    if "\\boxed" in gold or (len(gold) > MIN_SOLUTION_CHARS and not is_bare(gold)):
+        return read_solution(gold)
+    return gold

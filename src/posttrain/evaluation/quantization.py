@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from posttrain.evaluation.plan import slug
 from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.evaluation.statistics import paired_bootstrap
-from posttrain.evaluation.win_rate import measure_kl, summarize_kl
+from posttrain.evaluation.win_rate import measure_answer_kl, summarize_kl
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
@@ -38,9 +37,9 @@ from posttrain.option_types import Dtype
 from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, Component, ModelSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import Device, ModelSource, complete_template, grader_for
-from posttrain.sampling.rollout import Sampler
+from posttrain.sampling.rollout import Grader, Sampler
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, storage_errors, write_json
 from posttrain.untrusted import STORED_RECIPE
 
 REPORT = "quantization.json"
@@ -60,9 +59,11 @@ def compare_policies(
     """
     evaluation = evaluate(sampler, Questions(task, sampling, n, seed=seed))
     answers = evaluation.rollouts
-    results = summarize_kl("kl", answers, measure_kl(answers, before, after))
+    results = summarize_kl("kl", answers, measure_answer_kl(answers, before, after))
     results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))
-    return results | {"num_answers": float(len(answers)), "prompts_too_long": evaluation.results["prompts_too_long"]}
+    results["num_answers"] = float(len(answers))
+    results["prompts_too_long"] = evaluation.results["prompts_too_long"]
+    return results
 
 
 def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: int) -> dict[str, float]:
@@ -74,16 +75,23 @@ def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: i
     Raises:
         UsageError: nothing in the task that could be scored.
     """
-    both = [evaluate_reward_model(model, task, n=n) for model in (before, after)]
-    correct = [[float(item["right"]) for item in evaluation.items] for evaluation in both]
-    assert [i["id"] for i in both[0].items] == [i["id"] for i in both[1].items], "lengths alone decide what is scored"
-    change = paired_bootstrap(*correct)
-    info = {"num_items": float(change.n), "dropped": both[0].results["dropped"]}
-    for name, evaluation in zip(("before", "after"), both, strict=True):
+    of_before = evaluate_reward_model(before, task, n=n)
+    of_after = evaluate_reward_model(after, task, n=n)
+    ids_before = [item["id"] for item in of_before.items]
+    ids_after = [item["id"] for item in of_after.items]
+    assert ids_before == ids_after, "lengths alone decide what is scored"
+    correct_before = [float(item["right"]) for item in of_before.items]
+    correct_after = [float(item["right"]) for item in of_after.items]
+    change = paired_bootstrap(correct_before, correct_after)
+    info = {"num_items": float(change.n), "dropped": of_before.results["dropped"]}
+    for name, evaluation in (("before", of_before), ("after", of_after)):
+        accuracy = ACCURACIES[evaluation.view]
         for bound in ("", "_low", "_high"):
-            info[f"accuracy_{name}{bound}"] = evaluation.results[f"{ACCURACIES[evaluation.view]}{bound}"]
+            info[f"accuracy_{name}{bound}"] = evaluation.results[f"{accuracy}{bound}"]
     info |= {"change": change.difference, "change_low": change.low, "change_high": change.high}
-    return info | {"same_verdict": sum(a == b for a, b in zip(*correct, strict=True)) / change.n}
+    num_same = sum(a == b for a, b in zip(correct_before, correct_after, strict=True))
+    info["same_verdict"] = num_same / change.n
+    return info
 
 
 def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
@@ -119,30 +127,31 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     Returns the report, which is stored in the model's folder, and that folder.
 
     Raises:
-        UsageError: a model that is quantized already, words that cannot be, or a folder that holds something else.
+        UsageError: the model is quantized already, an option cannot be used, or the folder holds something else.
         MissingExtra: bitsandbytes is not installed.
     """
     from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
 
-    source, component, task = request.source, None, None
-    is_known = (
-        (request.task is not None and request.task.name) or source.recipe is not None or source.name in EMBEDDED_MODELS
-    )
-    if request.n and is_known:
+    source = request.source
+    component = None
+    task = None
+    is_named = request.task is not None and bool(request.task.name)
+    if request.n and (is_named or source.recipe is not None or source.name in EMBEDDED_MODELS):
         component = choose_task(request.task, source.name, source.recipe)
         task = build_task(component, "--task")
     grader = grader_for(source, complete_template(request.template, source))  # refused before hours of work
     path = resolve_model_name(source.path)
     out = _choose_folder(request, path)
+    section = source.section(request.dtype, request.device)
     # an empty adapter asks for a base with its adapters added
-    section = source.section(request.dtype, request.device).model_copy(
-        update={"name": path, "adapter": AdapterSection()}
-    )
+    section = section.model_copy(update={"name": path, "adapter": AdapterSection()})
     before = load_model(section, seed=0)
     stored = quantized_bits(before.model)
     if stored is not None:
         raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
-    scorer = with_trunk(open_reward_model(source), before.model) if source.is_scorer else None
+    scorer = None
+    if source.is_scorer:
+        scorer = with_trunk(open_reward_model(source), before.model)
     after = _write(request, section, scorer, out)
     report: dict[str, Any] = {
         "model": source.name,
@@ -160,23 +169,40 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         if scorer is not None:
             report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=request.n)
         else:
-            engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
-            sampler = Sampler(engine, before.tokenizer, grader, context_length(before.model.config))
-            sampling, models = sampler.sampling(request.max_tokens or source.max_tokens, 1.0), (before, after)
-            own, other = (Forward(loaded.model) for loaded in models)
-            report["results"] = compare_policies(
-                sampler, task, before=own, after=other, n=request.n, sampling=sampling, seed=request.seed
-            )
-    replace_file(out / REPORT, json.dumps(report, indent=1).encode() + b"\n")
+            report["results"] = _compare_answers(request, before, after, grader, task)
+    write_json(out / REPORT, report)
     return report, out
 
 
+def _compare_answers(
+    request: QuantizationRequest, before: LoadedModel, after: LoadedModel, grader: Grader, task: Task
+) -> dict[str, float]:
+    """Compare the two models on answers that the original draws (``compare_policies``)."""
+    engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
+    sampler = Sampler(engine, before.tokenizer, grader, context_length(before.model.config))
+    sampling = sampler.sampling(request.max_tokens or request.source.max_tokens, 1.0)
+    return compare_policies(
+        sampler,
+        task,
+        before=Forward(before.model),
+        after=Forward(after.model),
+        n=request.n,
+        sampling=sampling,
+        seed=request.seed,
+    )
+
+
 def _choose_folder(request: QuantizationRequest, path: str) -> Path:
-    is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
-    own = Path(f"quantized/{slug(request.source.name)}-int{request.bits}")
-    out = request.out or (Path(path) / QUANTIZED_FOLDERS[request.bits] if is_folder else own)
+    checkpoint = Path(path)
+    if request.out:
+        out = request.out
+    elif checkpoint.is_dir() and checkpoint not in EMBEDDED.values():
+        out = checkpoint / QUANTIZED_FOLDERS[request.bits]
+    else:
+        out = Path(f"quantized/{slug(request.source.name)}-int{request.bits}")
     is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
-    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
+    is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_ours and not is_free:
         raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
     return out
 
@@ -189,7 +215,8 @@ def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardMo
     Raises:
         RunFailure: what was written is not the quantized model; nothing was changed.
     """
-    aside, run = aside_of(out), request.source.run
+    aside = aside_of(out)
+    run = request.source.run
     quantized = load_model(section.model_copy(update={"load_bits": request.bits}), seed=0)
     refuse_links(run or out)
     with storage_errors("quantized model", out):
@@ -216,7 +243,8 @@ def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardMo
 
 def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> None:
     """Save model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
-    model, is_saved = quantized.model, False
+    model = quantized.model
+    is_saved = False
     with quiet_transformers():
         if scorer is not None:
             assert scorer.forward.head is not None, "a reward model has a head"
@@ -237,7 +265,14 @@ def _bytes_on_disk(path: str) -> int | None:
     folder = Path(path)
     if not folder.is_dir():
         return None
-    own = sum(f.stat().st_size for kind in ("model", "adapter_model") for f in folder.glob(f"{kind}*.safetensors"))
+    own = 0
+    for kind in ("model", "adapter_model"):
+        for file in folder.glob(f"{kind}*.safetensors"):
+            own += file.stat().st_size
     base = adapter_base(path)
-    below = 0 if base is None else _bytes_on_disk(base)
-    return None if below is None else own + below
+    if base is None:
+        return own
+    below = _bytes_on_disk(base)
+    if below is None:
+        return None
+    return own + below

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from posttrain.graders.answers import Quantity, is_known_unit, is_unit, parse_quantity
 
@@ -129,13 +128,15 @@ def read_form(text: str, depth: int = 0) -> Form:
         NotUnderstood: nested too deeply, too many items, unbalanced brackets, or nothing there.
     """
     text = _unwrap(text.strip())
-    if not text or depth > MAX_DEPTH:
-        raise NotUnderstood("nested too deeply" if text else "nothing there")
-    if (simple := _read_simple(text, depth)) is not None:
+    if not text:
+        raise NotUnderstood("nothing there")
+    if depth > MAX_DEPTH:
+        raise NotUnderstood("nested too deeply")
+    simple = _read_simple(text, depth)
+    if simple is not None:
         return simple
     if "," in text and _EQUATIONS.fullmatch(text):
-        sides = [side if parse_quantity(side) else side.replace(",", "") for side in split(text, ("=",))[0]]
-        return Relation(tuple(sides), ("=",) * (len(sides) - 1))
+        return _read_equations(text)
     items, separators = split(text, _SEPARATORS)
     if separators:
         return _read_list([item for item in items if item], text, depth)
@@ -152,6 +153,17 @@ def read_form(text: str, depth: int = 0) -> Form:
     return _read_bracketed(text, depth) or _read_matrix(text, depth) or _read_expression(text, depth)
 
 
+def _read_equations(text: str) -> Relation:
+    """A chain of equations in which every comma parts thousands: ``a = 1,000 = 2*500``."""
+    sides = []
+    pieces, _ = split(text, ("=",))
+    for side in pieces:
+        if not parse_quantity(side):
+            side = side.replace(",", "")
+        sides.append(side)
+    return Relation(tuple(sides), ("=",) * (len(sides) - 1))
+
+
 def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], list[str]]:
     """The pieces between marks that stand outside of all brackets, and these marks.
 
@@ -160,11 +172,14 @@ def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], 
     """
     pieces: list[str] = []
     separators: list[str] = []
-    level, start = 0, 0
+    level = 0
+    start = 0
     for match in _TOKENS.finditer(text):
         token = match[0]
-        if token.startswith(("\\begin{", "\\end{")):
-            level += 1 if token.startswith("\\b") else -1
+        if token.startswith("\\begin{"):
+            level += 1
+        elif token.startswith("\\end{"):
+            level -= 1
         elif token in _LEVELS:
             level += _LEVELS[token]
         elif level == 0 and token in marks:
@@ -173,8 +188,10 @@ def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], 
             start = match.end()
         if level < 0:
             raise NotUnderstood("a bracket closes that was not opened")
-    if level or len(separators) >= MAX_ITEMS:
-        raise NotUnderstood("a bracket does not close" if level else "too many items")
+    if level:
+        raise NotUnderstood("a bracket does not close")
+    if len(separators) >= MAX_ITEMS:
+        raise NotUnderstood("too many items")
     return [*pieces, text[start:].strip()], separators
 
 
@@ -196,30 +213,44 @@ def _closing_of(text: str) -> int | None:
 
 
 def _read_simple(text: str, depth: int) -> Form | None:
-    """Numbers, numbers with a base, times of day, words."""
+    """Numbers, numbers with a base, times of day, sets of real numbers, words."""
     quantity = parse_quantity(text)
     if quantity is not None and (len(quantity.unit) != 1 or is_known_unit(quantity.unit)):  # 1/2 x is no quantity of x
         return quantity
-    if match := _BASED.fullmatch(_TEXT_ONLY.sub(r"\1", text, count=1) if text.startswith("\\text{") else text):
+    digits = text
+    if text.startswith("\\text{"):
+        digits = _TEXT_ONLY.sub(r"\1", text, count=1)
+    if match := _BASED.fullmatch(digits):
         return BasedNumber(match[1], _BASES.get(match[2], match[2]))
     if match := _CLOCK.fullmatch(text):
-        half = re.sub(r"\\text|[^A-Za-z]", "", match[2] or "")
-        return Words(re.sub(r"\s", "", match[1]) + half.lower())
+        time = re.sub(r"\s", "", match[1])
+        if match[2]:
+            time += re.sub(r"\\text|[^A-Za-z]", "", match[2]).lower()
+        return Words(time)
     if _REALS.fullmatch(text):
         return Collection("(", ")", (Expression("-\\infty"), Expression("\\infty")))
     if match := _PUNCTURED.fullmatch(text):
         return all_but(read_form(match[1], depth + 1))
-    if (match := _BUILDER.fullmatch(text)) and "=" not in (operators := split(match[2], _RELATIONS)[1]) and operators:
-        return read_form(match[2], depth + 1)
+    if match := _BUILDER.fullmatch(text):
+        _, operators = split(match[2], _RELATIONS)
+        if operators and "=" not in operators:
+            return read_form(match[2], depth + 1)
     if match := _TEXT_ONLY.fullmatch(text):
-        inner = match[1].strip()
-        if letter := _LETTER.fullmatch(inner):
-            return Expression(letter[1])
-        if "," in inner or _CLOCK.fullmatch(inner):
-            return read_form(inner, depth + 1)
-        return Words(" ".join(inner.casefold().split()))
-    if len(text) <= 2 or not _WORDS.fullmatch(text) or _CALCULATION.search(text) or set(text.split()) & {"and", "or"}:
+        return _read_text(match[1].strip(), depth)
+    if len(text) <= 2 or not _WORDS.fullmatch(text) or _CALCULATION.search(text):
         return None
+    if not {"and", "or"}.isdisjoint(text.split()):
+        return None
+    return Words(" ".join(text.casefold().split()))
+
+
+def _read_text(text: str, depth: int) -> Form:
+    """The content of ``\\text{}``: a letter, a list, a time of day, or words."""
+    letter = _LETTER.fullmatch(text)
+    if letter is not None:
+        return Expression(letter[1])
+    if "," in text or _CLOCK.fullmatch(text):
+        return read_form(text, depth + 1)
     return Words(" ".join(text.casefold().split()))
 
 
@@ -244,8 +275,13 @@ def _read_list(items: list[str], text: str, depth: int) -> Form:
 
 def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
     """``±`` inside of a list makes two items of it."""
-    several = (form.items if isinstance(form, Collection) and not form.opening else (form,) for form in forms)
-    return tuple(chain.from_iterable(several))
+    items: list[Form] = []
+    for form in forms:
+        if isinstance(form, Collection) and not form.opening:
+            items += form.items
+        else:
+            items.append(form)
+    return tuple(items)
 
 
 def _read_bracketed(text: str, depth: int) -> Form | None:
@@ -275,15 +311,20 @@ def _read_matrix(text: str, depth: int) -> Form | None:
     match = _MATRIX.fullmatch(text)
     if match is None or "\\begin{" in match[2]:
         return None
-    rows = [split(row, ("&",))[0] for row in split(match[2], ("\\\\",))[0] if row]
+    lines, _ = split(match[2], ("\\\\",))
+    rows = [split(line, ("&",))[0] for line in lines if line]
     if not rows:
         raise NotUnderstood("an environment without rows")
     if match[1] != "cases":
-        return Matrix(tuple(tuple(read_form(entry, depth + 1) for entry in row) for row in rows), text)
-    entries = [[form for entry in row if (form := _read_entry(entry, depth)) is not None] for row in rows]
-    if {len(row) for row in entries} == {1}:
-        return Collection("", "", tuple(row[0] for row in entries))
-    return Collection("cases", "cases", tuple(Collection("(", ")", tuple(row)) for row in entries))
+        cells = [tuple(read_form(entry, depth + 1) for entry in row) for row in rows]
+        return Matrix(tuple(cells), text)
+    cases = []
+    for row in rows:
+        entries = [_read_entry(entry, depth) for entry in row]
+        cases.append(tuple(entry for entry in entries if entry is not None))
+    if {len(case) for case in cases} == {1}:
+        return Collection("", "", tuple(case[0] for case in cases))
+    return Collection("cases", "cases", tuple(Collection("(", ")", case) for case in cases))
 
 
 def _read_entry(text: str, depth: int) -> Form | None:
@@ -291,7 +332,9 @@ def _read_entry(text: str, depth: int) -> Form | None:
     bare = _CONDITION.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" ,.;")
     if _SENTENCE.search(bare) and not split(bare, _RELATIONS)[1]:
         return Words(" ".join(bare.casefold().split()))
-    return read_form(bare, depth + 1) if bare else None
+    if bare:
+        return read_form(bare, depth + 1)
+    return None
 
 
 def _read_expression(text: str, depth: int) -> Form:
@@ -300,11 +343,16 @@ def _read_expression(text: str, depth: int) -> Form:
     if colons and all(terms):
         return Collection(":", "", tuple(read_form(term, depth + 1) for term in terms))
     percent = _PERCENT.search(text)
-    unit, body = ("", text[: percent.start()]) if percent else _split_unit(text)
+    if percent:
+        unit = ""
+        body = text[: percent.start()]
+    else:
+        unit, body = _split_unit(text)
     body = body.strip()
-    quantity = parse_quantity(body) if unit or percent else None
-    if quantity is not None and not quantity.unit and not quantity.percent:
-        return Quantity(quantity.value, percent is not None, unit, marked=True)
+    if unit or percent:
+        quantity = parse_quantity(body)
+        if quantity is not None and not quantity.unit and not quantity.percent:
+            return Quantity(quantity.value, percent is not None, unit, marked=True)
     if not body:
         raise NotUnderstood("a unit alone")
     return Expression(_unwrap(body, "("), unit, percent is not None)
@@ -314,16 +362,21 @@ def _split_unit(text: str) -> tuple[str, str]:
     """The unit at the end (a currency at the start), and the rest."""
     if text.startswith("$"):
         return "dollar", text[1:]
-    if (match := _DEGREES.search(text)) and not _ANGLE_FUNCTION.search(text):
-        return "°", text[: match.start()]
+    degrees = _DEGREES.search(text)
+    if degrees is not None and not _ANGLE_FUNCTION.search(text):
+        return "°", text[: degrees.start()]
     match = _UNIT_TEXT.search(text)
-    known = match is not None and is_unit(match[1])
-    if match is None and (match := _UNIT_WORDS.search(text)):
-        known = all(is_known_unit(word) for word in re.split(r"[ /-]", match[1]))
-    if match is None or not known or not match.start():
+    if match is not None:
+        is_known = is_unit(match[1])
+    else:
+        match = _UNIT_WORDS.search(text)
+        is_known = match is not None and all(map(is_known_unit, re.split(r"[ /-]", match[1])))
+    if match is None or not is_known or not match.start():
         return "", text
-    power = f"^{match[2]}" if match[2] else ""
-    return match[1].strip().lower() + power, text[: match.start()]
+    unit = match[1].strip().lower()
+    if match[2]:
+        unit += f"^{match[2]}"
+    return unit, text[: match.start()]
 
 
 def is_time(form: Form) -> bool:

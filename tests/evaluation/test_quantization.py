@@ -16,7 +16,7 @@ from posttrain.data.base import Task
 from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import held_out_indices
-from posttrain.evaluation.reward_models.quantization import compare_policies, compare_scorers, with_trunk
+from posttrain.evaluation.quantization import compare_policies, compare_scorers, with_trunk
 from posttrain.evaluation.reward_models.scoring import RewardModel
 from posttrain.models.forward.forward import Forward
 from posttrain.models.heads import ScalarHead, hidden_size

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -21,9 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from posttrain.activity import heartbeat
-from posttrain.commands.console import Text, open_console, say
 from posttrain.runs.launch import start_text
 from posttrain.store.metric_names import ACCURACY, METRICS
+from posttrain.terminal.console import Text, open_console, say
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -50,7 +50,9 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     """
     finite = [v for v in values if math.isfinite(v)]
     count = min(width, len(finite))
-    edges = [round(i * len(finite) / count) for i in range(count + 1)] if count else []
+    edges = []
+    if count:
+        edges = [round(i * len(finite) / count) for i in range(count + 1)]
     largest = max(map(abs, finite), default=0.0) or 1.0  # in its units no sum or difference is too large for a number
     means = [sum(value / largest for value in finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     low = min(means, default=0.0)
@@ -63,18 +65,33 @@ def show_duration(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     if minutes >= 60:
         return f"{minutes // 60}h {minutes % 60:02d}m"
-    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+    if minutes:
+        return f"{minutes}m {rest:02d}s"
+    return f"{rest}s"
 
 
 def show_evaluation(payload: dict[str, Any]) -> str:
     """Return one line for an evaluation: the primary metric with its 95 % interval, format, length."""
-    results, primary = payload["results"], payload["primary_metric"]
-    parts = [primary.describe(results)] if primary is not None and primary.value(results) is not None else []
-    further = ("format", "completion_length", "shows_reasoning", "loss" if primary is ACCURACY else "")
-    parts += [f"{METRICS[name].label} {METRICS[name].show(results[name])}" for name in further if name in results]
-    distinct = " distinct prompts" if results.get("repeated_prompts") else ""
-    of = f" (n = {results['n']:.0f}{distinct})" if "n" in results else ""
+    results = payload["results"]
+    primary = payload["primary_metric"]
+    parts = []
+    if primary is not None and primary.value(results) is not None:
+        parts.append(primary.describe(results))
+    further = ["format", "completion_length", "shows_reasoning"]
+    if primary is ACCURACY:
+        further.append("loss")
+    parts += _shown(further, results)
+    of = ""
+    if "n" in results and results.get("repeated_prompts"):
+        of = f" (n = {results['n']:.0f} distinct prompts)"
+    elif "n" in results:
+        of = f" (n = {results['n']:.0f})"
     return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
+
+
+def _shown(names: Iterable[str], results: Mapping[str, float]) -> list[str]:
+    """Return label and value of those metrics that were measured."""
+    return [f"{METRICS[name].label} {METRICS[name].show(results[name])}" for name in names if name in results]
 
 
 def show_kinds(results: Mapping[str, float]) -> list[str]:
@@ -116,7 +133,8 @@ class Progress:
         self.show(event, payload)
 
     def _add(self, payload: dict[str, Any]) -> None:
-        self.step, self.timing = int(payload["step"]), dict(payload["timing"])
+        self.step = int(payload["step"])
+        self.timing = dict(payload["timing"])
         if self.step == self.first_step + 1:  # the pace leaves out loading and evaluations before the first step
             self.pace_started = self._clock() - self.timing.get("step_seconds", 0.0)
         for name, value in payload["metrics"].items():
@@ -131,12 +149,17 @@ class Progress:
 
     def line_of(self, event: str, payload: dict[str, object]) -> str:
         """Return a line for an event: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
-        if event in ("start", "evaluation"):
-            return start_text(payload) if event == "start" else show_evaluation(payload)
+        if event == "start":
+            return start_text(payload)
+        if event == "evaluation":
+            return show_evaluation(payload)
         if event == "notice":
             return f"note: {payload['message']}"
-        spent = f"; steps: {phases}" if (phases := self.phases()) else ""
-        return f"{payload['reason']} after step {payload['step']}, {show_duration(self.elapsed())}{spent}"
+        line = f"{payload['reason']} after step {payload['step']}, {show_duration(self.elapsed())}"
+        phases = self.phases()
+        if phases:
+            line = f"{line}; steps: {phases}"
+        return line
 
     def elapsed(self) -> float:
         """Return the seconds since the start."""
@@ -145,7 +168,9 @@ class Progress:
     def remaining(self) -> float | None:
         """Return the seconds to the last step at the pace so far; None before the first step."""
         done = self.step - self.first_step
-        return (self._clock() - self.pace_started) / done * (self.steps - self.step) if done else None
+        if not done:
+            return None
+        return (self._clock() - self.pace_started) / done * (self.steps - self.step)
 
     def phases(self) -> str:
         """``generate 62% · score 1% · update 37%`` of all step time so far; of both where a server samples ahead."""
@@ -155,11 +180,16 @@ class Progress:
 
     def rates(self) -> str:
         """Return the tokens per second of the last step: generated, updated."""
-        rates = {name: self.timing.get(f"{name}_tokens_per_second") for name in ("generate", "update")}
-        parts = [f"{name} {rate:,.0f}" for name, rate in rates.items() if rate]
+        parts = []
+        for name in ("generate", "update"):
+            rate = self.timing.get(f"{name}_tokens_per_second")
+            if rate:
+                parts.append(f"{name} {rate:,.0f}")
         if not parts and self.timing.get("tokens_per_second"):
-            parts = [f"{self.timing['tokens_per_second']:,.0f}"]
-        return f"tokens/s: {' · '.join(parts)}" if parts else ""
+            parts.append(f"{self.timing['tokens_per_second']:,.0f}")
+        if not parts:
+            return ""
+        return f"tokens/s: {' · '.join(parts)}"
 
 
 class PlainProgress(Progress):
@@ -180,10 +210,10 @@ class PlainProgress(Progress):
     def show(self, event: str, payload: dict[str, Any]) -> None:
         every = max(1, self.steps // NUM_PLAIN_LINES)
         if event == "step" and (self.step % every == 0 or self.step == self.steps):
-            metrics, remaining = payload["metrics"], self.remaining()
-            shown = [f"{METRICS[name].label} {METRICS[name].show(metrics[name])}" for name in PLAIN if name in metrics]
-            left = f"{show_duration(remaining)} left" if remaining else ""
-            parts = [f"step {self.step}/{self.steps}", *shown, self.rates(), left]
+            parts = [f"step {self.step}/{self.steps}", *_shown(PLAIN, payload["metrics"]), self.rates()]
+            remaining = self.remaining()
+            if remaining:
+                parts.append(f"{show_duration(remaining)} left")
             say(self._console, " | ".join(part for part in parts if part))
         elif event in STYLES:
             say(self._console, self.line_of(event, payload))
@@ -194,7 +224,8 @@ class LiveProgress(Progress):
 
     def __init__(self, console: Console, title: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
-        self._console, self._title = console, title
+        self._console = console
+        self._title = title
         self._live = Live(console=console, refresh_per_second=8, transient=False, get_renderable=self.render)
 
     def __exit__(self, *error: object) -> None:
@@ -215,7 +246,9 @@ class LiveProgress(Progress):
         """Return the panel as it stands."""
         head = Table.grid(padding=(0, 2))
         remaining = self.remaining()
-        left = f"{show_duration(remaining)} left" if remaining is not None else "starting"
+        left = "starting"
+        if remaining is not None:
+            left = f"{show_duration(remaining)} left"
         head.add_row(
             Text(f"step {self.step}/{self.steps}", style="bold"),
             ProgressBar(total=max(1, self.steps), completed=self.step, width=28),
@@ -223,7 +256,8 @@ class LiveProgress(Progress):
         )
         numbers = Table.grid(padding=(0, 2))
         for metric in map(METRICS.__getitem__, SHOWN):
-            if series := self.series.get(metric.name):
+            series = self.series.get(metric.name)
+            if series:
                 line = Text(sparkline(series), style="cyan")
                 numbers.add_row(Text(metric.label, style="dim"), Text(metric.show(series[-1])), line)
         foot = Text(" — ".join(part for part in (self.rates(), self.phases()) if part), style="dim")
@@ -235,4 +269,6 @@ def choose_progress(title: str, quiet: bool, console: Console | None = None) -> 
     if quiet:
         return Progress()
     target = console or open_console()
-    return LiveProgress(target, title) if target.is_terminal else PlainProgress(target)
+    if target.is_terminal:
+        return LiveProgress(target, title)
+    return PlainProgress(target)

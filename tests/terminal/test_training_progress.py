@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from posttrain.commands.progress import LiveProgress, PlainProgress, Progress, show_evaluation, sparkline
 from posttrain.store.metric_names import ACCURACY, REWARD
+from posttrain.terminal.training import LiveProgress, PlainProgress, Progress, show_evaluation, sparkline
 
 
 class Clock:

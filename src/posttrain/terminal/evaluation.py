@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from posttrain.activity import heartbeat
-from posttrain.commands.console import say
 from posttrain.evaluation.generation import Advance
 from posttrain.evaluation.plan import EvaluationProgress
+from posttrain.terminal.console import say
 from posttrain.untrusted import guard_output
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -21,7 +21,10 @@ class View(EvaluationProgress):
     """A bar, which starts again for each trial; where there is no terminal, a line every few seconds of a long one."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self.title, self.began, self.printed = console, "", 0.0, 0.0
+        self.console = console
+        self.title = ""
+        self.began = 0.0
+        self.printed = 0.0
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=28), MofNCompleteColumn())
         info = TextColumn("{task.fields[info]}", markup=False)
         self.bars = Progress(*columns, TimeRemainingColumn(), info, console=console, transient=True)
@@ -37,7 +40,8 @@ class View(EvaluationProgress):
         self.close()
 
     def begin(self, title: str) -> None:
-        self.title, self.began = title, time.monotonic()
+        self.title = title
+        self.began = time.monotonic()
         self.printed = self.began
         if self.console.is_terminal:
             for bar in self.bars.task_ids:
@@ -47,13 +51,20 @@ class View(EvaluationProgress):
             guard_output()
 
     def observe(self, advance: Advance) -> None:
-        now, done, total = time.monotonic(), advance.num_done, advance.num_items
-        has_correct, seconds = done and advance.num_correct is not None, now - self.began
-        correct = f"{(advance.num_correct or 0) / done:.1%} right" if has_correct else ""
-        rate = f"{advance.num_tokens / seconds:,.0f} tokens/s" if seconds > 0 and advance.num_tokens else ""
-        info = " · ".join(part for part in (correct, rate) if part)
+        now = time.monotonic()
+        done = advance.num_done
+        total = advance.num_items
+        seconds = now - self.began
+        facts = []
+        if done and advance.num_correct is not None:
+            facts.append(f"{advance.num_correct / done:.1%} right")
+        if seconds > 0 and advance.num_tokens:
+            facts.append(f"{advance.num_tokens / seconds:,.0f} tokens/s")
+        info = " · ".join(facts)
         if self.console.is_terminal:
-            title = self.title if advance.phase == "sampling" else f"{self.title} ({advance.phase})"
+            title = self.title
+            if advance.phase != "sampling":
+                title = f"{title} ({advance.phase})"
             self.bars.update(self.bars.task_ids[0], description=title, total=total, completed=done, info=info)
         elif now - self.printed >= SECONDS_BETWEEN_LINES and done < total:
             self.printed = now
@@ -69,4 +80,6 @@ class View(EvaluationProgress):
 
 def choose_evaluation_progress(console: Console, quiet: bool) -> EvaluationProgress:
     """Return the view, or one that shows nothing."""
-    return EvaluationProgress() if quiet else View(console)
+    if quiet:
+        return EvaluationProgress()
+    return View(console)

@@ -9,8 +9,7 @@ from grader_tables import read_cases
 
 from posttrain.graders.answers import Quantity
 from posttrain.graders.math.equality import Statement, is_name, resolve
-from posttrain.graders.math.notation import unify
-from posttrain.graders.math.reading import (
+from posttrain.graders.math.forms import (
     MAX_ITEMS,
     BasedNumber,
     Collection,
@@ -25,6 +24,7 @@ from posttrain.graders.math.reading import (
     split,
     undress,
 )
+from posttrain.graders.math.notation import unify
 
 
 def number(value: int | Fraction, unit: str = "", percent: bool = False) -> Quantity:

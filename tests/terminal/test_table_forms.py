@@ -9,11 +9,11 @@ import pytest
 from rich.table import Table
 
 from posttrain.cli import main
-from posttrain.commands.console import OutputConsole, Text, open_console, print_table, tables_as_json
 from posttrain.commands.runs import print_runs
 from posttrain.evaluation.tables import TextTable
 from posttrain.runs.directory import RunDirectory, RunStatus
 from posttrain.runs.listing import list_runs
+from posttrain.terminal.console import OutputConsole, Text, open_console, print_table, tables_as_json
 
 LONG = " ".join(["word"] * 80)
 

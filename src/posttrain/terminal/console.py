@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import rich.text
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
@@ -34,14 +34,14 @@ MAX_COLUMNS = 10_000
 
 
 @dataclass
-class Collected:
+class CollectedTables:
     """The tables of a command as plain data; ``content``: data that say more than they do, if there are any."""
 
     tables: list[dict[str, object]] = field(default_factory=list)
     content: object = None
 
 
-_COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
+_COLLECTED: ContextVar[CollectedTables | None] = ContextVar("collected", default=None)
 
 
 class Text(rich.text.Text):
@@ -66,8 +66,13 @@ class OutputConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments of anything; only those of rich's own control codes may hold some."""
         for segment in super().render(renderable, options):
-            text = segment.text if segment.control else harmless(segment.text)
-            yield segment if text == segment.text else Segment(text, segment.style)
+            text = segment.text
+            if not segment.control:
+                text = harmless(text)
+            if text == segment.text:
+                yield segment
+            else:
+                yield Segment(text, segment.style)
 
     def print(self, *objects: object, **options: Any) -> None:
         """Print; a table is collected where a form is asked for, and as wide as it needs to be in a pipe."""
@@ -94,7 +99,9 @@ class OutputConsole(Console):
 
 def counted(number: int, what: str) -> str:
     """``1 run``, ``2 runs``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"{number} {what}"
+    return f"{number} {what}s"
 
 
 def show_bytes(count: int) -> str:
@@ -102,7 +109,9 @@ def show_bytes(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            if unit == "B":
+                return f"{size:.0f} {unit}"
+            return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
 
@@ -113,14 +122,17 @@ def tables_as_json() -> Iterator[None]:
 
     They become a list of ``{"title", "rows"}``, unless ``write_json`` was given something else.
     """
-    collected, output = Collected(), sys.stdout
+    collected = CollectedTables()
+    output = sys.stdout
     token = _COLLECTED.set(collected)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
         _COLLECTED.reset(token)
-    content = collected.tables if collected.content is None else collected.content
+    content: object = collected.tables
+    if collected.content is not None:
+        content = collected.content
     output.write(harmless_json(json.dumps(sayable(content), indent=1, default=str, allow_nan=False)) + "\n")
 
 
@@ -141,13 +153,21 @@ def read_table(table: Table) -> dict[str, object]:
     """Return the texts of a table of rich by column; the second column of a name is ``name (2)``."""
 
     def text_of(value: object) -> str:
-        return harmless(value.plain if isinstance(value, rich.text.Text) else str(value)).replace("\n", " ").strip()
+        text = str(value)
+        if isinstance(value, rich.text.Text):
+            text = value.plain
+        return harmless(text).replace("\n", " ").strip()
 
     labels = [text_of(column.header) for column in table.columns]
-    seen = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
-    names = [f"{label} ({n})" if n > 1 else label for label, n in zip(labels, seen, strict=True)]
-    lines = zip(*([text_of(value) for value in column.cells] for column in table.columns), strict=True)
-    return {"title": text_of(table.title or ""), "rows": [dict(zip(names, line, strict=True)) for line in lines]}
+    names = []
+    for index, label in enumerate(labels):
+        num_before = labels[:index].count(label)
+        if num_before:
+            label = f"{label} ({num_before + 1})"
+        names.append(label)
+    columns = [[text_of(value) for value in column.cells] for column in table.columns]
+    rows = [dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True)]
+    return {"title": text_of(table.title or ""), "rows": rows}
 
 
 def open_console() -> OutputConsole:
@@ -155,7 +175,9 @@ def open_console() -> OutputConsole:
     options: dict[str, Any] = {"file": getattr(sys.stdout, "rich_proxied_file", sys.stdout), "highlight": False}
     options |= {"markup": False, "emoji": False}
     console = OutputConsole(**options)
-    return console if console.is_terminal else OutputConsole(**options, width=PIPED_COLUMNS)
+    if console.is_terminal:
+        return console
+    return OutputConsole(**options, width=PIPED_COLUMNS)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -183,7 +205,12 @@ def print_rows(
 ) -> None:
     """Fill a table with rows of texts, and print it."""
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        cells = []
+        for cell in row:
+            if isinstance(cell, str):
+                cell = Text(cell)
+            cells.append(cell)
+        table.add_row(*cells)
     console.print(table, crop=crop)
 
 
@@ -191,7 +218,10 @@ def print_table(console: Console, content: TextTable) -> None:
     """Print a table of text, whole."""
     table = Table(title=Text(content.title), title_justify="left")
     for index, label in enumerate(content.header):
-        table.add_column(Text(label), justify="left" if index < content.num_labels else "right", no_wrap=True)
+        justify: JustifyMethod = "right"
+        if index < content.num_labels:
+            justify = "left"
+        table.add_column(Text(label), justify=justify, no_wrap=True)
     for line in content.lines:
         table.add_row(*map(Text, line))
     if _COLLECTED.get() is None and isinstance(console, OutputConsole):
