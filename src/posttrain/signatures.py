@@ -1,4 +1,4 @@
-"""What a component's signature says of its arguments: the range of a number, the shape of a tensor.
+"""Annotations of a component's arguments: the range of a number, the shape of a tensor.
 
 Neither pydantic nor jaxtyping has to be installed to call such a function. pydantic reads ``Range`` where a recipe is
 read; shapes are jaxtyping's where it is there, else the plain tensor type.

@@ -1,1 +1,1 @@
-"""Whether somebody's trainer computes what it says: float64 checks of its loss, advantages, scores and rows."""
+"""Float64 checks of somebody's trainer: does it compute the loss, advantages, scores and rows that it says."""

@@ -206,7 +206,7 @@ def check_other_groups(trial: Trial) -> Answer:
 
 
 def check_single_answer(trial: Trial) -> Answer:
-    """A group of one answer beside one of three."""
+    """A group of one answer and one of three."""
     try:
         found = trial.run([5.0, 1.0, 0.0, 0.0], [0, 1, 1, 1])
     except BadResult as error:

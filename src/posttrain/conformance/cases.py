@@ -1,4 +1,4 @@
-"""What a loss is asked: configurations, and batches of made-up numbers in float64.
+"""The configurations that a loss is asked for, and batches of made-up numbers in float64.
 
 A batch is a mapping of tensors, with B rows and T tokens; ``x[b, t]`` describes the token at t:
 
@@ -35,7 +35,7 @@ ROW_DRIFTS = (0.45, -0.45, -0.2, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What a loss is to be.
+    """The loss that is asked for.
 
     Attributes:
         objective: as in ``OBJECTIVES``.
@@ -86,7 +86,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an objective reads: batch fields and options. ``rows_per_unit``: 2 for pairs."""
+    """The batch fields and options of an objective. ``rows_per_unit``: 2 for pairs."""
 
     fields: tuple[str, ...]
     options: tuple[str, ...] = ()

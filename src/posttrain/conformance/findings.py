@@ -1,4 +1,4 @@
-"""What a check finds, and how two results are compared."""
+"""Findings of checks, and how two results are compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Trial = TypeVar("Trial")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check of a function found.
+    """The result of a check of a function.
 
     ``gap``: the largest difference that was compared, relative to the size of the numbers; None where there was none.
     ``note``: what is wrong, or the name of the convention.

@@ -242,7 +242,7 @@ def check_row_order(trial: Trial) -> Answer:
 
 
 def check_padding(trial: Trial) -> Answer:
-    """What stands at places that are not trained."""
+    """Other numbers at places that are not trained."""
     batch = trial.uneven()
     found = trial.run(with_padding(batch, STRANGE))
     return judged(found, trial.run(batch), "numbers at places that are not trained are read")

@@ -103,7 +103,7 @@ def check_end_inside(trial: Trial) -> Answer:
 
 
 def check_padding(trial: Trial) -> Answer:
-    """What is neither prompt nor answer is the pad token."""
+    """The pad token is at every place that is neither prompt nor answer."""
     tokens = trial.run(PROMPTS, ANSWERS, 11)[0]
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         num_pads = int((tokens[number] == 11).sum())
@@ -111,7 +111,7 @@ def check_padding(trial: Trial) -> Answer:
             return (
                 "fails",
                 None,
-                f"row {number} has {num_pads} pad tokens beside {len(prompt)} + {len(answer)} of its own",
+                f"row {number} has {num_pads} pad tokens and {len(prompt)} + {len(answer)} of its own",
             )
     return "ok", None, ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -52,13 +53,17 @@ class Report:
         return sum(one.status == status for one in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return it as plain data; a gap that is infinite is None, which JSON has a word for."""
         counts = {status: self.count(status) for status in ("ok", "convention", "fails", "bad")}
+        findings = [asdict(one) for one in self.findings]
+        for one in findings:
+            if one["gap"] == math.inf:
+                one["gap"] = None
         return {
             "module": self.module,
             "conforms": self.conforms,
             "counts": counts,
-            "findings": [asdict(one) for one in self.findings],
+            "findings": findings,
         }
 
 
@@ -144,7 +149,7 @@ def table_lines(report: Report) -> list[str]:
         for column in NUMBERS:
             padded[column] = row[column].rjust(widths[column])
         lines.append("  ".join(padded).rstrip())
-    return [*lines, *_remarks(report.findings), "", _summary(report)]
+    return [*lines, *_exceptions(report.findings), "", _summary(report)]
 
 
 def largest_of(findings: Sequence[Finding]) -> tuple[str, str]:
@@ -156,7 +161,7 @@ def largest_of(findings: Sequence[Finding]) -> tuple[str, str]:
     return f"{largest.gap:.1e}", largest.check
 
 
-def _remarks(findings: Sequence[Finding]) -> list[str]:
+def _exceptions(findings: Sequence[Finding]) -> list[str]:
     """Return what is not as in the equations, each once with the cases where it is so."""
     lines: list[str] = []
     for status, heading in (("convention", "conventions"), ("fails", "fails"), ("bad", "cannot be compared")):
@@ -179,4 +184,4 @@ def _summary(report: Report) -> str:
     named = (("convention", "conventions"), ("fails", "fail"), ("bad", "cannot be compared"))
     others = [f"{report.count(status)} {text}" for status, text in named if report.count(status)]
     parts = [f"{report.count('ok')} of {len(report.findings)} checks as in the equations", *others]
-    return f"{report.module}: {', '.join(parts)}"
+    return f"{harmless(report.module)}: {', '.join(parts)}"

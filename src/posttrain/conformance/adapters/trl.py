@@ -1,7 +1,6 @@
 """The losses of TRL's ``GRPOTrainer`` and its scores as an adapter; recorded with TRL 1.16."""
 
 from collections import defaultdict
-from types import SimpleNamespace
 
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
@@ -13,7 +12,9 @@ MASKS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 def loss(batch, config, micro_batches):
-    me = SimpleNamespace(**dict.fromkeys(OFF.split()), top_entropy_quantile=1.0, num_processes=1, training=True)
+    """The sum of ``_compute_loss`` over the micro-batches of one generation batch, of a trainer without a model."""
+    me = GRPOTrainer.__new__(GRPOTrainer)
+    vars(me).update(dict.fromkeys(OFF.split()), top_entropy_quantile=1.0, num_processes=1, training=True)
     me.args = me.model = me.accelerator = me  # one object for four: what is read of them has different names
     me.loss_type, me.beta = TYPES.get(config.objective, {}).get(config.aggregation), config.kl_coef
     me.sapo_temperature_pos, me.sapo_temperature_neg = config.tau_positive, config.tau_negative
@@ -31,8 +32,9 @@ def loss(batch, config, micro_batches):
         (data["old_logprobs"] - data["sampler_logprobs"]).exp().clamp(max=config.cap or 1)
     )
     parts = [{name: x[rows] for name, x in data.items()} | total for rows in micro_batches]
-    return sum(GRPOTrainer._compute_loss(me, part, part) for part in parts) if me.loss_type else NotImplemented
+    return sum(me._compute_loss(part, part) for part in parts) if me.loss_type else NotImplemented
 
 
 def score(logits, tokens, temperature):
+    """Log-probabilities and entropies of TRL's helper."""
     return selective_log_softmax_and_entropy(logits[:, :-1], tokens[:, 1:], temperature=temperature)
