@@ -4,11 +4,11 @@
     python benchmarks/smollm2.py --part sft --data FILE          # a file of instructions
     python benchmarks/smollm2.py --part sae --data FILE          # a file of text
 
-A part is a recipe. ``rm`` and ``dpo`` read HH-RLHF from the folder POSTTRAIN_DATA; ``dpo`` asks the reward model of part
-``rm`` which answers are better; ``diff`` compares the model with the first seed of ``grpo-sums``; ``first-answer`` is the
-first use of the model with an empty cache, the download not counted. Every figure is that of a command of `posttrain`,
-run here in a process of its own with one thread; seconds are CPU-seconds of that process. The model was dequantized from
-4 bits, and held-out questions are distinct. A run that exists is not made again. Writes results/smollm2-PART.json.
+A part is a recipe. ``rm`` and ``dpo`` read HH-RLHF from the folder POSTTRAIN_DATA; ``dpo`` asks the reward model of
+part ``rm`` which answers are better. ``first-answer`` is the first use of the model with an empty cache, the download
+not counted. Every figure is that of a command of `posttrain`, run in a process of its own with one thread; seconds are
+CPU-seconds of that process. The model was dequantized from 4 bits, and held-out questions are distinct. A run that
+exists is not made again. Writes results/smollm2-PART.json.
 """
 
 from __future__ import annotations
@@ -47,7 +47,16 @@ NUM_ANSWERS = 5
 # For a test: the parts with next to no work.
 SMALLEST = ["--train.steps", "2", "--eval.every", "2", "--eval.num_examples", "4"]
 SMALLEST_ROLLOUT = ["--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "4"]
-SMALLEST_SAE = ["--train.steps", "4", "--activations.max_rows", "600", "--activations.site", "resid.1", "--dictionary.k", "4"]
+SMALLEST_SAE = [
+    "--train.steps",
+    "4",
+    "--activations.max_rows",
+    "600",
+    "--activations.site",
+    "resid.1",
+    "--dictionary.k",
+    "4",
+]
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,9 @@ def train(part: str, seed: int, settings: Settings, changes: Sequence[str] = ())
     return folder
 
 
-def evaluate(model: str, words: Sequence[str], settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
+def evaluate(
+    model: str, words: Sequence[str], settings: Settings
+) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
     """Return results and items of `posttrain evaluate`, and its CPU-seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "evaluation"
@@ -212,7 +223,9 @@ def dpo(seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
         cost = json.loads((folder / "cost.json").read_text())
         shown = chosen(results, ["win_rate", "win_rate_similar", "kl_a"]) | {"n": float(len(items))}
         curve = metrics_of(folder, "pair_accuracy")
-        rows.append({"seed": seed, "pair_accuracy": curve, "against_base": shown, "evaluation_cpu_seconds": seconds, **cost})
+        rows.append(
+            {"seed": seed, "pair_accuracy": curve, "against_base": shown, "evaluation_cpu_seconds": seconds, **cost}
+        )
         print(f"seed {seed}: {curve} {shown}", flush=True)
     return {"seeds": rows}
 

@@ -86,7 +86,8 @@ def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
     below = _training_row(name, load_recipe(begins)) if begins else {}
     activations = content.get("activations", {})
     task = (content.get("task") or activations.get("task") or {}).get("name", below.get("task", "text"))
-    model = activations.get("model", {}).get("name", below.get("model", ""))
+    named = source.get("name") if isinstance(source, Mapping) else None
+    model = activations.get("model", {}).get("name") or named or below.get("model", "")
     row = _row(name, task, model, _billions(model), 0.0, content.get("description", ""))
     return row | {"hardware": below.get("hardware", row["hardware"])}
 
