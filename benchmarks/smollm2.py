@@ -34,13 +34,10 @@ MODEL = "smollm2-135m"
 PROMPT = ["--template", "chat", "--template.system", "Answer with the number alone."]
 HELD_OUT = {
     "grpo-sums": ["--task", "sums", "--task.split", "test", "--max-tokens", "16"],
-    "grpo-chain-sum": ["--task", "reasoning_gym", "--task.dataset", "chain_sum", "--task.split", "test"],
-}
-OPTIONS = {
     "grpo-chain-sum": [
+        *("--task", "reasoning_gym", "--task.dataset", "chain_sum", "--task.split", "test", "--max-tokens", "24"),
         *("--task.options", "{min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 1}"),
-        *("--task.size", "2000", "--max-tokens", "32"),
-    ]
+    ],
 }
 QUESTION = "What is 47 + 38?"
 NUM_ANSWERS = 5
@@ -48,14 +45,8 @@ NUM_ANSWERS = 5
 SMALLEST = ["--train.steps", "2", "--eval.every", "2", "--eval.num_examples", "4"]
 SMALLEST_ROLLOUT = ["--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "4"]
 SMALLEST_SAE = [
-    "--train.steps",
-    "4",
-    "--activations.max_rows",
-    "600",
-    "--activations.site",
-    "resid.1",
-    "--dictionary.k",
-    "4",
+    *("--train.steps", "4", "--train.batch", "16", "--eval.rows", "64", "--activations.max_rows", "600"),
+    *("--activations.site", "resid.1", "--dictionary.k", "4"),
 ]
 
 
@@ -149,7 +140,7 @@ def metrics_of(folder: Path, wanted: str) -> list[tuple[int, float]]:
 
 def grpo(part: str, seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
     """GRPO, seed by seed: the model before and after on the same distinct questions of the test split."""
-    asked = [*HELD_OUT[part], *OPTIONS.get(part, []), *PROMPT]
+    asked = [*HELD_OUT[part], *PROMPT]
     base, base_items, base_seconds = evaluate(settings.model, asked, settings)
     rows = []
     for seed in seeds:
