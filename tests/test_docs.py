@@ -257,7 +257,9 @@ def test_what_the_commands_of_the_readme_make_is_ignored(made: str) -> None:
     assert subprocess.run(["git", "check-ignore", "-q", made], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
+@pytest.mark.parametrize(
+    "name", ["grpo-on-tiny", "a-model-that-people-know", "your-data-and-reward", "what-did-rl-change"]
+)
 def test_notebook_has_the_commands_and_code_of_its_page_in_order(name: str) -> None:
     page = (ROOT / "docs" / "learn" / f"{name}.md").read_text(encoding="utf-8")
     blocks = [(language, body.strip()) for _, language, body in BLOCK.findall(page) if language in ("bash", "python")]
