@@ -20,6 +20,7 @@ from torch import Tensor
 from posttrain.data.base import Task
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.registry import register
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.training.files import RunFiles
@@ -87,6 +88,11 @@ def digit_share(text: str) -> float:
     return sum(c.isdigit() for c in text) / max(1, len(text))
 
 
+def always_one(text: str) -> float:
+    """A reward by which every group is uniform."""
+    return 1.0
+
+
 def never_finite(text: str) -> float:
     """A reward that is broken."""
     return float("nan")
@@ -95,6 +101,29 @@ def never_finite(text: str) -> float:
 def no_value(outputs: Outputs, batch: Batch) -> Loss:
     """An objective that is NaN everywhere."""
     return Loss(outputs.logprobs * float("nan"))
+
+
+def plain_reinforce(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that says nothing of where it vanishes."""
+    return Loss(-batch.field("advantages") * outputs.logprobs)
+
+
+@register("objective", level="token", needs=("advantages",), vanishes=("advantages",))
+def says_that_it_vanishes(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective whose registration is wrong: where the advantage is 0 it is the likelihood."""
+    return Loss(-(batch.field("advantages") + 0.1) * outputs.logprobs)
+
+
+@register("objective", level="token", needs=("advantages",), vanishes="advantages")
+def text_vanishes(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that names the field as a text."""
+    return Loss(-batch.field("advantages") * outputs.logprobs)
+
+
+@register("objective", level="token", needs=("advantages",), vanishes=("returns",))
+def unread_vanishes(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that names a field that it does not need."""
+    return Loss(-batch.field("advantages") * outputs.logprobs)
 
 
 def already_summed(outputs: Outputs, batch: Batch) -> Loss:

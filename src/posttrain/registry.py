@@ -232,6 +232,11 @@ def names(kind: str) -> list[str]:
     return sorted({*_MODULES[kind], *_ENTRIES[kind]})
 
 
+def is_built_in(entry: Entry) -> bool:
+    """Return whether a component is the package's."""
+    return entry.name in _MODULES[entry.kind]
+
+
 def find(kind: str, name: str, where: str = "") -> Entry:
     """Return the entry ``name`` of ``kind``; its module alone is imported.
 

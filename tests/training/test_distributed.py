@@ -415,3 +415,25 @@ def test_several_processes_sample_ahead_as_one(
     assert same_bits(saved_tensors(tmp_path / "together", 4), saved_tensors(tmp_path / "stopped", 4))
     train_case(SINGLE_PROCESS, plain, tmp_path / "in one", resume=True)
     check_same(tmp_path / "alone", tmp_path / "in one", steps=4)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_several_processes_leave_out_the_rows_that_one_does(
+    several: ProcessGroup, tmp_path: Path, sharding: str
+) -> None:
+    """Groups of equal rewards; in some steps only few rows are left, so that a process may have none."""
+    changes: dict[str, Any] = {"rewards": ["small_runs:many_vowels"], "rollout": SHORT, "scale": {"sharding": sharding}}
+    train = {"steps": 4, "save_every": 0, "micro_batch_tokens": 60}
+    skips = recipe_of("grpo", **(changes | one_layer() | {"regularize": {}}), train=train)
+    trains = {**skips, "train": {**skips["train"], "skip_zero_rows": False}}
+    train_case(several, skips, tmp_path / "several")
+    train_case(SINGLE_PROCESS, skips, tmp_path / "one")
+    train_case(SINGLE_PROCESS, trains, tmp_path / "trains")
+    rows = {name: steps_of(tmp_path / name) for name in ("several", "one", "trains")}
+    counts = [row["computed_rows"] for row in rows["several"]]
+    assert counts == [row["computed_rows"] for row in rows["one"]]
+    assert min(counts) < max(counts) == 24.0
+    for ours, theirs, whole in zip(*rows.values(), strict=True):
+        assert ours["grad_norm"] == approx(theirs["grad_norm"], rel=1e-9)
+        assert ours["grad_norm"] == approx(whole["grad_norm"], rel=1e-9)
+        assert ours["loss"] == approx(whole["loss"], abs=1e-12)

@@ -36,6 +36,7 @@ from posttrain.store.durable import storage_errors
 from posttrain.training.batch_fields import needed_fields
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import write_model
+from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources.rollouts import RolloutSource
 from posttrain.training.step import Method, accumulate, apply_update, learning_rate
 from posttrain.types import Batch, Example, Loss, Outputs, Rollout
@@ -208,13 +209,14 @@ class Trainer:
         if objective is not None:
             method = self._with_objective(method, objective, rows)
         torch.manual_seed(derive_key(self.recipe.train.seed, "dropout", self.step + 1) % (1 << 63))
-        loss, metrics = accumulate(method, rows, self.recipe.train)
+        idle_rows = choose_idle_rows(self.recipe.train, self.step + 1, self.recipe.train.steps)
+        loss, metrics = accumulate(method, rows, self.recipe.train, idle_rows=idle_rows)
         self._loss += loss
         return Gradients(loss, metrics)
 
     def _with_objective(self, method: Method, objective: Objective, batch: Batch) -> Method:
         if not isinstance(objective, str | Mapping):
-            return replace(method, objective=objective)
+            return replace(method, objective=objective, vanishes=None)
         word = read_component(objective, "objective")
         entry = registry.find("objective", word.name, "objective")
         missing = sorted(needed_fields(entry, word.options, True) - batch.fields.keys())
@@ -224,10 +226,11 @@ class Trainer:
                 f"objective: {word.name!r} {lacks}, which the trainer has not prepared. Name it where the trainer is "
                 f"made: pt.Trainer(..., objective={word.name!r})"
             )
-        function, regularize = entry.bind(word.options, "objective"), self.recipe.regularize
+        function: Callable[[Outputs, Batch], Loss] = entry.bind(word.options, "objective")
+        regularize = self.recipe.regularize
         if regularize is not None and entry.traits.get("policy_term"):
-            return replace(method, objective=with_regularizers(function, **regularize.model_dump()))
-        return replace(method, objective=function)
+            function = with_regularizers(function, **regularize.model_dump())
+        return replace(method, objective=function, vanishes=None)
 
     def optim_step(self, lr: float | None = None) -> float:
         """Clip the gradients, update the weights, and clear the gradients; return the norm before clipping.

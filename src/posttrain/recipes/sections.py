@@ -431,6 +431,8 @@ class TrainSection(Section):
         num_minibatches: parts into which each pass divides it, one optimizer step each.
         seed: seed of all random numbers.
         save_every: steps between checkpoints (0 or -1: at the end only).
+        skip_zero_rows: leave rows that cannot change the gradient, such as those of groups with equal rewards, out of
+            the update; the gradient is the same up to rounding. Metrics of the update are then of the other rows.
         keep_checkpoints: so many newest checkpoints are kept, and the best.
     """
 
@@ -450,6 +452,7 @@ class TrainSection(Section):
     num_minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0
     save_every: Every = Field(default=0, ge=0)
+    skip_zero_rows: bool = True
     keep_checkpoints: int = Field(default=2, ge=1)
 
     @model_validator(mode="before")

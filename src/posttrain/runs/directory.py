@@ -41,6 +41,14 @@ RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 LOCK = ".lock"
 TIMEOUT_SECONDS = 10.0
 NUM_NAMES_SHOWN = 12
+# Keys of a recipe that came with a later version, and what a run that was begun without them does when it is resumed.
+LATER_KEYS: Mapping[str, object] = {"train.skip_zero_rows": False}
+
+
+def keys_that_came_later(stored: Mapping[str, object]) -> list[str]:
+    """Return those of ``LATER_KEYS`` that a stored recipe does not have."""
+    known = flatten(stored)
+    return [key for key in LATER_KEYS if key not in known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,24 +216,37 @@ class RunDirectory:
             raise DataError(self.recipe_path, "the run's recipe is not a mapping of sections")
         return data
 
+    def as_it_began(self, recipe: Recipe) -> Recipe:
+        """Return the recipe for a run that is resumed: keys that came later say what the run has done so far."""
+        changed = recipe
+        for key in keys_that_came_later(self.read_recipe()):
+            section, _, name = key.partition(".")
+            settings = getattr(changed, section)
+            if name in type(settings).model_fields:  # the sections of `posttrain sae` are others
+                settings = settings.model_copy(update={name: LATER_KEYS[key]})
+                changed = changed.model_copy(update={section: settings})
+        return changed
+
     def changed_keys(
         self, recipe: Recipe, stored: Mapping[str, object] | None = None, *, places: bool = False
     ) -> dict[str, tuple[object, object]]:
         """Return the dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
 
-        A key that one side does not have counts as None there.
+        A key that one side does not have counts as None there. A key that came with a later version than the stored
+        recipe is not compared.
 
         Args:
             stored: plain data to compare with; by default the run's ``recipe.yaml``.
             places: the keys of place (``document.PLACE_KEYS``), which may change at any time, instead of all others.
         """
         stored = dict(stored) if stored is not None else self.read_recipe()
+        later = keys_that_came_later(stored)
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no longer validates is
         # compared as it is.
         with suppress(PosttrainError):
             stored = validate_recipe(stored, is_own=False).resolve(to_read=True).dump()
         old, new = flatten(stored), flatten(recipe.dump())
-        kept = [key for key in {**old, **new} if is_place(key) == places]
+        kept = [key for key in {**old, **new} if is_place(key) == places and key not in later]
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}
 
     def write_status(self, status: RunStatus) -> None:

@@ -106,6 +106,8 @@ def launch(
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
+        if resume:
+            recipe = directory.as_it_began(recipe)
         warnings = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)

@@ -167,6 +167,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("grad_norm", "number", "none", "Norm of the gradient before clipping."),
         Metric("lr", "number", "none", "Learning rate of the update."),
         Metric("trained_tokens", "count", "none", "Tokens that the update is computed from."),
+        Metric("computed_rows", "count", "none", "Rows that the update computed. Rows that cannot change the gradient "
+               "are left out (`train.skip_zero_rows`), and the other metrics of an update are then of the computed "
+               "rows; the first, the last and every saved step compute all rows."),
         Metric("padding_share", "share", "lower", "Share of the computed positions that are padding."),
     ),
     "Preferences and reward models": (

@@ -42,7 +42,8 @@ class AdvantageEstimator:
     advantage: the function, or None where the objective reads no advantages. per_token: it takes rewards and values per
     token; per_turn: rewards per turn. bootstrap: an answer that was cut off has the value of its last state in place of
     its score (it keeps the rewards of its turns); both would count the future twice. kl: the penalty in the reward;
-    ``kl_weight`` is its current weight, which adapts where there is a target.
+    ``kl_weight`` is its current weight, which adapts where there is a target. drops_rounding: in a group of equal
+    rewards, an advantage that is rounding of their mean becomes 0.
     """
 
     advantage: Callable[..., Any] | None
@@ -51,6 +52,7 @@ class AdvantageEstimator:
     bootstrap: bool = False
     kl: KLInRewardSection | None = None
     kl_weight: float = 0.0
+    drops_rounding: bool = False
 
     def __post_init__(self) -> None:
         self.kl_weight = self.kl.weight if self.kl is not None else 0.0
@@ -71,6 +73,8 @@ class AdvantageEstimator:
         for places in same_sizes(groups):
             rewards = torch.stack([groups[n] for n in places])
             rows = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
+            if self.drops_rounding:
+                rows = without_rounding(rows, rewards)
             for n, row in zip(places, rows, strict=True):
                 advantages[n] = row
         return advantages
@@ -153,6 +157,17 @@ class AdvantageEstimator:
             except ValueError as error:  # a KL that is no number
                 raise RunFailure(f"kl_in_reward: {error}") from error
         return penalty, metrics
+
+
+def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Return ``[N, G]`` advantages with 0 where all rewards of a group are equal and its advantages are rounding.
+
+    The mean of six rewards of 0.1 is not 0.1. An advantage counts as rounding up to 64 units of it.
+    """
+    largest = rewards.abs().amax(dim=1)
+    is_uniform = rewards.amax(dim=1) == rewards.amin(dim=1)
+    is_rounding = advantages.abs().amax(dim=1) <= 64 * torch.finfo(rewards.dtype).eps * largest
+    return torch.where((is_uniform & is_rounding)[:, None], torch.zeros_like(advantages), advantages)
 
 
 def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:

@@ -9,7 +9,7 @@ need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +25,8 @@ from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
-from posttrain.registry import Entry, register
+from posttrain.registry import Entry, is_built_in, register
+from posttrain.training.idle_rows import UNSCORED, split_idle_rows
 from posttrain.types import Batch, Sample, collate, with_float64
 
 if TYPE_CHECKING:
@@ -45,22 +46,28 @@ PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", 
 @dataclass(frozen=True, slots=True)
 class Scorer:
     """A model's forward pass over a batch, in micro-batches, without gradients, shared by the processes of
-    ``process_group``; all get all results, on the CPU."""
+    ``process_group``; all get all results, on the CPU. ``rows``: only these rows are computed, the results of the
+    others are 0."""
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
     tokens_per_micro: int
     rows_per_micro: int | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
+    rows: Sequence[int] | None = None
 
     def _each(self, batch: Batch, compute: Callable[[Any, Batch], T]) -> Iterator[tuple[list[int], T]]:
         """Yield the rows of each pass that counts, with what is computed of them."""
-        pieces = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.process_group)
-        with self.open() as forward, phase("forward passes", batch.num_rows, "rows") as scored:
-            for rows, counts in even_pieces(pieces, batch, self.process_group, is_sharded=forward.is_sharded):
-                computed = compute(forward, batch.select(rows))
-                scored.num_done += len(rows)
+        if self.rows is not None and not self.rows:
+            return
+        chosen = batch if self.rows is None else batch.select(self.rows)
+        pieces = split_rows(chosen, self.tokens_per_micro, self.rows_per_micro, self.process_group)
+        with self.open() as forward, phase("forward passes", chosen.num_rows, "rows") as scored:
+            for places, counts in even_pieces(pieces, chosen, self.process_group, is_sharded=forward.is_sharded):
+                computed = compute(forward, chosen.select(places))
+                scored.num_done += len(places)
                 if counts:
-                    yield rows, computed
+                    rows = self.rows
+                    yield places if rows is None else [rows[place] for place in places], computed
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -96,8 +103,14 @@ class Scorer:
         everywhere = {
             row: both for rows in self.process_group.gather([of_row], "candidates") for row, both in rows.items()
         }
-        ids, logprobs = zip(*(everywhere[row] for row in range(batch.num_rows)), strict=True)
-        return list(ids), list(logprobs)
+        ids, logprobs = list[Tensor](), list[Tensor]()
+        for row in range(batch.num_rows):
+            if row not in everywhere:
+                shape = (int(batch.mask[row].sum()), k)
+                everywhere[row] = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+            ids.append(everywhere[row][0])
+            logprobs.append(everywhere[row][1])
+        return ids, logprobs
 
 
 @register("batch_field", needs=("sampler_logprobs",))
@@ -298,7 +311,8 @@ class BatchFields:
     """Fills the fields of batches: exactly ``needs``, and what these need.
 
     forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
-    teaches, maybe the trained one itself. process_group: the processes that share the passes.
+    teaches, maybe the trained one itself. process_group: the processes that share the passes. vanishes: as of the
+    method; rows that it makes idle need no passes.
     """
 
     needs: frozenset[str]
@@ -309,6 +323,7 @@ class BatchFields:
     teacher: Forward | None = None
     correct: Callable[[Tensor, Tensor], Tensor] | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
+    vanishes: tuple[str, ...] = ()
     _once: list[Entry] = field(init=False, default_factory=list)
     _each_step: list[Entry] = field(init=False, default_factory=list)
 
@@ -329,17 +344,38 @@ class BatchFields:
         """The fields that a data set computes once."""
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
-    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
+    def __call__(self, batch: Batch, seen: Batch | None = None, *, every_row: bool = True) -> Batch:
         """Fill the fields of ``batch`` in place; one that needs what is not there yet is left to a later call.
 
-        ``seen``: the same answers after the prompts that the teacher sees; by default the batch itself.
+        seen: the same answers after the prompts that the teacher sees; by default the batch itself. every_row: False
+        if updates skip idle rows; these get zeros, and the field ``unscored`` is then 1 for them.
         """
         seen = batch if seen is None else seen
         assert bool((seen.mask.sum(dim=1) == batch.mask.sum(dim=1)).all()), "the teacher reads the same answers"
+        rows = None if every_row else self._rows_to_score(batch)
+        if rows is not None:
+            unscored = torch.ones(batch.num_rows)
+            unscored[rows] = 0.0
+            batch.fields[UNSCORED] = unscored
         for entry in self._once:
             if batch.fields.keys().isdisjoint(_fills(entry)) and batch.fields.keys() >= set(_needs(entry)):
-                self._fill(entry, batch, seen)
+                self._fill(entry, batch, seen, rows)
         return batch
+
+    def _rows_to_score(self, batch: Batch) -> list[int] | None:
+        """Return the rows that updates will compute; None for all.
+
+        Functions of others may read whole batches, so that all fields and the correction must be the package's.
+        """
+        is_known = all(name in batch.fields for name in self.vanishes)
+        if not self.vanishes or not is_known or not all(is_built_in(entry) for entry in self._once):
+            return None
+        if self.recipe.correction is not None:
+            correction = registry.find("correction", self.recipe.correction.name, "correction")
+            if not is_built_in(correction):
+                return None
+        rows, idle = split_idle_rows(batch, self.vanishes)
+        return rows if idle else None
 
     def before_step(self, batch: Batch) -> Batch:
         """Return a copy of the batch with the fields that depend on the weights of this step."""
@@ -356,9 +392,9 @@ class BatchFields:
         return batch.field(name)
 
     @torch.no_grad()
-    def _fill(self, entry: Entry, batch: Batch, seen: Batch) -> None:
+    def _fill(self, entry: Entry, batch: Batch, seen: Batch, rows: list[int] | None = None) -> None:
         label, teacher = f"batch field {entry.name!r}", self.teacher
-        sizes = (self.recipe.train.micro_batch_tokens, self.recipe.train.micro_batch_rows, self.process_group)
+        sizes = (self.recipe.train.micro_batch_tokens, self.recipe.train.micro_batch_rows, self.process_group, rows)
         policy = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
         parts = {
             "batch": batch,

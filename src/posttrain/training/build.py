@@ -44,6 +44,7 @@ from posttrain.training.checks import (
     resolve_components,
     unread_parts,
 )
+from posttrain.training.mismatch import has_dropout
 from posttrain.training.optimizer import build_optimizer
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
@@ -331,7 +332,24 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
         level=components.level,
         entropy="differentiable" if regularizers and regularizers.entropy_coef else "detached",
         derive=components.objective.traits.get("derive", dict),
+        vanishes=_vanishing_fields(components, forward),
+        name=recipe.objective.name,
     )
+
+
+def _vanishing_fields(components: Components, forward: Forward | ActorCritic) -> tuple[str, ...] | None:
+    """Return the batch fields at whose 0 the loss of a row is 0; None if every row has to be trained on.
+
+    Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
+    would get other masks.
+    """
+    vanishes: tuple[str, ...] | None = components.objective.traits.get("vanishes")
+    if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
+        return None
+    regularizers = components.recipe.regularize
+    if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):
+        return ()
+    return vanishes
 
 
 def build_rollout_source(
@@ -367,6 +385,7 @@ def build_rollout_source(
             per_turn=components.per_turn,
             bootstrap=bool(component.options.get("bootstrap", False)),
             kl=components.recipe.kl_in_reward,
+            drops_rounding=components.recipe.train.skip_zero_rows,
         )
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
@@ -410,7 +429,15 @@ def _build_batch_fields(
         learners = [policy, method.forward, *(() if shards is None else (shards.forward,))]
         _compare_over_shared_ids(learners, teacher, tokenizer, is_own=components.teaches_itself)
     return BatchFields(
-        components.needs, recipe, method.forward, context_tokens, reference, teacher, correct, process_group
+        components.needs,
+        recipe,
+        method.forward,
+        context_tokens,
+        reference,
+        teacher,
+        correct,
+        process_group,
+        vanishes=method.vanishes or (),
     )
 
 

@@ -167,6 +167,9 @@ def _of_objective(w: Components) -> list[Rule]:
     unread = f": {objective} reads no labels that a threshold could make; leave it out"
     credited = f": a batch field of {objective} needs advantages; give 'advantage'"
     thresholds = r.data and r.data.label_above is not None
+    vanishes = w.objective.traits.get("vanishes", ())
+    names_fields = isinstance(vanishes, tuple) and needs >= set(vanishes)
+    fields = f": {objective} is registered with vanishes={vanishes!r}; give a tuple of batch fields that it needs"
     return [
         (weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"),
         (r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"),
@@ -186,6 +189,7 @@ def _of_objective(w: Components) -> list[Rule]:
         (w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", shares),
         (chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges),
         (thresholds and w.shape != "judged", "data.label_above", unread),
+        (not names_fields, "objective", fields),
     ]
 
 

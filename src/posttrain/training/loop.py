@@ -44,6 +44,7 @@ from posttrain.training.batch_fields import has_other_prompts
 from posttrain.training.build import TrainerState, check_origins, prepare
 from posttrain.training.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.training.files import NoRecords, Observer, RunFiles
+from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.sources import TrainBatch
@@ -267,7 +268,9 @@ class Loop:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
         place = (step, self.process_group.rank) if self.process_group.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
-        loss, metrics = accumulate(self.parts.learning(), batch, options, process_group=self.process_group)
+        idle_rows = choose_idle_rows(options, step, self.steps)
+        learning = self.parts.learning()
+        loss, metrics = accumulate(learning, batch, options, process_group=self.process_group, idle_rows=idle_rows)
         if metrics.get("kl_sampler", 0.0) > MAX_KL:
             check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:

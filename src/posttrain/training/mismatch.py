@@ -61,9 +61,7 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         return
     engine = "native" if options.engine is None else options.engine.name
     samples = (registry.traits_of("engine", engine) or {}).get("samples", True)
-    named = policy.model.named_modules()
-    drops = any(".lora_dropout." in name and isinstance(m, torch.nn.Dropout) and m.p > 0 for name, m in named)
-    if not samples or policy.temperature != (options.temperature or 1.0) or drops:
+    if not samples or policy.temperature != (options.temperature or 1.0) or has_dropout(policy.model):
         return
     size = metrics.get("effective_sample_size")
     shown = "" if size is None else f" (effective sample size {size:.2f})"
@@ -71,6 +69,12 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         f"update {step}: the sampler is not the model that is trained. The KL from sampler to trainer is {kl:.2g} nats "
         f"per token{shown}, at most {MAX_KL} is allowed. {_explain(policy, batch, engine)}The weights were not changed"
     )
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Return whether an adapter drops inputs while it is trained."""
+    named = model.named_modules()
+    return any(".lora_dropout." in name and isinstance(m, torch.nn.Dropout) and m.p > 0 for name, m in named)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, own_part, whole
 from posttrain.recipes.sections import TrainSection
+from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
 from posttrain.types import Batch, Loss, Outputs, with_float64
 
@@ -33,6 +34,8 @@ class Method:
 
     forward: the policy's pass, with a head where there is one. level: the unit that the objective gives a value for.
     entropy: whether the forward pass computes it, and with gradients. derive: the objective's metrics of means.
+    vanishes: the batch fields at whose 0 the values are 0 (see ``idle_rows``); None: every row is trained on. name: of
+    the objective in the recipe.
     """
 
     forward: Forward | ActorCritic
@@ -41,6 +44,8 @@ class Method:
     level: Level = "token"
     entropy: Entropy = "detached"
     derive: Derive = dict
+    vanishes: tuple[str, ...] | None = None
+    name: str = ""
 
 
 @dataclass(slots=True)
@@ -93,6 +98,7 @@ def accumulate(
     *,
     learns: bool = True,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    idle_rows: IdleRows = "train",
 ) -> tuple[float, dict[str, float]]:
     """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
@@ -100,6 +106,9 @@ def accumulate(
     takes; loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch
     is split into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
     objectives. Without ``learns`` it only measures: no gradients, no dropout.
+
+    ``idle_rows``: what is done with rows that cannot change the gradient (``idle_rows.py``). If they are skipped, the
+    metrics are of the rows that are computed.
     """
     forward, level = method.forward, method.level
     entropy = method.entropy if learns else "none"
@@ -108,28 +117,57 @@ def accumulate(
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
     slots = used = 0.0
-    pieces = split_rows(batch, options.micro_batch_tokens, options.micro_batch_rows, process_group)
-    for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=forward.is_sharded):
-        planned = batch.select(rows)
-        part = planned.to(device)
-        with _learning(forward, options) if learns else torch.no_grad():
-            outputs = forward(planned, entropy, "teacher_ids" in batch.fields)
-            result = _apply(method.objective, outputs, part, level)
-            assert part.weights is not None
-            weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
-            loss = (_kept(result.values, part, level) * weights).sum()
-            if learns:
-                with forward.backward_context():
-                    loss.backward()
-        if not counts:
-            continue
-        total += with_float64(loss.detach()).to(torch.float64)
-        _measure(means, result, outputs, part, level, float(planned.mask.sum()))
-        slots += forward.last_slots
-        used += forward.last_tokens
+    num_computed = 0
+    is_checked = idle_rows != "measure" or not method.vanishes
+    for chosen, has_gradients in _divide(method, batch, "train" if not learns else idle_rows):
+        pieces = split_rows(chosen, options.micro_batch_tokens, options.micro_batch_rows, process_group)
+        num_computed += chosen.num_rows
+        for rows, counts in even_pieces(pieces, chosen, process_group, is_sharded=forward.is_sharded):
+            planned = chosen.select(rows)
+            part = planned.to(device)
+            with _learning(forward, options) if learns and has_gradients else torch.no_grad():
+                outputs = forward(planned, entropy, "teacher_ids" in batch.fields)
+                result = _apply(method.objective, outputs, part, level)
+                assert part.weights is not None
+                weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
+                loss = (_kept(result.values, part, level) * weights).sum()
+                if learns and has_gradients:
+                    with forward.backward_context():
+                        loss.backward()
+            if not is_checked:
+                check_vanishing(method.name, method.objective, method.vanishes or (), outputs, part)
+                is_checked = True
+            if not counts:
+                continue
+            total += with_float64(loss.detach()).to(torch.float64)
+            _measure(means, result, outputs, part, level, float(planned.mask.sum()))
+            slots += forward.last_slots
+            used += forward.last_tokens
     mine = (float(total), float(slots), float(used))
     loss, slots, used = (sum(parts) for parts in zip(*process_group.gather([mine], "losses"), strict=True))
-    return loss, means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
+    metrics = means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
+    if learns and idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
+        metrics["computed_rows"] = float(num_computed)
+    return loss, metrics
+
+
+def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, bool]]:
+    """Yield the rows of an optimizer batch that gradients are computed of, then those that are only measured.
+
+    Rows whose log-probabilities were not computed are not measured either.
+    """
+    if method.vanishes is None or idle_rows == "train":
+        yield batch, True
+        return
+    trained, idle = split_idle_rows(batch, method.vanishes)
+    yield batch.select(trained) if idle else batch, True
+    if idle_rows == "skip":
+        return
+    if UNSCORED in batch.fields:
+        unscored = batch.fields[UNSCORED].tolist()
+        idle = [row for row in idle if not unscored[row]]
+    if idle:
+        yield batch.select(idle), False
 
 
 def add_gradients(parameters: Sequence[Tensor], process_group: ProcessGroup) -> None:

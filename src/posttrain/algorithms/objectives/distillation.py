@@ -27,7 +27,7 @@ CANDIDATES = ("teacher_ids", "teacher_candidate_logprobs")
 LOG_ZERO = -100.0
 
 
-@register("objective", level="token", needs=CANDIDATES)
+@register("objective", level="token", needs=CANDIDATES, vanishes=())
 def distillation(
     outputs: Outputs,
     batch: Batch,
@@ -62,7 +62,7 @@ def distillation(
     return _divergence(outputs, batch, batch.mask, divergence, jsd_weight, tail)
 
 
-@register("objective", level="token", needs=("old_logprobs", "teacher_logprobs"))
+@register("objective", level="token", needs=("old_logprobs", "teacher_logprobs"), vanishes=())
 def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative | None = None) -> Loss:
     """Reverse KL to the teacher by policy gradient, from the teacher's log-probability of each sampled token.
 
@@ -88,7 +88,13 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     return Loss(loss.values, loss.metrics | {"kl_teacher": -advantages})
 
 
-@register("objective", level="token", needs=(*CANDIDATES, "has_feedback"), optional_needs={"ratio_cap": "old_logprobs"})
+@register(
+    "objective",
+    level="token",
+    needs=(*CANDIDATES, "has_feedback"),
+    optional_needs={"ratio_cap": "old_logprobs"},
+    vanishes=("has_feedback",),
+)
 def sdpo(
     outputs: Outputs,
     batch: Batch,

@@ -19,7 +19,7 @@ from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
 
-@register("objective", level="token", needs=("advantages",), policy_term=True)
+@register("objective", level="token", needs=("advantages",), vanishes=("advantages",), policy_term=True)
 def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     """The score-function estimator.
 
@@ -34,7 +34,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     return Loss(-batch.field("advantages") * outputs.logprobs)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
@@ -55,7 +55,7 @@ def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_hi
     return clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
@@ -74,7 +74,7 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_h
     return clipped_surrogate(ratio, batch.field("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
@@ -94,7 +94,7 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, 
     return clipped_surrogate((sequence + own).exp(), batch.field("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
@@ -114,7 +114,7 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
     return Loss(values, {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)})
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
@@ -134,7 +134,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
     return Loss(values, {"ratio": ratio.detach()})
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
     """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
 
@@ -171,6 +171,7 @@ def explain_variance(means: dict[str, float]) -> dict[str, float]:
     level="token",
     needs=("advantages", "old_logprobs", "returns", "old_values"),
     derive=explain_variance,
+    vanishes=(),  # the critic learns from every row
     policy_term=True,
     head="value",
 )

@@ -33,7 +33,7 @@ from posttrain.types import Batch, Loss, Outputs
 FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def dpo(
     outputs: Outputs,
     batch: Batch,
@@ -62,7 +62,7 @@ def dpo(
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, per_nat)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rate: FlipRate = 0.1) -> Loss:
     """Robust DPO: unbiased for DPO's loss on clean labels when a share ε of the labels is swapped.
 
@@ -82,7 +82,7 @@ def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rat
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normalized: bool = False) -> Loss:
     """Identity preference optimization: regression of the log-ratio difference on a finite target.
 
@@ -103,7 +103,7 @@ def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normaliz
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, per_nat)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Positive = 1.0) -> Loss:
     """Hinge loss on log-ratios: SLiC's loss with DPO's reward.
 
@@ -123,7 +123,7 @@ def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Posit
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=())
+@register("objective", level="pair", needs=(), vanishes=())
 def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNegative = 1.0) -> Loss:
     """Simple preference optimization: no reference, means per token, a target margin.
 
@@ -142,7 +142,7 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNeg
     return _with_metrics(values, chosen, rejected, outputs, batch, _per_nat(beta, batch, True))
 
 
-@register("objective", level="pair", needs=())
+@register("objective", level="pair", needs=(), vanishes=())
 def orpo(outputs: Outputs, batch: Batch, *, odds_weight: NotNegative = 0.1) -> Loss:
     """Odds-ratio preference optimization: likelihood of the chosen answer plus a log-odds-ratio term.
 
@@ -166,7 +166,7 @@ def orpo(outputs: Outputs, batch: Batch, *, odds_weight: NotNegative = 0.1) -> L
     return _with_metrics(values, chosen, rejected, outputs, batch, slope * _per_nat(1.0, batch, True), nll)
 
 
-@register("objective", level="pair", needs=())
+@register("objective", level="pair", needs=(), vanishes=())
 def cpo(
     outputs: Outputs,
     batch: Batch,
@@ -194,7 +194,7 @@ def cpo(
     return _with_metrics(-logsigmoid(chosen - rejected) + nll_weight * nll, chosen, rejected, outputs, batch, beta, nll)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def rpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, nll_weight: NotNegative = 1.0) -> Loss:
     """DPO plus the likelihood of the chosen answer, so that it does not become less likely.
 
@@ -213,7 +213,7 @@ def rpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, nll_weight: Not
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta, nll)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def exo(
     outputs: Outputs,
     batch: Batch,
@@ -243,7 +243,7 @@ def exo(
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
     """Noise contrastive alignment, pair form: the absolute likelihood of each answer, not only their order.
 
@@ -261,7 +261,7 @@ def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
     return _with_metrics(values, chosen, rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     """Anchored preference optimization, zero: the chosen answer up, the rejected one down, each from zero.
 
@@ -279,7 +279,7 @@ def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     return _with_metrics(values, chosen, rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",))
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     """Anchored preference optimization, down: both answers less likely, the rejected one more so.
 
@@ -360,7 +360,7 @@ def divide_rewards(means: dict[str, float]) -> dict[str, float]:
     return means
 
 
-@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"), derive=divide_rewards)
+@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"), vanishes=(), derive=divide_rewards)
 def kto(
     outputs: Outputs,
     batch: Batch,

@@ -19,7 +19,15 @@ from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
 
-@register("objective", level="pair", needs=(), head="score", scores="preference", optional_needs={"margin": "margins"})
+@register(
+    "objective",
+    level="pair",
+    needs=(),
+    vanishes=(),
+    head="score",
+    scores="preference",
+    optional_needs={"margin": "margins"},
+)
 def bradley_terry(
     outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Field(ge=0)] = 0.0
 ) -> Loss:
@@ -64,7 +72,15 @@ def accuracy_at_the_end(means: dict[str, float]) -> dict[str, float]:
     return means | {"answer_accuracy": correct / last}
 
 
-@register("objective", level="token", needs=("labels",), head="score", scores="outcome", derive=accuracy_at_the_end)
+@register(
+    "objective",
+    level="token",
+    needs=("labels",),
+    vanishes=(),
+    head="score",
+    scores="outcome",
+    derive=accuracy_at_the_end,
+)
 def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"] = "all") -> Loss:
     """Outcome reward model: at each token, the probability that the answer will turn out right.
 
@@ -100,7 +116,13 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
 
 
 @register(
-    "objective", level="token", needs=("step_labels",), head="score", scores="process", head_outputs="num_classes"
+    "objective",
+    level="token",
+    needs=("step_labels",),
+    vanishes=(),
+    head="score",
+    scores="process",
+    head_outputs="num_classes",
 )
 def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -> Loss:
     """Process reward model: each step of a solution is judged at its last token.

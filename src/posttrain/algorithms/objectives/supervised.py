@@ -6,7 +6,7 @@ from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
 
-@register("objective", level="token", needs=())
+@register("objective", level="token", needs=(), vanishes=())
 def cross_entropy(outputs: Outputs, batch: Batch) -> Loss:
     """Maximum likelihood of the trained tokens: pretraining and supervised fine-tuning.
 

@@ -27,6 +27,7 @@ from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
 from posttrain.training.batch_fields import BatchFields
+from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
@@ -184,7 +185,7 @@ class RolloutSource(Source):
         if any(name == "correct" and weight for name, weight, _ in self.grader.rewards) and "accuracy" not in metrics:
             self._warnings.setdefault(NO_GOLD, False)
         if batch is not None:
-            metrics |= self._fill_batch_fields(batch, chosen, rows, rewards)
+            metrics |= self._fill_batch_fields(batch, chosen, rows, rewards, step)
             if len(trained) < len(rows):
                 each, kept = self.rows_per_unit, set(trained)
                 places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
@@ -337,14 +338,15 @@ class RolloutSource(Source):
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
     def _fill_batch_fields(
-        self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor]
+        self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor], step: int
     ) -> dict[str, float]:
+        """Fill the fields of a rollout batch whose first update is ``step``; return metrics of its advantages."""
         teacher_batch = None
         if self.feedback is not None:
             rows = [(n, g) for unit in units for n, g in unit]
             teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
             batch.fields["has_feedback"] = has_feedback
-        self.batch_fields(batch, teacher_batch)
+        self.batch_fields(batch, teacher_batch, every_row=self._reads_every_row(step))
         if not self.advantage_estimator.needs_batch:
             return {}
         flat = [r for g in groups for r in g]
@@ -357,6 +359,19 @@ class RolloutSource(Source):
         counts = batch.mask.sum(dim=1).clamp(min=1)
         _record_advantages(groups, (advantages.sum(dim=1) / counts).split([len(group) for group in rewards]))
         return metrics
+
+    def _reads_every_row(self, step: int) -> bool:
+        """Return whether anything reads log-probabilities of rows that cannot change the gradient.
+
+        Advantages that are computed from the batch do, and so do the metrics of some updates.
+        """
+        options = self.recipe.train
+        last_step = options.steps
+        if options.num_epochs is not None:
+            last_step, _ = self.length_of(options.num_epochs)
+        updates = range(step, step + self.updates)
+        modes = {choose_idle_rows(options, update, last_step) for update in updates}
+        return self.advantage_estimator.needs_batch or modes != {"skip"}
 
 
 def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
