@@ -41,6 +41,7 @@ HELD_OUT = {
 }
 QUESTION = "What is 47 + 38?"
 NUM_ANSWERS = 5
+ROOM = "48"
 # For a test: the parts with next to no work.
 SMALLEST = ["--train.steps", "2", "--eval.every", "2", "--eval.num_examples", "4"]
 SMALLEST_ROLLOUT = ["--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "4"]
@@ -142,6 +143,8 @@ def grpo(part: str, seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
     """GRPO, seed by seed: the model before and after on the same distinct questions of the test split."""
     asked = [*HELD_OUT[part], *PROMPT]
     base, base_items, base_seconds = evaluate(settings.model, asked, settings)
+    # How much is form: the same model with room to come to an answer.
+    roomy, _, _ = evaluate(settings.model, [*asked, "--max-tokens", ROOM], settings)
     rows = []
     for seed in seeds:
         folder = train(part, seed, settings)
@@ -150,7 +153,7 @@ def grpo(part: str, seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
         rows.append(
             {
                 "seed": seed,
-                "trained": chosen(results, ["accuracy"]) | {"n": results["n"]},
+                "trained": chosen(results, ["accuracy", "truncated"]) | {"n": results["n"]},
                 "cpu_seconds": json.loads((folder / "cost.json").read_text())["cpu_seconds"],
                 "peak_bytes": json.loads((folder / "cost.json").read_text())["peak_bytes"],
                 "evaluation_cpu_seconds": seconds,
@@ -161,7 +164,12 @@ def grpo(part: str, seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
             }
         )
         print(f"seed {seed}: {base['accuracy']:.1%} -> {results['accuracy']:.1%}, n {results['n']:.0f}", flush=True)
-    return {"base": chosen(base, ["accuracy"]) | {"n": base["n"], "cpu_seconds": base_seconds}, "seeds": rows}
+    before = chosen(base, ["accuracy", "truncated"]) | {"n": base["n"], "cpu_seconds": base_seconds}
+    return {
+        "base": before,
+        "base_with_room": chosen(roomy, ["accuracy", "truncated"]) | {"max_tokens": ROOM},
+        "seeds": rows,
+    }
 
 
 def is_right(item: dict[str, Any]) -> bool:
@@ -238,7 +246,7 @@ def first_answer(settings: Settings) -> dict[str, Any]:
         os.environ["XDG_CACHE_HOME"] = cache
         for name in ("first", "second"):
             started = time.monotonic()
-            cost = posttrain(["generate", settings.model, QUESTION, "--max-tokens", "16", "--quiet"], settings)
+            cost = posttrain(["generate", settings.model, QUESTION, "--max-tokens", "16"], settings)
             seconds[name] = {"cpu_seconds": cost.cpu_seconds, "wall_seconds": time.monotonic() - started}
             seconds[name]["peak_bytes"] = cost.peak_bytes
     print(seconds, flush=True)

@@ -222,6 +222,18 @@ def test_the_reference_has_the_recipes_of_a_published_model(tmp_path: Path, monk
     assert picture.count("<polyline") == 2  # the seed and the mean
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/learn/a-model-that-people-know.md"])
+def test_pages_show_the_recorded_figures_of_the_published_model(page: str) -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "smollm2-grpo-sums.json").read_text())
+    text = (ROOT / page).read_text(encoding="utf-8")
+    base = f"{100 * recorded['base']['accuracy']:.1f} %"
+    for seed in recorded["seeds"]:
+        share, low, high = (100 * seed["trained"][f"accuracy{bound}"] for bound in ("", "_low", "_high"))
+        row = f"| {seed['seed']} | {base} | {share:.1f} % ({low:.1f} – {high:.1f}) | {seed['cpu_seconds'] / 60:.0f} |"
+        assert row in text
+    assert "dequantized from 4 bits" in text
+
+
 def test_the_reference_runs_are_those_of_the_results() -> None:
     """By hand, from the files: a row of each kind."""
     page = (ROOT / "docs" / "reference" / "results.md").read_text(encoding="utf-8")
