@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ SMALLEST_SAE = [
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a command: CPU-seconds of its process and the largest one so far, in bytes."""
+    """The cost of a command: CPU-seconds of its process, and the memory that it had at most, in bytes."""
 
     cpu_seconds: float
     peak_bytes: int
@@ -79,16 +78,14 @@ def posttrain(words: Sequence[str], settings: Settings) -> Cost:
     Raises:
         SystemExit: the command failed.
     """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "posttrain", *words, "--runs-dir", str(settings.runs_dir)]
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     print("$ posttrain " + " ".join(words), flush=True)
-    done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.DEVNULL)
-    if done.returncode != 0:
+    process = subprocess.Popen(command, env=os.environ | threads, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status) != 0:
         raise SystemExit(f"posttrain {' '.join(words)} failed")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Cost(seconds, after.ru_maxrss * 1024)
+    return Cost(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 
 def train(part: str, seed: int, settings: Settings, changes: Sequence[str] = ()) -> Path:
@@ -105,7 +102,7 @@ def train(part: str, seed: int, settings: Settings, changes: Sequence[str] = ())
     if (folder / "recipe.yaml").is_file():
         words.append("--resume")
     cost = posttrain(words, settings)
-    (folder / "cost.json").write_text(json.dumps({"cpu_seconds": cost.cpu_seconds, "peak_bytes": cost.peak_bytes}))
+    (folder / "cost.json").write_text(json.dumps(asdict(cost)))
     return folder
 
 
@@ -232,11 +229,14 @@ def dpo(seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
 def sae(settings: Settings) -> dict[str, Any]:
     """A dictionary of layer 15 over a text."""
     run = settings.run("sae")
-    words = ["sae", "train", "smollm2/sae", "--run", run.name, "--quiet", "--activations.text", str(settings.data)]
-    words += ["--activations.model.name", settings.model]
-    cost = posttrain(words + (SMALLEST_SAE if settings.smallest else []), settings)
-    results = json.loads((run / "results.json").read_text())
-    return {"results": results, "cpu_seconds": cost.cpu_seconds, "peak_bytes": cost.peak_bytes}
+    if not (run / "cost.json").is_file():
+        words = ["sae", "train", "smollm2/sae", "--run", run.name, "--quiet", "--activations.text", str(settings.data)]
+        words += ["--activations.model.name", settings.model, *(SMALLEST_SAE if settings.smallest else [])]
+        cost = posttrain(words, settings)
+        (run / "cost.json").write_text(json.dumps(asdict(cost)))
+    found = json.loads((run / "dictionary.json").read_text())
+    print(found, flush=True)
+    return {"results": found["held_out"] | found["recovered"], **json.loads((run / "cost.json").read_text())}
 
 
 def first_answer(settings: Settings) -> dict[str, Any]:
@@ -247,8 +247,7 @@ def first_answer(settings: Settings) -> dict[str, Any]:
         for name in ("first", "second"):
             started = time.monotonic()
             cost = posttrain(["generate", settings.model, QUESTION, "--max-tokens", "16"], settings)
-            seconds[name] = {"cpu_seconds": cost.cpu_seconds, "wall_seconds": time.monotonic() - started}
-            seconds[name]["peak_bytes"] = cost.peak_bytes
+            seconds[name] = {**asdict(cost), "wall_seconds": time.monotonic() - started}
     print(seconds, flush=True)
     return seconds
 

@@ -242,7 +242,7 @@ def _other_rows(found: Mapping[str, Any]) -> str:
         rows.append(["`smollm2/sft`", "held-out loss", change, minutes(seed["cpu_seconds"])])
     if "sae" in found:
         results = found["sae"]["results"]
-        for name, key in (("held-out FVU", "fvu"), ("share of the loss recovered", "loss_recovered")):
+        for name, key in (("held-out FVU", "fvu"), ("share of the loss recovered", "ce_recovered")):
             rows.append(["`smollm2/sae`", name, f"{results[key]:.3f}", minutes(found["sae"]["cpu_seconds"])])
     for when in ("first", "second"):
         if "first-answer" in found:
