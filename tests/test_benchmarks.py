@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from small_gguf import write_gguf
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # By script: its arguments, the package that it needs, and a text of its output.
 SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
@@ -52,6 +54,14 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
     "processes.py": ([["--rounds", "1", "--steps", "2"]], None, "times the tokens per second of one"),
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),
+    "smollm2.py": (
+        [
+            ["--smallest", "--limit", "4", "--model", "small.gguf", "--data", "some.jsonl", "--part", part]
+            for part in ("grpo-sums", "sft", "rm", "dpo", "sae", "first-answer")
+        ],
+        "gguf",
+        "wrote ",
+    ),
     "time_to_accuracy.py": (
         [["--task", "stories", "--side", "ours", "--seeds", "0", "--steps", "1"]],
         None,
@@ -183,6 +193,7 @@ def write_pairs(folder: Path) -> None:
         {
             "chosen": f"\n\nHuman: {i}?\n\nAssistant: It is {i}.",
             "rejected": f"\n\nHuman: {i}?\n\nAssistant: No{'!' * i}",
+            "subset": "helpful-base",
         }
         for i in range(60)
     ]
@@ -208,6 +219,15 @@ def test_it_runs(
         train = script.train
         short = ["--train.steps", "1", "--eval.every", "0"]
         monkeypatch.setattr(script, "train", lambda *words: train(*words[:3], [*words[3], *short]))
+    if name == "smollm2.py":
+        write_pairs(tmp_path / "hh_rlhf")
+        write_gguf(tmp_path / "small.gguf")
+        rows = [
+            {"prompt": f"{i} and 1?", "response": f"{i + 1}", "text": f"{i} and 1 are {i + 1}. " * 8} for i in range(60)
+        ]
+        (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for words in commands:
         monkeypatch.setattr(sys, "argv", [str(FOLDER / name), *words])
         assert not script.main()

@@ -256,8 +256,12 @@ def test_recipes_as_json_hold_everything_that_can_be_run(capsys: pytest.CaptureF
     )
     assert sorted(rows) == recipe_names()
     assert not [row for row in rows.values() if not all(row.values())]
-    output = {name: tuple(rows[name].values())[1:5] for name in ("tiny/grpo", "sweep/tiny", "sae-qwen3-14b-layer20")}
+    names = ("tiny/grpo", "sweep/tiny", "sae-qwen3-14b-layer20", "smollm2/grpo-sums", "smollm2/what-did-rl-change")
+    output = {name: tuple(rows[name].values())[1:5] for name in (*names, "rm-hh-gpt2")}
     assert output == {
+        "smollm2/grpo-sums": ("sums", "smollm2-135m", "135M", "CPU"),
+        "smollm2/what-did-rl-change": ("sums", "smollm2-135m", "135M", "CPU"),
+        "rm-hh-gpt2": ("hh_rlhf", "gpt2", "124M", "GPU, over 2 GB"),
         "tiny/grpo": ("stories", "tiny-sft", "0.9M", "CPU"),
         "sweep/tiny": ("stories", "tiny", "0.9M", "CPU"),
         "sae-qwen3-14b-layer20": ("text", "Qwen3-14B", "14B", "GPU"),

@@ -186,6 +186,54 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
     assert text.startswith("## Speed on one X\n")
 
 
+def test_the_reference_has_the_recipes_of_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("write_reference")
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    assert tool.published_model_text() == ""
+    about = {"cpu": "X, AVX2"}
+    share = {"accuracy": 0.5, "accuracy_low": 0.444, "accuracy_high": 0.556, "n": 300.0}
+    spent = {"seed": 0, "cpu_seconds": 600.0, "peak_bytes": 3 * 2**30}
+    answer = {"question": "What is 1 + 2 < 4?", "answer": "3"}
+    answer |= {"base": {"text": "The\nsum", "right": False}, "trained": {"text": "1 + 2 = 3", "right": True}}
+    trained = {"trained": share, "gained": 140, "lost": 2, "curve": [[0, 0.0], [5, 0.5]], "answers": [answer]}
+    base = share | {"accuracy": 0.0, "accuracy_low": 0.0, "accuracy_high": 0.013}
+    wins = {"win_rate": 0.6, "win_rate_low": 0.5, "win_rate_high": 0.7, "n": 100.0}
+    pairs = {"pair_accuracy": 0.57, "pair_accuracy_low": 0.53, "pair_accuracy_high": 0.61, "n": 600.0}
+    for name, content in {
+        "grpo-sums": {"base": base, "seeds": [spent | trained]},
+        "rm": {"seeds": [spent | {"trained": pairs}]},
+        "dpo": {"seeds": [spent | {"against_base": wins}]},
+        "sft": {"seeds": [spent | {"curves": {"loss": [[0, 1.25], [16, 1.05]]}}]},
+    }.items():
+        (tmp_path / f"smollm2-{name}.json").write_text(json.dumps(about | content))
+    text = tool.published_model_text()
+    assert "dequantized from 4 bits" in text
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `smollm2/grpo-sums` | 0 | 0.0 [0.0, 1.3] % | 50.0 [44.4, 55.6] % | 140 / 2 | 300 | 10.0 | 3.0 |",
+        "| `smollm2/rm` | 0 | agrees with held-out pairs | 57.0 [53.0, 61.0] % | 600 | 10.0 |",
+        "| `smollm2/dpo` | 0 | wins against the base | 60.0 [50.0, 70.0] % | 100 | 10.0 |",
+        "| `smollm2/sft` | held-out loss | 1.250 → 1.050 after 16 steps | 10.0 |",
+    ]
+    picture = tool.known_model_picture(tool.read("smollm2-grpo-sums.json"))
+    assert "What is 1 + 2 &lt; 4?" in picture
+    assert "before: The sum" in picture
+    assert "dequantized from 4 bits" in picture
+    assert picture.count("<polyline") == 2  # the seed and the mean
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/learn/a-model-that-people-know.md"])
+def test_pages_show_the_recorded_figures_of_the_published_model(page: str) -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "smollm2-grpo-sums.json").read_text())
+    text = (ROOT / page).read_text(encoding="utf-8")
+    base = f"{100 * recorded['base']['accuracy']:.1f} %"
+    for seed in recorded["seeds"]:
+        share, low, high = (100 * seed["trained"][f"accuracy{bound}"] for bound in ("", "_low", "_high"))
+        row = f"| {seed['seed']} | {base} | {share:.1f} % ({low:.1f} – {high:.1f}) | {seed['cpu_seconds'] / 60:.0f} |"
+        assert row in text
+    assert "dequantized from 4 bits" in text
+
+
 def test_the_reference_runs_are_those_of_the_results() -> None:
     """By hand, from the files: a row of each kind."""
     page = (ROOT / "docs" / "reference" / "results.md").read_text(encoding="utf-8")
@@ -260,7 +308,9 @@ def test_what_the_commands_of_the_readme_make_is_ignored(made: str) -> None:
     assert subprocess.run(["git", "check-ignore", "-q", made], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
+@pytest.mark.parametrize(
+    "name", ["grpo-on-tiny", "a-model-that-people-know", "your-data-and-reward", "what-did-rl-change"]
+)
 def test_notebook_has_the_commands_and_code_of_its_page_in_order(name: str) -> None:
     page = (ROOT / "docs" / "learn" / f"{name}.md").read_text(encoding="utf-8")
     blocks = [(language, body.strip()) for _, language, body in BLOCK.findall(page) if language in ("bash", "python")]

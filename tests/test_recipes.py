@@ -44,6 +44,8 @@ FAMILIES = {
     "Qwen/Qwen2.5-Math-1.5B": "qwen2",
     "openai-community/gpt2": "gpt2",
     "runs/tiny-lm-hh": "qwen3",
+    "smollm2-135m": "llama",
+    "runs/sft-gsm8k-smollm2-135m": "llama",
 }
 # Recipes that differ from another one below in the size of the model, in the task, or in an objective or advantage (all
 # of which have tests of their own) alone, trained by `make test-slow`.
@@ -61,6 +63,7 @@ ALIKE = {
     *("reasoning-gym/dr-grpo", "reasoning-gym/ppo", "reasoning-gym/cispo", "reasoning-gym/gspo"),
     *("reasoning-gym/reinforce", "reasoning-gym/rloo", "tiny/grpo", "tiny/grpo-demo", "rl/dr-grpo", "tiny/pretrain"),
     "tiny/grpo-calculator",
+    *("smollm2/grpo-chain-sum", "smollm2/sft", "smollm2/dpo", "sft-gsm8k-smollm2-135m", "grpo-gsm8k-smollm2-135m"),
 }
 TRAINED = [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in NAMES]
 NUM_STEPS = 2

@@ -11,8 +11,11 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
+
+from write_methods import PLOT, draw_curve
 
 import posttrain
 from posttrain.evaluation.statistics import half_width
@@ -20,6 +23,7 @@ from posttrain.evaluation.statistics import half_width
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference" / "results.md"
 API = ROOT / "docs" / "reference" / "api.md"
+PICTURE = ROOT / "docs" / "images" / "smollm2-sums.svg"
 PARTS = ("losses", "advantages", "aggregations", "statistics")
 COMPARISONS = ("compare-all-policy-gradient", "compare-all-preference")
 HEADING = """# Reference runs
@@ -181,6 +185,78 @@ def reward_model_text() -> str:
     return f"## A reward model of human preferences\n\n{about}\n\n{table(['dialogues', 'pairs', 'agrees'], rows)}"
 
 
+def with_interval(results: Mapping[str, float], key: str) -> str:
+    """Return a share with its 95 % interval."""
+    return f"{100 * results[key]:.1f} [{100 * results[f'{key}_low']:.1f}, {100 * results[f'{key}_high']:.1f}] %"
+
+
+def minutes(cpu_seconds: float) -> str:
+    return f"{cpu_seconds / 60:.1f}"
+
+
+def published_model_text() -> str:
+    """SmolLM2-135M on a CPU: a table for each kind of recipe that was recorded."""
+    found = {path.stem.removeprefix("smollm2-"): read(path.name) for path in sorted(RESULTS.glob("smollm2-*.json"))}
+    parts = [_policy_rows(found), _preference_rows(found), _other_rows(found)]
+    tables = [part for part in parts if part]
+    if not tables:
+        return ""
+    cpus = ", ".join(sorted({one["cpu"] for one in found.values()}))
+    about = (
+        "Recipes `smollm2/*` (`python benchmarks/smollm2.py --part PART --seeds 0 1 2`): SmolLM2-135M-Instruct, "
+        f"dequantized from 4 bits, one thread of {cpus}. Minutes are CPU-minutes of training with its evaluations. "
+        "Held-out questions are distinct; intervals are Wilson's at 95 %."
+    )
+    return "\n".join([f"## SmolLM2-135M on a CPU\n\n{about}\n", *tables])
+
+
+def _policy_rows(found: Mapping[str, Any]) -> str:
+    rows = []
+    for part in (name for name in found if name.startswith("grpo-")):
+        base = found[part]["base"]
+        for seed in found[part]["seeds"]:
+            shares = [with_interval(base, "accuracy"), with_interval(seed["trained"], "accuracy")]
+            changed = f"{seed['gained']} / {seed['lost']}"
+            size = [f"{base['n']:.0f}", minutes(seed["cpu_seconds"]), f"{seed['peak_bytes'] / 2**30:.1f}"]
+            rows.append([f"`smollm2/{part}`", str(seed["seed"]), *shares, changed, *size])
+    head = ["recipe", "seed", "right before", "right after", "gained / lost", "n", "CPU-minutes", "peak GiB"]
+    return table(head, rows) if rows else ""
+
+
+def _preference_rows(found: Mapping[str, Any]) -> str:
+    rows = []
+    for seed in found.get("rm", {"seeds": []})["seeds"]:
+        agreement = with_interval(seed["trained"], "pair_accuracy")
+        rows.append(
+            ["`smollm2/rm`", str(seed["seed"]), "agrees with held-out pairs", agreement, seed["trained"]["n"], seed]
+        )
+    for seed in found.get("dpo", {"seeds": []})["seeds"]:
+        wins = with_interval(seed["against_base"], "win_rate")
+        rows.append(
+            ["`smollm2/dpo`", str(seed["seed"]), "wins against the base", wins, seed["against_base"]["n"], seed]
+        )
+    written = [[*row[:4], f"{row[4]:.0f}", minutes(row[5]["cpu_seconds"])] for row in rows]
+    return table(["recipe", "seed", "measure", "share", "n", "CPU-minutes"], written) if written else ""
+
+
+def _other_rows(found: Mapping[str, Any]) -> str:
+    rows = []
+    for seed in found.get("sft", {"seeds": []})["seeds"]:
+        (_, first), *_, (last_step, last) = seed["curves"]["loss"]
+        change = f"{first:.3f} → {last:.3f} after {last_step} steps"
+        rows.append(["`smollm2/sft`", "held-out loss", change, minutes(seed["cpu_seconds"])])
+    if "sae" in found:
+        results = found["sae"]["results"]
+        for name, key in (("held-out FVU", "fvu"), ("share of the loss recovered", "ce_recovered")):
+            rows.append(["`smollm2/sae`", name, f"{results[key]:.3f}", minutes(found["sae"]["cpu_seconds"])])
+    for when in ("first", "second"):
+        if "first-answer" in found:
+            cost = found["first-answer"][when]
+            written = f"{cost['cpu_seconds']:.0f} CPU-seconds"
+            rows.append(["`posttrain generate smollm2-135m`", f"{when} answer", written, minutes(cost["cpu_seconds"])])
+    return table(["recipe", "measure", "value", "CPU-minutes"], rows) if rows else ""
+
+
 def read(name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return content
@@ -189,7 +265,43 @@ def read(name: str) -> dict[str, Any]:
 def reference_text() -> str:
     """The whole document."""
     comparisons = [comparison_text(name) for name in COMPARISONS]
-    return "\n".join([HEADING, demo_text(), *comparisons, reward_model_text(), game_text(), speed_text(), *gpu_texts()])
+    known = published_model_text()
+    texts = [HEADING, demo_text(), *([known] if known else []), *comparisons, reward_model_text(), game_text()]
+    return "\n".join([*texts, speed_text(), *gpu_texts()])
+
+
+def known_model_picture(recorded: Mapping[str, Any]) -> str:
+    """Return the learning curves of ``smollm2/grpo-sums`` as an SVG, with the answers to one question below."""
+    curves = [[(step, share) for step, share in seed["curve"]] for seed in recorded["seeds"]]
+    answers = recorded["seeds"][0]["answers"]
+    shown = next((one for one in answers if one["trained"]["right"] and not one["base"]["right"]), answers[0])
+    spent = statistics.fmean(seed["cpu_seconds"] for seed in recorded["seeds"])
+    width, height = PLOT
+    lines = [
+        f"SmolLM2-135M, dequantized from 4 bits: {len(curves)} seeds, {minutes(spent)} minutes of one CPU core each",
+        f"question: {shown['question']}",
+        f"before: {shorten(shown['base']['text'])}",
+        f"after: {shorten(shown['trained']['text'])}",
+    ]
+    texts = [f'<text x="8" y="{height + 20 + 18 * i}">{escape(line)}</text>' for i, line in enumerate(lines)]
+    wide, tall = max(width, 560), height + 20 + 18 * len(lines)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}"'
+    style = ' font-family="sans-serif" font-size="12" fill="#888">'
+    return "\n".join([head + style, draw_curve(curves).strip(), *texts, "</svg>", ""])
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of an answer on one line."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= 80 else f"{flat[:79]}…"
+
+
+def generated() -> dict[Path, str]:
+    """Return every file that is written here, with its content."""
+    files = {TARGET: reference_text()}
+    if (RESULTS / "smollm2-grpo-sums.json").is_file():
+        files[PICTURE] = known_model_picture(read("smollm2-grpo-sums.json"))
+    return files
 
 
 def functions_of(part: str) -> dict[str, Any]:
@@ -222,10 +334,10 @@ def api_text(page: str) -> str:
 
 
 def main() -> int:
-    texts = {TARGET: reference_text(), API: api_text(API.read_text(encoding="utf-8"))}
+    texts = {**generated(), API: api_text(API.read_text(encoding="utf-8"))}
     status = 0
     for path, text in texts.items():
-        name = path.relative_to(ROOT)
+        name = path.relative_to(ROOT).as_posix()
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {name}")

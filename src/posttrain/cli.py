@@ -191,7 +191,7 @@ _LISTED = option("action", nargs="?", choices=("list", "show"), default="list")
 _OPTIONS = {
     "demo": CommandOptions(
         option(
-            "--story", choices=("reasoning", "tools"), default="reasoning",
+            "--story", choices=("reasoning", "tools", "smollm2"), default="reasoning",
             help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
         ),
         seed_of("seed of both training runs"),

@@ -14,6 +14,7 @@ from posttrain.commands import demo
 from posttrain.commands.demo import STORIES
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
+from small_gguf import write_gguf
 
 LITTLE = [("train.steps", "2"), ("eval.num_examples", "4"), ("eval.every", "2")]
 SIXTY, SIXTY_EACH = [("task.size", "60")], [(f"task.parts.{i}.task.size", "60") for i in (0, 1)]
@@ -24,6 +25,12 @@ FEW = [
     ("rollout.max_turn_tokens", "4"),
 ]
 SMALL = {
+    "smollm2/grpo-sums": [
+        *LITTLE,
+        ("rollout.num_prompts", "2"),
+        ("rollout.group_size", "2"),
+        ("rollout.max_tokens", "6"),
+    ],
     "tiny/sft-calculator": [("train.steps", "2"), *SIXTY_EACH],
     "tiny/grpo-calculator": [*LITTLE, *SIXTY_EACH, *FEW],
     "tiny/sft": [*LITTLE, *SIXTY, ("eval.max_tokens", "6")],
@@ -106,6 +113,39 @@ def test_the_story_of_the_calculator_measures_all_three_with_it(
     assert "Calls by part" in report
     sft = RunDirectory(tmp_path / "demo-tools-sft").read_recipe()
     assert [part["task"]["called"] for part in sft["task"]["parts"]] == [0.25, 0.25]
+
+
+@pytest.mark.usefixtures("small", "no_curves")
+def test_demo_smollm2_has_two_models_and_names_no_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    models = tmp_path / "models"
+    models.mkdir()
+    write_gguf(models / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    monkeypatch.setenv("POSTTRAIN_MODELS", str(models))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runs = tmp_path / "runs"
+    assert main(["demo", "--story", "smollm2", "--runs-dir", str(runs), "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    order = ["1. The base", "base: ", "2. Reinforcement", "after GRPO: ", "3. All side by side"]
+    places = [shown.index(text) for text in order]
+    assert places == sorted(places)
+    assert sorted(path.name for path in runs.iterdir()) == ["demo-smollm2-grpo"]
+    info = json.loads((runs / "demo-smollm2-grpo" / "demo.json").read_text())
+    assert info["evaluation"] == "sums/test"
+    assert list(info["results"]) == ["base", "after GRPO"]
+    report = (runs / "demo-smollm2-grpo" / "report.html").read_text()
+    assert "after SFT" not in report
+    assert report.count("dequantized from 4 bits") >= 2
+    assert RunDirectory(runs / "demo-smollm2-grpo").read_recipe()["model"]["name"] == "smollm2-135m"
+
+
+def test_every_story_describes_the_models_that_it_measures() -> None:
+    for story in STORIES.values():
+        assert tuple(story.descriptions) == story.labels
+        assert story.labels[-1] == demo.AFTER_GRPO
+        assert (demo.AFTER_SFT in story.labels) == (story.sft is not None)
 
 
 def test_the_command_line_knows_every_story() -> None:

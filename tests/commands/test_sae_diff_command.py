@@ -13,7 +13,7 @@ import pytest
 
 from closeness import approx
 from posttrain.cli import main
-from posttrain.commands.demo import STORIES, make_plan
+from posttrain.commands.demo import AFTER_SFT, STORIES, make_plan
 from posttrain.commands.interpret.sae import find_model, find_pair
 from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
 from posttrain.recipes.recipe import load_recipe
@@ -213,7 +213,8 @@ def test_what_did_rl_change_after_the_demo_takes_the_runs_of_the_demo(tmp_path: 
     """A later run of the same SFT recipe, from which no run of GRPO began, is not taken in place of the demo's."""
     plan = make_plan(tmp_path, 0, STORIES["reasoning"])
     later = tmp_path / "tiny-sft"
-    for folder, of in ((plan.sft, plan.sft_recipe), (plan.grpo, plan.grpo_recipe), (later, plan.sft_recipe)):
+    sft_recipe = plan.recipes[AFTER_SFT]
+    for folder, of in ((plan.folders[AFTER_SFT], sft_recipe), (plan.grpo, plan.grpo_recipe), (later, sft_recipe)):
         folder.mkdir()
         run = RunDirectory(folder)
         run.recipe_path.write_text(of.to_yaml(), encoding="utf-8")
@@ -221,9 +222,9 @@ def test_what_did_rl_change_after_the_demo_takes_the_runs_of_the_demo(tmp_path: 
     os.utime(later / "recipe.yaml", (2e9, 2e9))
     recipe = load_diff_recipe(["tiny/what-did-rl-change"]).resolve()
     assert recipe.post.recipe is not None
-    assert find_runs(plan.sft_recipe, tmp_path)[0] == later
+    assert find_runs(sft_recipe, tmp_path)[0] == later
     base = find_pair(recipe, tmp_path)
-    assert base == str(plan.sft)
+    assert base == str(plan.folders[AFTER_SFT])
     message: list[str] = []
     assert find_model(recipe.post, tmp_path, base, True, message.append) == str(plan.grpo)
     assert "a finished run is there" in message[0]

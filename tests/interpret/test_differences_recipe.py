@@ -9,6 +9,7 @@ import pytest
 from posttrain.errors import RecipeError, UnknownComponent
 from posttrain.interpret.differences.recipe import load_diff_recipe
 from posttrain.recipes.document import interpretation_names
+from posttrain.recipes.recipe import load_recipe
 
 
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
@@ -25,6 +26,18 @@ def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: P
     assert load_diff_recipe([str(path)]).resolve().fingerprint() == recipe.fingerprint()
     assert "tiny/what-did-rl-change" in interpretation_names("changes")
     assert "tiny/what-did-rl-change" not in interpretation_names("dictionary")
+
+
+def test_recipe_of_a_published_model_compares_it_with_what_its_own_recipe_trains() -> None:
+    recipe = load_diff_recipe(["smollm2/what-did-rl-change"]).resolve()
+    assert recipe.post.recipe is not None
+    trained = load_recipe(recipe.post.recipe).resolve()
+    assert recipe.base.name == trained.model.name == "smollm2-135m"
+    assert recipe.task is not None
+    asked = {key: recipe.task.options[key] for key in ("min_value", "max_value")}
+    assert asked == {key: trained.task.options[key] for key in ("min_value", "max_value")}
+    assert recipe.task.options["split"] == "test"
+    assert trained.task.options["split"] == "train"
 
 
 def test_two_models_and_options_make_a_recipe() -> None:

@@ -1,7 +1,7 @@
-"""``posttrain demo``: a small model learns to reason, or to use a tool, while you watch.
+"""``posttrain demo``: a small model learns to reason, to use a tool, or to add, while you watch.
 
-The R1-Zero story in small. A base model is taught a form by demonstrations; then reinforcement learning, which only
-says right or wrong, finds out what pays. All three are measured on the same held-out problems.
+The R1-Zero story in small. A base model is taught a form by demonstrations, unless it can chat already; then
+reinforcement learning, which only says right or wrong, finds out what pays. All are measured on the same problems.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from posttrain.terminal.training import choose_progress, show_duration
 
 NUM_HELD_OUT = 500
 NUM_SHOWN = 2
-LABELS = ("base", "after SFT", "after GRPO")
+BASE, AFTER_SFT, AFTER_GRPO = "base", "after SFT", "after GRPO"
 OTHER_PROBLEMS = (
     "The evaluations during training are of the validation split, by which the best weights are chosen; of the same "
     "model they may differ from these within the intervals."
@@ -54,22 +54,34 @@ Results = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Story:
-    """Three models of one story: ``tiny``, the same after demonstrations, and that after reinforcement learning.
+    """The models of one story: a base model, the same after demonstrations, and that after reinforcement learning.
 
-    ``sft``, ``grpo``: recipes; their runs are called ``run``-sft and ``run``-grpo. ``texts`` are printed before each
-    of the three, ``descriptions`` stand in the report. ``shares``: results that the line of a model names,
-    with words for each. ``outcome``: one sentence from the figures before and after reinforcement learning.
+    ``sft``, ``grpo``: recipes; their runs are called ``run``-sft and ``run``-grpo. Without ``sft`` reinforcement
+    learning starts from the base. ``texts`` are printed before each model, by its label, ``descriptions`` stand in the
+    report. ``shares``: results that the line of a model names, with words for each. ``outcome``: one sentence from the
+    figures before and after reinforcement learning. ``options``: those of the command that tells the story.
     """
 
     run: str
-    sft: str
+    sft: str | None
     grpo: str
     title: str
     lead: str
-    texts: tuple[str, str, str]
-    descriptions: tuple[str, str, str]
+    texts: Mapping[str, str]
+    descriptions: Mapping[str, str]
     outcome: Callable[[Results, Results], str]
     shares: Mapping[str, str] = field(default_factory=dict)
+    options: str = ""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the models, in order."""
+        return tuple(self.texts)
+
+    @property
+    def before(self) -> str:
+        """The label of the model that reinforcement learning starts from."""
+        return self.labels[-2]
 
 
 def reasoning_outcome(before: Results, after: Results) -> str:
@@ -97,6 +109,14 @@ def tools_outcome(before: Results, after: Results) -> str:
     return f"In this run the intervals do not show that the model learned when to call the tool: {change}."
 
 
+def sums_outcome(before: Results, after: Results) -> str:
+    """Return a sentence on whether the model learned to add and to subtract."""
+    change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
+    if after["accuracy_low"] > before["accuracy_high"]:
+        return f"The model learned from right or wrong: {change}."
+    return f"In this run accuracy did not change by more than its intervals: {change}."
+
+
 STORIES: Mapping[str, Story] = {
     "reasoning": Story(
         run="demo",
@@ -107,20 +127,21 @@ STORIES: Mapping[str, Story] = {
             "A language model of under a million parameters, trained on this machine in minutes. First it copies a "
             "format from demonstrations that mostly guess. Then reinforcement learning only says right or wrong. "
         ),
-        texts=(
-            "`tiny` is a language model of under a million parameters that ships with this package. It has read "
+        texts={
+            BASE: "`tiny` is a language model of under a million parameters that ships with this package. It has read "
             "little stories and worked sums, nothing else: it completes text and does not know what a question is.",
-            "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most of them "
-            "guess the answer at once, only some write down their steps; so it learns the format, and mostly to guess.",
-            "There are no demonstrations any more. The model writes several answers to each problem; the right ones "
-            "earn a reward, and their tokens become more likely. Watch accuracy, length and the share of answers that "
-            "show their steps: does the model learn to work step by step?",
-        ),
-        descriptions=(
-            "was trained on stories and sums, not on questions",
-            "knows the format; mostly guesses",
-            "was trained on right-or-wrong rewards",
-        ),
+            AFTER_SFT: "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most "
+            "of them guess the answer at once, only some write down their steps; so it learns the format, and mostly "
+            "to guess.",
+            AFTER_GRPO: "There are no demonstrations any more. The model writes several answers to each problem; the "
+            "right ones earn a reward, and their tokens become more likely. Watch accuracy, length and the share of "
+            "answers that show their steps: does the model learn to work step by step?",
+        },
+        descriptions={
+            BASE: "was trained on stories and sums, not on questions",
+            AFTER_SFT: "knows the format; mostly guesses",
+            AFTER_GRPO: "was trained on right-or-wrong rewards",
+        },
         outcome=reasoning_outcome,
     ),
     "tools": Story(
@@ -133,20 +154,20 @@ STORIES: Mapping[str, Story] = {
             "in its head and no large ones. Demonstrations show how a calculator is called, and not when. Then "
             "reinforcement learning says right or wrong, and a call costs a little. "
         ),
-        texts=(
-            "`tiny` is a language model of under a million parameters that ships with this package. It has read sums "
-            "of numbers below a hundred. It does not know what a question is, and has never met a tool.",
-            "It now copies demonstrations. Most write the sum down and answer; one in four, of small numbers and "
-            "large ones alike, calls a calculator with <tool>calculator: ...</tool>, reads its result, and answers. "
-            "So it learns how a tool is called, and calls it rarely.",
-            "There are no demonstrations any more. A right answer earns 1, and a call costs 0.1. Watch the calls for "
-            "small sums and for large ones: does the model learn when a call is worth its price?",
-        ),
-        descriptions=(
-            "was trained on small sums, not on questions",
-            "was shown a few calls, whatever the numbers",
-            "was trained on right-or-wrong rewards; a call costs a little",
-        ),
+        texts={
+            BASE: "`tiny` is a language model of under a million parameters that ships with this package. It has read "
+            "sums of numbers below a hundred. It does not know what a question is, and has never met a tool.",
+            AFTER_SFT: "It now copies demonstrations. Most write the sum down and answer; one in four, of small "
+            "numbers and large ones alike, calls a calculator with <tool>calculator: ...</tool>, reads its result, "
+            "and answers. So it learns how a tool is called, and calls it rarely.",
+            AFTER_GRPO: "There are no demonstrations any more. A right answer earns 1, and a call costs 0.1. Watch "
+            "the calls for small sums and for large ones: does the model learn when a call is worth its price?",
+        },
+        descriptions={
+            BASE: "was trained on small sums, not on questions",
+            AFTER_SFT: "was shown a few calls, whatever the numbers",
+            AFTER_GRPO: "was trained on right-or-wrong rewards; a call costs a little",
+        },
         outcome=tools_outcome,
         shares={
             "small:accuracy": "of the small sums",
@@ -154,19 +175,56 @@ STORIES: Mapping[str, Story] = {
             "large:accuracy": "of the large ones",
             "large:called": "of these by a call",
         },
+        options=" --story tools",
+    ),
+    "smollm2": Story(
+        run="demo-smollm2",
+        sft=None,
+        grpo="smollm2/grpo-sums",
+        title="A model that people know learns to add",
+        lead=(
+            "SmolLM2-135M-Instruct, dequantized from 4 bits, trained on this machine in minutes. It chats, and gets "
+            "few sums right. Reinforcement learning only says right or wrong. "
+        ),
+        texts={
+            BASE: "SmolLM2-135M-Instruct is a chat model with 134.5M parameters, dequantized from 4 bits. It comes "
+            "from the Python package index at the first use. It is asked for sums and differences of two numbers up to "
+            "99.",
+            AFTER_GRPO: "There are no demonstrations. The model writes several answers to each question; the right "
+            "ones earn a reward, and their tokens become more likely. Watch accuracy and length: does the model learn "
+            "to write the sum down, and to end?",
+        },
+        descriptions={
+            BASE: "a chat model, dequantized from 4 bits",
+            AFTER_GRPO: "was trained on right-or-wrong rewards (LoRA)",
+        },
+        outcome=sums_outcome,
+        options=" --story smollm2",
     ),
 }
+TITLES = {BASE: "The base model", AFTER_SFT: "Demonstrations (SFT)", AFTER_GRPO: "Reinforcement learning (GRPO)"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The two runs of one demo: their folders and resolved recipes."""
+    """The runs of one demo, by the label of the model that each leaves: folders and resolved recipes."""
 
     story: Story
-    sft: Path
-    grpo: Path
-    sft_recipe: Recipe
-    grpo_recipe: Recipe
+    folders: Mapping[str, Path]
+    recipes: Mapping[str, Recipe]
+
+    @property
+    def grpo(self) -> Path:
+        return self.folders[AFTER_GRPO]
+
+    @property
+    def grpo_recipe(self) -> Recipe:
+        return self.recipes[AFTER_GRPO]
+
+    @property
+    def base(self) -> str:
+        """The model that the first of the runs starts from."""
+        return next(iter(self.recipes.values())).model.name
 
     @property
     def problems(self) -> str:
@@ -183,18 +241,16 @@ def run_demo(arguments: argparse.Namespace) -> int:
     component = plan.grpo_recipe.task
     task = build_task(map_tasks(component, lambda one: Component(name=one.name, **(one.options | {"split": "test"}))))
     stages: dict[str, Evaluation] = {}
-    for label, title, text, folder, recipe in (
-        (LABELS[0], "1. The base model", story.texts[0], None, plan.sft_recipe),
-        (LABELS[1], "2. Demonstrations (SFT)", story.texts[1], plan.sft, plan.sft_recipe),
-        (LABELS[2], "3. Reinforcement learning (GRPO)", story.texts[2], plan.grpo, plan.grpo_recipe),
-    ):
-        _say(console, title, text)
-        if folder is not None and _train(recipe, folder, arguments.quiet).reason != "finished":
-            again = "posttrain demo" + ("" if arguments.story == "reasoning" else f" --story {arguments.story}")
-            what = f"Stopped; everything so far is saved. `{again}` again goes on from here."
-            console.print(Text(what, style="yellow"))
-            return INTERRUPTED
-        source = find_source(recipe.model.name if folder is None else str(folder), root)
+    for number, label in enumerate(story.labels, start=1):
+        _say(console, f"{number}. {TITLES[label]}", story.texts[label])
+        model = plan.base
+        if label in plan.folders:
+            if _train(plan.recipes[label], plan.folders[label], arguments.quiet).reason != "finished":
+                what = f"Stopped; everything so far is saved. `posttrain demo{story.options}` again goes on from here."
+                console.print(Text(what, style="yellow"))
+                return INTERRUPTED
+            model = str(plan.folders[label])
+        source = find_source(model, root)
         stages[label] = _measure(replace(source, recipe=plan.grpo_recipe), task, label)
         console.print(Text(_line(label, stages[label].results, story), style="bold"))
     seconds = time.monotonic() - started
@@ -211,18 +267,28 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def make_plan(root: Path, seed: int, story: Story) -> Plan:
     """Choose fresh names, or those of the newest demo of the same recipes that did not finish."""
     for count in itertools.count(1):
-        suffix = "" if count == 1 else f"-{count}"
-        sft, grpo = root / f"{story.run}-sft{suffix}", root / f"{story.run}-grpo{suffix}"
-        seeded = ("train.seed", str(seed))
-        sft_recipe = load_recipe(story.sft, [seeded]).resolve()
-        grpo_recipe = load_recipe(story.grpo, [seeded, ("model.name", json.dumps(str(sft)))]).resolve()
-        if not sft.exists() and not grpo.exists():
+        plan = _plan_of(root, seed, story, "" if count == 1 else f"-{count}")
+        folders = list(plan.folders.values())
+        if not any(folder.exists() for folder in folders):
             break
-        status = RunDirectory(grpo).read_status()
-        is_open = sft.exists() and (status is None or status.state != "finished")
-        if is_open and _can_continue(sft, sft_recipe) and _can_continue(grpo, grpo_recipe):
+        status = RunDirectory(plan.grpo).read_status()
+        is_open = folders[0].exists() and (status is None or status.state != "finished")
+        if is_open and all(_can_continue(plan.folders[label], plan.recipes[label]) for label in plan.folders):
             break
-    return Plan(story, sft, grpo, sft_recipe, grpo_recipe)
+    return plan
+
+
+def _plan_of(root: Path, seed: int, story: Story, suffix: str) -> Plan:
+    """Return the plan whose runs have this suffix."""
+    seeded = ("train.seed", str(seed))
+    grpo, starts = root / f"{story.run}-grpo{suffix}", []
+    folders, recipes = dict[str, Path](), dict[str, Recipe]()
+    if story.sft is not None:
+        sft = root / f"{story.run}-sft{suffix}"
+        folders[AFTER_SFT], recipes[AFTER_SFT] = sft, load_recipe(story.sft, [seeded]).resolve()
+        starts.append(("model.name", json.dumps(str(sft))))
+    folders[AFTER_GRPO], recipes[AFTER_GRPO] = grpo, load_recipe(story.grpo, [seeded, *starts]).resolve()
+    return Plan(story, folders, recipes)
 
 
 def _can_continue(folder: Path, recipe: Recipe) -> bool:
@@ -265,7 +331,7 @@ def side_by_side(stages: Mapping[str, Evaluation], recipe: Recipe) -> list[Trans
     """Return the first held-out problems with the answers of every model."""
     extract = build_template(recipe.prompt.template).extract
     by_id = {label: {r.example.id: r for r in evaluation.rollouts} for label, evaluation in stages.items()}
-    shared = [key for key in by_id[LABELS[-1]] if all(key in rollouts for rollouts in by_id.values())]
+    shared = [key for key in by_id[AFTER_GRPO] if all(key in rollouts for rollouts in by_id.values())]
     transcripts = []
     for key in shared[:NUM_TRANSCRIPTS]:
         answers = []
@@ -288,28 +354,30 @@ def write_story(
     plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript], seed: int, seconds: float
 ) -> Path:
     """Write ``report.html`` and ``demo.json`` into the folder of the GRPO run; return the report's path."""
-    story, name = plan.story, stages[LABELS[0]].name
+    story, name = plan.story, stages[BASE].name
     results = {label: evaluation.results for label, evaluation in stages.items()}
     content = {"seed": seed, "seconds": seconds, "evaluation": name, "results": results}
     replace_file(plan.grpo / "demo.json", json.dumps(content, indent=1).encode() + b"\n", durable=False)
-    about = f"{results[LABELS[0]]['n']:.0f} problems of the test split{plan.problems}"
+    about = f"{results[BASE]['n']:.0f} problems of the test split{plan.problems}"
+    chapters = [chapter_of(plan.grpo, "Reinforcement learning, step by step", story.texts[AFTER_GRPO])]
+    start, commands = plan.base, [("ask the trained model", f"posttrain generate {plan.grpo}")]
+    if AFTER_SFT in plan.folders:
+        start = str(plan.folders[AFTER_SFT])
+        chapters.append(chapter_of(plan.folders[AFTER_SFT], "The demonstrations before it", story.texts[AFTER_SFT]))
+        commands.append(("ask the one that guesses", f"posttrain generate {start}"))
     report = Report(
         title=story.title,
         lead=story.lead + outcome(story, stages),
-        stages=[Stage(label, text, results[label]) for label, text in zip(LABELS, story.descriptions, strict=True)],
+        stages=[Stage(label, text, results[label]) for label, text in story.descriptions.items()],
         stages_note=f"{about}, the same for all; greedy decoding. {OTHER_PROBLEMS}",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
-        chapters=[
-            chapter_of(plan.grpo, "Reinforcement learning, step by step", story.texts[2]),
-            chapter_of(plan.sft, "The demonstrations before it", story.texts[1]),
-        ],
+        chapters=chapters,
         environment=last_start(RunDirectory(plan.grpo)),
         commands=[
-            ("ask the trained model", f"posttrain generate {plan.grpo}"),
-            ("ask the one that guesses", f"posttrain generate {plan.sft}"),
+            *commands,
             ("read the equation", "posttrain explain grpo"),
-            ("change something", f"posttrain train {story.grpo} --model.name {plan.sft} --rollout.group_size 16"),
+            ("change something", f"posttrain train {story.grpo} --model.name {start} --rollout.group_size 16"),
             ("see all runs", "posttrain runs"),
         ],
     )
@@ -318,7 +386,7 @@ def write_story(
 
 def outcome(story: Story, stages: Mapping[str, Evaluation]) -> str:
     """Return the effect of reinforcement learning in one sentence that follows the figures."""
-    return story.outcome(stages[LABELS[1]].results, stages[LABELS[2]].results)
+    return story.outcome(stages[story.before].results, stages[AFTER_GRPO].results)
 
 
 def _say(console: Console, title: str, text: str) -> None:
@@ -330,7 +398,7 @@ def _show_end(
     console: Console, plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript]
 ) -> None:
     what = f"The same problems{plan.problems}, none of which was trained on. Greedy decoding. {OTHER_PROBLEMS}"
-    _say(console, "4. The three, side by side", what)
+    _say(console, f"{len(stages) + 1}. All side by side", what)
     for transcript in transcripts[:NUM_SHOWN]:
         title = Text(f"{transcript.question}  (answer: {transcript.gold})")
         table = Table(title=title, title_justify="left", expand=False)

@@ -13,18 +13,19 @@ from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.file import sweep_names, training_recipe_names
 from posttrain.terminal.console import Text, open_console, plain_table, print_rows, write_json
 
-_SIZE = re.compile(r"(?i)\b(\d+(?:\.\d+)?)b\b")
+_SIZE = re.compile(r"(?i)\b(\d+(?:\.\d+)?)([bm])\b")
 _END_OF_SENTENCE = re.compile(r"(?<!\bal)(?<!\bDr)\.\s+(?=[A-Z])")
 # What the folders of training recipes are for.
 FOLDERS = {
     "tiny": "with the embedded model, in minutes: posttrain train NAME",
+    "smollm2": "with SmolLM2 from the package index (0.1B, CPU, 30 minutes): posttrain train NAME",
     "rl": "policy gradients: posttrain train NAME",
     "preference": "preferences: posttrain train NAME",
     "distillation": "distillation: posttrain train NAME",
     "": "with large models and real data: posttrain train NAME",
 }
-
-
+# Folders whose recipes are made for a CPU, although their models have names that tell a size.
+CPU_FOLDERS = ("smollm2",)
 COLUMNS = ("recipe", "task", "model", "size", "hardware", "what it does")
 
 
@@ -85,22 +86,39 @@ def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
     below = _training_row(name, load_recipe(begins)) if begins else {}
     activations = content.get("activations", {})
     task = (content.get("task") or activations.get("task") or {}).get("name", below.get("task", "text"))
-    model = activations.get("model", {}).get("name", below.get("model", ""))
+    named = source.get("name") if isinstance(source, Mapping) else None
+    model = activations.get("model", {}).get("name") or named or below.get("model", "")
     row = _row(name, task, model, _billions(model), 0.0, content.get("description", ""))
     return row | {"hardware": below.get("hardware", row["hardware"])}
 
 
 def _row(name: str, task: str, model: str, size: float | None, gigabytes: float, description: str) -> dict[str, str]:
-    sized = "0.9M" if size is None else f"{size:g}B" if size >= 0.5 else f"{1000 * size:.0f}M"
-    hardware = "CPU" if size is None else f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
-    columns = (name, task, model.rpartition("/")[2], sized, hardware, first_sentence(description))
+    hardware = _hardware(name, size, gigabytes)
+    columns = (name, task, model.rpartition("/")[2], _written(size), hardware, first_sentence(description))
     return dict(zip(COLUMNS, columns, strict=True))
+
+
+def _written(size: float | None) -> str:
+    if size is None:
+        return "0.9M"
+    if size < 0.5:
+        return f"{1000 * size:.0f}M"
+    return f"{size:g}B"
+
+
+def _hardware(name: str, size: float | None, gigabytes: float) -> str:
+    if size is None or name.partition("/")[0] in CPU_FOLDERS:
+        return "CPU"
+    return f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
 
 
 def _billions(model: str) -> float | None:
     """Return the parameters that a model's name tells; None for those of the package, and for runs on them."""
     found = _SIZE.search(model)
-    return float(found[1]) if found else 0.124 if "gpt2" in model else None
+    if found is None:
+        return 0.124 if "gpt2" in model else None
+    number = float(found[1])
+    return number if found[2] in "bB" else number / 1000
 
 
 def first_sentence(description: str) -> str:
