@@ -33,12 +33,12 @@ MAX_CONDITIONAL_EXPRESSIONS = 40.0  # `x if c else y`, per 1,000 statements
 TOKENS: dict[str, int] = {
     "algorithms": 9_631,
     "api": 15_049,
-    "commands": 49_622,
+    "commands": 50_067,
     "conformance": 15_247,
     "data": 65_986,
     "evaluation": 28_389,
     "graders": 38_320,
-    "ground": 17_964,
+    "ground": 17_966,
     "interpret": 37_906,
     "models": 32_274,
     "other_names": 4_765,
@@ -83,7 +83,7 @@ def nodes_inside_functions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_folded(node: ast.AST) -> bool:
-    """Whether a node hides an `if` in an expression whose other side is empty."""
+    """Return True if a node hides an `if` in an expression whose other side is empty."""
     if isinstance(node, ast.IfExp):
         return ast.unparse(node.orelse) in EMPTY
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
@@ -94,7 +94,7 @@ def is_folded(node: ast.AST) -> bool:
 
 
 def is_tuple_assignment(node: ast.AST) -> bool:
-    """Whether a statement assigns several values that it also lists."""
+    """Return True if a statement assigns several values that it also lists."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     return any(isinstance(target, ast.Tuple) and len(target.elts) > 1 for target in node.targets)
