@@ -43,9 +43,9 @@ from typing import Any
 
 from posttrain.graders.choice import multiple_choice
 from posttrain.graders.grading import Submission, grade
+from posttrain.graders.math.forms import Expression, NotUnderstood, read_form, undress
 from posttrain.graders.math.grader import COMPARE, math
 from posttrain.graders.math.notation import unify
-from posttrain.graders.math.reading import Expression, NotUnderstood, read_form, undress
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
 
 TESTS = Path(__file__).parents[1] / "tests"

@@ -35,7 +35,7 @@ from planted import TensorRows, match, plant, plant_change
 from torch import Tensor
 
 from posttrain.interpret.saes.recipe import SaeRecipe
-from posttrain.interpret.saes.training import Trained, train_sae
+from posttrain.interpret.saes.training import TrainedDictionary, train_sae
 from posttrain.store.metrics import MetricsLog
 
 RESULTS = Path(__file__).parent / "results" / "dictionaries.json"
@@ -43,7 +43,7 @@ D, F, BATCH, K = 128, 1024, 4096, 32
 PLANTED_D, PLANTED_ROWS, HELD_OUT = 256, 262_144, 16_384
 
 
-def train(x: Tensor, dictionary: dict[str, Any], settings: dict[str, Any], observer: Any = None) -> Trained:
+def train(x: Tensor, dictionary: dict[str, Any], settings: dict[str, Any], observer: Any = None) -> TrainedDictionary:
     """A training as a run has it, in a folder that is thrown away."""
     data = {
         "activations": {"folder": "unused"},

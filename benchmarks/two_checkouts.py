@@ -2,6 +2,7 @@
 
     python benchmarks/two_checkouts.py BEFORE AFTER                  # all workloads, 20 steps; the demo with 3 seeds
     python benchmarks/two_checkouts.py BEFORE AFTER --only dpo --steps 4 --seeds 0
+    python benchmarks/two_checkouts.py BEFORE AFTER --only grpo ppo  # with every row in the update, as before
 
 Each workload is the same command with the sources of one checkout and then of the other, on this machine, with one
 thread. Metrics and columns of records are compared under the names that they have after: ``RENAMED`` says what was
@@ -36,6 +37,11 @@ RENAMED: dict[str, str] = {
 }
 # Options of a command before -> after.
 RENAMED_OPTIONS: dict[str, str] = {}
+# Options of a workload that only the later checkout has, at which it computes what the earlier one did.
+NEW_OPTIONS: dict[str, list[str]] = {
+    "grpo": ["--train.skip_zero_rows", "false"],
+    "ppo": ["--train.skip_zero_rows", "false"],
+}
 REGROUPED: frozenset[str] = frozenset()
 TOLERANCE = 1e-6
 Argument = Callable[[int], list[str]]
@@ -49,6 +55,7 @@ def _short(recipe: str) -> Argument:
 
 
 WORKLOADS: dict[str, Argument] = {
+    "grpo": _short("tiny/grpo-demo"),
     "ppo": _short("rl/ppo"),
     "dpo": _short("preference/dpo"),
     "rm": _short("tiny/rm"),
@@ -163,7 +170,8 @@ def compare(before: Path, after: Path, names: Sequence[str], steps: int, seeds: 
             sides = [Path(scratch) / side for side in ("before", "after")]
             for checkout, side, renamed in zip((before, after), sides, ({}, RENAMED_OPTIONS), strict=True):
                 side.mkdir()
-                run(checkout, arguments, side, renamed)
+                added = NEW_OPTIONS.get(name, []) if side.name == "after" else []
+                run(checkout, [*arguments, *added], side, renamed)
             runs = sorted({path.parent.name for side in sides for path in side.glob("*/metrics.jsonl")})
             assert runs, f"{name} left no run behind"
             count, own = comparison.compared, []

@@ -72,7 +72,7 @@ def quick_stories() -> Iterator[None]:
 def no_curves() -> Iterator[None]:
     """Runs end without pictures of their curves, in a file or their page, which take several times as long as a run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
+        patch.setattr("posttrain.reports.summary.draw_png", lambda panels, title, path: path)
         patch.setattr("posttrain.reports.page.draw_svg", lambda panel: "")
         yield
 

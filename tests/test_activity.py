@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import activity, cli
-from posttrain.activity import Phase, describe_activity, heartbeat, phase
+from posttrain.activity import Phase, describe_activity, each_piece, heartbeat, phase
 from posttrain.untrusted import note_output
 
 
@@ -49,6 +49,12 @@ def test_describe_activity_of_nested_phases_names_all_and_counts_the_last() -> N
 def test_phase_of_failed_work_is_over() -> None:
     with pytest.raises(KeyError), phase("work"):
         raise KeyError
+    assert describe_activity(Phase("idle")) == "idle: 0 s"
+
+
+def test_each_piece_counts_the_members_of_the_pieces_before() -> None:
+    said = [describe_activity(Phase("idle")) for _ in each_piece("scoring", [[1, 2], [3]], "answers")]
+    assert said == ["scoring: 0 of 3 answers, 0 s", "scoring: 2 of 3 answers, 0 s"]
     assert describe_activity(Phase("idle")) == "idle: 0 s"
 
 

@@ -526,7 +526,7 @@ def test_sweep_trains_every_value_and_seed(tmp_path: Path):
 
 def test_sweep_takes_over_rows_and_seeds_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = []
-    monkeypatch.setattr("posttrain.api.sweep.carry_out", lambda plan, *_, **__: plans.append(plan))
+    monkeypatch.setattr("posttrain.api.sweep.make_sweep", lambda plan, *_, **__: plans.append(plan))
     pt.sweep("tiny/grpo", over={"train.lr": [1e-5, 1e-4]}, seeds=2, runs_dir=tmp_path)
     pt.sweep({"recipe": "tiny/grpo", "over": {"train.lr": [1e-5, 1e-4]}, "seeds": 2}, runs_dir=tmp_path)
     pt.sweep("tiny/grpo", over={"train.lr": [1e-5, 1e-4]}, runs_dir=tmp_path)

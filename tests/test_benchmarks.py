@@ -24,6 +24,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "checkpoints.py": ([["--width", "64", "--layers", "2"]], None, "sharded: {'seconds'"),
     "code_tests.py": ([["--only", part, "--size", "smallest"] for part in ("attacks", "seconds")], None, ""),
+    "conformance.py": ([["--only", "zoo"]], None, "80 wrong functions"),
     "cpu.py": (
         [["--rows", "sft,ppo,sampling-ragged,grading,help", "--rounds", "1", "--steps", "1"]],
         None,
@@ -45,6 +46,11 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         "decode, smallest, 8 rows of 16 tokens",
     ),
     "kill_and_resume.py": ([["--kind", "sft", "--kills", "1", "--steps", "8"]], None, "all equal"),
+    "known_model.py": (
+        [["--rows", "sft", "sampling-16", "--sides", "ours", "--threads", "1", "--steps", "1", "--model", "tiny"]],
+        None,
+        "tokens a CPU-second",
+    ),
     "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
     "processes.py": ([["--rounds", "1", "--steps", "2"]], None, "times the tokens per second of one"),
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),
@@ -55,6 +61,11 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         ],
         "gguf",
         "wrote ",
+    ),
+    "time_to_accuracy.py": (
+        [["--task", "stories", "--side", "ours", "--seeds", "0", "--steps", "1"]],
+        None,
+        "did not reach the target",
     ),
     "training.py": (
         [["--ours", "--part", part, "--rounds", "1", "--steps", "1"] for part in ("grpo", "sft")],

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, build_parser, main, parse, split_overrides
+from posttrain.cli import build_parser, main, parse
+from posttrain.commands.typed import ANY, split_overrides
 from posttrain.errors import UsageError
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 from closeness import approx
 from posttrain import registry, untrusted
@@ -77,7 +78,7 @@ class Own:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     """A working directory, and no words but the package's; nothing of its ``mine.py`` stays in this process."""
-    for kind in registry.COMPONENT_MODULES:  # what is imported within the test would be forgotten after it
+    for kind in registry.ALL_KINDS:  # what is imported within the test would be forgotten after it
         registry.entries(kind)
     packages = {
         kind: {word: entry for word, entry in words.items() if entry.function.__module__.startswith("posttrain.")}
@@ -86,7 +87,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     monkeypatch.setattr(registry, "_ENTRIES", packages)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
+    monkeypatch.setattr("posttrain.reports.summary.write_summary", lambda folder: folder)  # pictures take long
     sys.modules.pop("mine", None)
     yield Own(tmp_path)
     sys.modules.pop("mine", None)
@@ -121,6 +122,23 @@ def check_task(run: Path, own: Own) -> None:
     assert len(set(numbers)) >= 4
 
 
+def check_template(run: Path, own: Own) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run / "checkpoints/step-000002")
+    for rollout in recorded(run)[0]:
+        prompt = tokenizer.decode(rollout.token_ids[: -rollout.num_tokens])
+        assert prompt == f"Q: {rollout.prompt}\nB:"
+
+
+def check_environment(run: Path, own: Own) -> None:
+    """The model calls no tool of its own accord, so nothing is paid; the prompt is what ``reset`` says."""
+    for rollout in recorded(run)[0]:
+        assert rollout.prompt.endswith("Count down from 3.")
+        assert (
+            rollout.parts["environment"]
+            == sum(call.tool == "count" for turn in rollout.turns for call in turn.calls) / 3
+        )
+
+
 def check_advantage(run: Path, own: Own) -> None:
     rollouts = recorded(run)[0]
     for start in range(0, len(rollouts), 4):
@@ -150,6 +168,11 @@ TRIALS: dict[str, tuple[dict[str, str], Callable[[Path, Own], None]]] = {
         check_grader,
     ),
     "task": ({"task": "{name: mine:doubles, size: 6}"}, check_task),
+    "template": ({"prompt.template": "{name: mine:question, mark: 'B:'}"}, check_template),
+    "environment": (
+        {"environment": "{name: mine:countdown, start: 3}", "rewards": "[environment, small_runs:digit_share]"},
+        check_environment,
+    ),
     "advantage": ({"advantage": "{name: mine:ranked, width: 0.5}"}, check_advantage),
     "engine": ({"rollout.engine": "mine:plain", "rollout.old_logprobs": "trainer"}, check_engine),
 }

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import posttrain as pt
+from posttrain.api.training import Callbacks
 from posttrain.cli import main
-from posttrain.errors import PosttrainError, RewardFailure, UsageError
+from posttrain.errors import PosttrainError, RecipeError, RewardFailure, UsageError
 from posttrain.option_types import shorten
 from posttrain.recipes.recipe import load_recipe
 from posttrain.training.memory import estimate_memory
@@ -225,3 +230,101 @@ def test_explain_and_memory_of_names_that_nothing_can_have_answer_in_words(
     assert "Traceback" not in capsys.readouterr().err
     message = estimate_memory(load_recipe("tiny/grpo", [("model.name", "x" * 300)]).resolve())
     assert isinstance(message, str)
+
+
+@pytest.mark.parametrize("name", ["on_step", "on_evaluation", "on_checkpoint"])
+@pytest.mark.parametrize(
+    "function",
+    [lambda: None, lambda event, more: None, lambda *, event: None, evil(object, "__call__", "__getattribute__")],
+    ids=["none", "two", "keyword", "class that fails"],
+)
+def test_callback_that_does_not_take_one_event_is_refused_before_the_run(
+    name: str, function: Callable[..., Any], tmp_path: Path
+) -> None:
+    if isinstance(function, type):
+        function = function()
+    with pytest.raises(UsageError, match=f"^{name}: "):
+        pt.train("tiny/grpo", **SHORT, **{name: function})
+    assert not (tmp_path / "runs").exists()
+
+
+def test_callbacks_that_take_one_argument_are_taken() -> None:
+    takes: list[Any] = [lambda event: None, lambda event, more=1: None, lambda *events: None, [].append, print]
+    for function in takes:
+        Callbacks(lambda *_: None, on_step=function)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("run", 3), ("run", Path("x")), ("accept_changes", "yes"), ("accept_changes", 1)]
+)
+def test_argument_of_another_type_is_named(name: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: "):
+        pt.train("tiny/grpo", **SHORT, **{name: value})
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "rows", ["grpo2", ["grpo2"], (name for name in ["grpo2"]), [evil(object, "__str__", "__repr__")()], 3, [None]]
+)
+def test_rows_of_a_sweep_are_names_in_any_collection(rows: Any) -> None:
+    with pytest.raises(UsageError, match=r"rows: (?!.*'g')"):
+        pt.sweep("ppo-grpo-dpo", rows=rows, progress=False)
+
+
+@pytest.mark.parametrize("over", [{3: [1]}, {"train.lr": 1e-5}, {"train.lr": evil()}, [("train.lr", [1e-5])]])
+def test_over_of_a_sweep_is_one_key_with_its_values(over: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^over: "):
+        pt.sweep("tiny/sft", over=over, progress=False)
+
+
+def test_numbers_of_other_types_are_used() -> None:
+    (answer,) = pt.generate(
+        "tiny", "hi", samples=np.int32(1), max_tokens=np.int64(2), temperature=Fraction(1, 2), seed=np.uint8(1)
+    )
+    (same,) = pt.generate("tiny", "hi", max_tokens=2, temperature=0.5, seed=1)
+    assert answer == same
+    measured = pt.evaluate("tiny", ROWS, limit=np.int64(1), max_tokens=np.int64(2), progress=False)
+    assert measured.results["n"] == 1
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> pt.Trainer:
+    small = {"group_size": 2, "num_prompts": 1, "rollout__max_tokens": 4, "runs_dir": tmp_path_factory.mktemp("runs")}
+    return pt.Trainer("tiny-sft", data=ROWS, rewards=["correct"], **small)
+
+
+@pytest.mark.parametrize("advantage", [math.nan, math.inf, "x", evil(object, "__float__", "__repr__")(), [0.5]])
+def test_advantage_that_is_no_number_is_refused(trainer: pt.Trainer, advantage: Any) -> None:
+    groups = trainer.sample(["What is 1 plus 1?"])
+    for rollout in groups[0]:
+        rollout.advantage = advantage
+    with pytest.raises(UsageError, match=r"^batch: "):
+        trainer.batch(groups)
+
+
+@pytest.mark.parametrize("advantage", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)])
+def test_advantage_of_another_type_is_its_number(trainer: pt.Trainer, advantage: Any) -> None:
+    groups = trainer.sample(["What is 1 plus 1?"])
+    for rollout in groups[0]:
+        rollout.advantage = advantage
+    assert set(trainer.batch(groups).field("advantages").unique().tolist()) <= {0.0, 0.5}
+
+
+@pytest.mark.parametrize("groups", [3, [[None]], [], [[]], iter([]), "ab", [3]])
+def test_batch_of_something_else_than_samples_is_refused(trainer: pt.Trainer, groups: Any) -> None:
+    with pytest.raises(UsageError, match=r"^batch: "):
+        trainer.forward_backward(groups)
+
+
+@pytest.mark.parametrize("path", [*NO_PATHS.values(), 3, evil(object, "__fspath__")(), None])
+def test_folder_to_save_in_that_is_none_is_refused(trainer: pt.Trainer, path: Any) -> None:
+    with pytest.raises(PosttrainError, match=r"path: |the model"):
+        trainer.save(path)
+
+
+def test_checkpoint_of_a_numpy_step_and_of_no_step(tmp_path: Path) -> None:
+    run = pt.train("tiny/grpo", run="one", **SHORT)
+    assert run.checkpoint(np.int64(1)) == run.checkpoint(1)
+    for which in (math.nan, evil(object, "__repr__", "__eq__")(), "a\0", None):
+        with pytest.raises(UsageError, match="checkpoint"):
+            run.checkpoint(which)

@@ -8,15 +8,16 @@ import pytest
 from pydantic import BaseModel
 
 from names_and_values import BASES, OTHER_VALUES, VALUES
+from names_of_configurations import CONFIGURATIONS
 from posttrain import registry
 from posttrain.api.inputs import overrides_of
 from posttrain.cli import main
 from posttrain.errors import RecipeError, UnknownComponent
-from posttrain.other_names import OTHER_NAMES, answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
 from posttrain.other_names.absent import METHODS, OPTIONS
 from posttrain.other_names.answers import NOT_NEEDED, SAID
 from posttrain.other_names.command_names import COMPONENTS
-from posttrain.other_names.keys import KEYS
+from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
 from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.registry import suggest_key
@@ -161,6 +162,29 @@ SamplingParams rollout.temperature | BitsAndBytesConfig model.load_bits | FastLa
 TrainingArguments posttrain recipes | DataCollatorForCompletionOnlyLM data.train_on | reward_funcs rewards
 """
 
+# The same of families of options, of sections, and of what is not offered, from axolotl, verl, LLaMA-Factory, ms-swift,
+# prime-rl and torchtune.
+FAMILIES_AND_SECTIONS = """
+galore_update_interval not offered | badam_mode not offered | apollo_rank not offered | vera_rank not offered
+image_max_pixels text only | video_fps text only | freeze_vit not offered | vit_lr text only | mm_tokens text only
+fsdp_sync_module_states scale.sharding | fsdp_config.min_num_params scale.sharding | fsdp_new_option scale.sharding
+fsdp_activation_checkpointing train.gradient_checkpointing | deepspeed_autotp_size scale.sharding
+actor_rollout_ref.actor.profiler.ranks profiler of yours | global_profiler.tool profiler of yours
+actor_rollout_ref.actor.megatron.use_mbridge not offered | actor.megatron.recompute_method gradient_checkpointing
+algorithm.rollout_is_level correction | algorithm.pf_ppo.weight_pow not offered | buffer.hash_keys not offered
+vllm_top_k rollout.top_k | vllm_max_num_seqs serve-command | vllm_new_option serve-command
+vllm.serve_module serve-command | swanlab_workspace not offered | comet_experiment_key not offered | wandb_org track
+log.json_logging notices are short | unsloth_rope no kernel | liger_rms_norm no kernel | liger_cross_entropy in pieces
+tokenizer._component_ model.name | lr_scheduler._component_ train.schedule | qat.quantize_embedding not offered
+export_quantization_bit quantize | pref_beta objective.beta | pref_loss objective
+kto_rejected_weight undesirable_weight | quantization_bit model.load_bits | grpo_samples rollout.group_size
+max_generated_tokens rollout.max_tokens | dynamic_sample drop_uniform_groups | soft_cache_length overlong
+cosine_max_len not offered | chord_mu_peak not offered | finetuning_type model.adapter
+reward_model.overlong_buffer.penalty_factor overlong | data.multiturn.enable data.train_on
+step_separator task.step_separator | loss.token_mask_high icepop | ckpt.weights_only runs export
+client.headers serve-command | strict refused
+"""
+
 
 def answers(table: str) -> dict[str, str]:
     """Return the word of the right answer by name."""
@@ -168,11 +192,34 @@ def answers(table: str) -> dict[str, str]:
     return {name: word for name, _, word in rows}
 
 
-@pytest.mark.parametrize(("table", "least"), [(KNOWN, 74), (DOCUMENTED, 106), (FURTHER, 115)])
+@pytest.mark.parametrize(
+    ("table", "least"), [(KNOWN, 74), (DOCUMENTED, 106), (FURTHER, 115), (FAMILIES_AND_SECTIONS, 50)]
+)
 def test_names_of_other_libraries_lead_to_the_right_key(table: str, least: int) -> None:
     wanted = answers(table)
     assert len(wanted) >= least
-    assert {n: answer_other_name(n) for n, word in wanted.items() if word not in answer_other_name(n)} == {}
+    said = {name: answer_other_name(name) or answer_spelling(name) for name in wanted}
+    assert {name: said[name] for name, word in wanted.items() if word not in said[name]} == {}
+
+
+@pytest.mark.parametrize("library", CONFIGURATIONS)
+def test_every_key_of_a_configuration_elsewhere_is_answered(library: str) -> None:
+    names = CONFIGURATIONS[library].split()
+    assert len(names) > 40
+    assert [name for name in names if not (answer_other_name(name) or answer_spelling(name))] == []
+
+
+def test_families_have_an_answer_and_take_no_key_of_ours() -> None:
+    assert [name for name in {**FAMILIES, **CARRIERS} if name not in OTHER_NAMES] == []
+    keys = {key.rpartition(".")[2] for key in KEYS} | set(Recipe.model_fields)
+    assert {key: answer_other_name(key) for key in keys if key not in OTHER_NAMES and answer_other_name(key)} == {}
+    for key in ("model.adapter.nothing", "rollout.engine.nothing", "train.nothing", "eval.nothing"):
+        assert answer_other_name(key) == ""
+
+
+@pytest.mark.parametrize("name", ["strikt", "galor", "log", "client", "weight"])
+def test_unknown_name_is_no_beginning_of_a_name_elsewhere(name: str) -> None:
+    assert "_" not in suggest_key(name, Recipe.model_fields).partition("Did you mean ")[2].partition("?")[0]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 
 from posttrain import registry
+from posttrain.components import ComponentModules, registered_in
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.registry import Entry
 from posttrain.untrusted import declare_code
@@ -87,7 +88,7 @@ def test_a_users_function_by_import_path(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_registered_word_is_documented_with_typed_options():
-    for kind in registry.COMPONENT_MODULES:
+    for kind in registry.ALL_KINDS:
         for name, entry in registry.entries(kind).items():
             assert len(entry.doc) > 40, f"{kind} {name} has no docstring"
             for field in entry.options_model.model_fields.values():
@@ -97,9 +98,10 @@ def test_every_registered_word_is_documented_with_typed_options():
 PACKAGE = Path(registry.__file__).parent
 
 
-def test_the_registry_knows_the_module_of_every_word():
+def test_component_modules_are_those_that_register_it() -> None:
+    """What is found in the source is what is registered when every module is imported."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if 'register("' in path.read_text(encoding="utf-8"):
+        if "register(" in path.read_text(encoding="utf-8"):
             importlib.import_module(".".join(("posttrain", *path.relative_to(PACKAGE).with_suffix("").parts)))
     registered = {
         (kind, name, entry.function.__module__)
@@ -107,13 +109,48 @@ def test_the_registry_knows_the_module_of_every_word():
         for name, entry in entries.items()
         if entry.function.__module__.startswith("posttrain.")
     }
-    mapped = {
-        (kind, name, module)
-        for kind, modules in registry.COMPONENT_MODULES.items()
-        for module, names in modules.items()
-        for name in names.split()
-    }
-    assert mapped == registered, "COMPONENT_MODULES in registry.py names every word and its module"
+    found = {(kind, name, module) for kind, modules in ComponentModules().items() for name, module in modules.items()}
+    assert found == registered
+    assert {kind for kind, _, _ in found} == set(registry.ALL_KINDS)
+
+
+def test_registered_in_finds_decorated_functions_at_the_left_margin_with_their_names() -> None:
+    source = '''
+@register("reward")
+def first(text):
+    """@register("reward")
+    def not_this(text): ..."""
+
+@register(
+    "task",
+    held_out="test",
+)
+@row_task("hub", name="not this")
+def second(row): ...
+
+@register("engine", name="third-one", takes_weights=True)
+class Third: ...
+
+    @register("reward")
+    def inner(text): ...
+
+@other("reward")
+def other(text): ...
+'''
+    assert registered_in(source) == [("reward", "first"), ("task", "second"), ("engine", "third-one")]
+
+
+def test_built_in_batch_fields_are_in_the_order_of_the_source() -> None:
+    """The order in which fields are filled decides the bits of a run."""
+    assert registry.built_in("batch_field") == [
+        "old_logprobs",
+        "ref_logprobs",
+        "correction",
+        "teacher_logprobs",
+        "teacher_ids",
+        "old_values",
+        "kl_baseline",
+    ]
 
 
 def test_a_word_is_found_without_its_neighbours_and_a_slip_without_any():

@@ -1,110 +1,167 @@
-"""Print the size of the package by folder, and refuse folders, files and functions that outgrew their budget.
+"""Print the size and the density of the package by folder, and refuse what outgrew its budget.
 
-Statements are ``ast.stmt`` nodes of all Python below ``src``, docstrings not counted; lines are those of Python and of
-templates. A budget falls with every step that removes something; what raises one says in the same commit why. A file is
-one idea and has at most 600 lines, a function at most 60; a folder has at most 14 modules.
+What a reader pays for is tokens and density. Tokens are names, operators, numbers and strings of all Python below
+``src``; a folder has a budget of them, and a feature raises its folder's in the commit that brings it. Density is
+counted inside functions, without docstrings and imports, over the whole package: mathematics and tables are dense by
+nature, so no module has a limit. Folded is a conditional expression or an ``or`` whose other side is empty, and a loop
+over a conditional expression. A file is one idea and has at most 600 lines, a function at most 60. Lines and
+statements are printed only: a limit on them is met by folding.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import sys
-from dataclasses import dataclass, field
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "posttrain"
-COUNTED = (".py", ".html", ".js", ".css", ".jinja")
+EMBEDDED = {"tiny", "tiny-sft"}  # folders of weights
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-NUM_SHOWN = 5
 MAX_CONTRIB_LINES = 3_000
-# (statements, lines) that a folder may have; "ground" is the modules outside of folders.
-BUDGETS: dict[str, tuple[int, int]] = {
-    "algorithms": (566, 1806),
-    "api": (783, 1642),
-    "commands": (4133, 7475),
-    "data": (4667, 8429),
-    "evaluation": (1878, 3572),
-    "graders": (2984, 5140),
-    "ground": (1379, 2924),
-    "interpret": (2394, 4351),
-    "models": (2586, 4586),
-    "other_names": (85, 1471),
-    "recipes": (689, 1382),
-    "reports": (826, 2171),
-    "runs": (1354, 2326),
-    "sampling": (3693, 6412),
-    "store": (1086, 2117),
-    "sweeps": (1113, 1881),
-    "training": (3215, 5331),
-}
+NUM_SHOWN = 5
+MAX_NODES = 8.5  # expressions and statements, a statement
+MAX_FOLDED = 140
+MAX_TUPLE_ASSIGNMENTS = 12.0  # two values assigned in one statement, per 1,000 statements
+MAX_CONDITIONAL_EXPRESSIONS = 40.0  # `x if c else y`, per 1,000 statements
+# Tokens that a folder may have; "ground" is the modules outside of folders.
+TOKENS: dict[str, int] = {}
+EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+TOKEN_KINDS = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 
 
-@dataclass
-class Size:
-    """Statements without docstrings, lines and files of a folder."""
-
-    statements: int = 0
-    lines: int = 0
-    files: int = 0
-    functions: list[tuple[int, str]] = field(default_factory=list)
+def count_tokens(text: str) -> int:
+    """Return the number of names, operators, numbers and strings."""
+    return sum(token.type in TOKEN_KINDS for token in tokenize.generate_tokens(io.StringIO(text).readline))
 
 
-def count_statements(tree: ast.AST) -> int:
-    """Return the number of statements, docstrings not counted."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    count = 0
+def nodes_inside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node of the bodies of functions and of lambdas once, without docstrings and imports."""
+    seen: set[int] = set()
     for node in ast.walk(tree):
-        count += isinstance(node, ast.stmt)
-        count -= isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
-    return count
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            seen.update(id(part) for part in ast.walk(node.body[0]))
+    for function in ast.walk(tree):
+        bodies: list[ast.AST] = []
+        if isinstance(function, FUNCTIONS):
+            bodies = [*function.body]
+        elif isinstance(function, ast.Lambda):
+            bodies = [function]
+        for body in bodies:
+            for node in ast.walk(body):
+                if id(node) in seen or isinstance(node, ast.Import | ast.ImportFrom):
+                    continue
+                seen.add(id(node))
+                yield node
+
+
+def is_folded(node: ast.AST) -> bool:
+    """Whether a node hides an `if` in an expression whose other side is empty."""
+    if isinstance(node, ast.IfExp):
+        return ast.unparse(node.orelse) in EMPTY
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return ast.unparse(node.values[-1]) in EMPTY
+    if isinstance(node, ast.For | ast.comprehension):
+        return isinstance(node.iter, ast.IfExp)
+    return False
+
+
+def is_tuple_assignment(node: ast.AST) -> bool:
+    """Whether a statement assigns several values that it also lists."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    return any(isinstance(target, ast.Tuple) and len(target.elts) > 1 for target in node.targets)
+
+
+def measure_density(tree: ast.AST) -> Counter[str]:
+    """Return statements, nodes, folded, tuple assignments and conditional expressions inside functions."""
+    counts: Counter[str] = Counter()
+    for node in nodes_inside_functions(tree):
+        counts["statements"] += isinstance(node, ast.stmt)
+        counts["nodes"] += isinstance(node, ast.stmt | ast.expr)
+        counts["folded"] += is_folded(node)
+        counts["tuples"] += is_tuple_assignment(node)
+        counts["conditionals"] += isinstance(node, ast.IfExp)
+    return counts
 
 
 def measure_functions(tree: ast.AST, place: str) -> list[tuple[int, str]]:
     """Return (lines, ``file:line name``) of every function."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     return [((node.end_lineno or 0) - node.lineno + 1, f"{place}:{node.lineno} {node.name}") for node in found]
 
 
-def measure(folder: Path) -> tuple[dict[str, Size], list[tuple[int, str]]]:
-    """Return the sizes by package, and (lines, path) of every file."""
-    sizes: dict[str, Size] = {}
+def measure(folder: Path) -> tuple[dict[str, Counter[str]], list[tuple[int, str]], list[tuple[int, str]]]:
+    """Return the counts by package, and (lines, place) of every file and of every function."""
+    sizes: dict[str, Counter[str]] = {}
     files: list[tuple[int, str]] = []
-    embedded = {"tiny", "tiny-sft"}
-    paths = sorted(p for p in folder.rglob("*") if p.suffix in COUNTED and not embedded & set(p.parts))
-    for path in paths:
-        parts, place = path.relative_to(folder).parts, str(path.relative_to(ROOT))
-        size = sizes.setdefault(parts[0] if len(parts) > 1 else "ground", Size())
+    functions: list[tuple[int, str]] = []
+    for path in sorted(folder.rglob("*.py")):
+        if EMBEDDED & set(path.parts):
+            continue
+        parts = path.relative_to(folder).parts
+        name = "ground"
+        if len(parts) > 1:
+            name = parts[0]
         text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
         lines = len(text.splitlines())
-        size.lines, size.files = size.lines + lines, size.files + 1
+        place = str(path.relative_to(ROOT))
+        size = sizes.setdefault(name, Counter())
+        size += measure_density(tree)
+        size["tokens"] += count_tokens(text)
+        size["lines"] += lines
+        size["files"] += 1
         files.append((lines, place))
-        if path.suffix == ".py":
-            tree = ast.parse(text)
-            size.statements += count_statements(tree)
-            size.functions += measure_functions(tree, place)
-    return sizes, files
+        functions += measure_functions(tree, place)
+    return sizes, files, functions
+
+
+def describe(name: str, size: Counter[str], budget: str) -> str:
+    """Return a line of the table."""
+    statements = max(size["statements"], 1)
+    nodes = size["nodes"] / statements
+    tuples = 1e3 * size["tuples"] / statements
+    conditionals = 1e3 * size["conditionals"] / statements
+    counts = f"{size['files']:6}{size['lines']:8}{size['statements']:12}{size['tokens']:9}{budget:>11}"
+    return f"{name:16}{counts}{nodes:8.2f}{size['folded']:8}{tuples:8.0f}{conditionals:13.0f}"
+
+
+def density_faults(size: Counter[str]) -> list[str]:
+    """Return what the whole package has too much of."""
+    thousands = size["statements"] / 1e3
+    measured = [
+        ("nodes a statement", size["nodes"] / size["statements"], MAX_NODES),
+        ("folded expressions", size["folded"], MAX_FOLDED),
+        ("tuple assignments per 1,000 statements", size["tuples"] / thousands, MAX_TUPLE_ASSIGNMENTS),
+        ("conditional expressions per 1,000 statements", size["conditionals"] / thousands, MAX_CONDITIONAL_EXPRESSIONS),
+    ]
+    return [f"the package has {value:.2f} {what}, at most {most}" for what, value, most in measured if value > most]
 
 
 def main() -> int:
     """Print the table; return 1 if something is over its budget."""
-    sizes, files = measure(PACKAGE)
-    functions = [function for size in sizes.values() for function in size.functions]
-    contrib = sum(
-        len(p.read_text(encoding="utf-8").splitlines())
-        for p in (ROOT / "contrib").rglob("*.py")
-        if "tests" not in p.parts
-    )
+    sizes, files, functions = measure(PACKAGE)
     over = []
-    print(f"{'':16}{'statements':>14}{'lines':>16}{'files':>8}")
+    print(f"{'':16} files   lines  statements   tokens     budget   nodes  folded  tuples  conditionals")
+    total: Counter[str] = Counter()
     for name, size in sorted(sizes.items()):
-        statements, lines = BUDGETS.get(name, (0, 0))
-        print(f"{name:16}{size.statements:6} of {statements:5}{size.lines:7} of {lines:6}{size.files:8}")
-        if size.statements > statements or size.lines > lines:
-            over.append(f"{name} has {size.statements} statements and {size.lines} lines, of {statements} and {lines}")
-    total = [sum(getattr(size, key) for size in sizes.values()) for key in ("statements", "lines", "files")]
-    print(f"{'package':16}{total[0]:6}{'':9}{total[1]:7}{'':10}{total[2]:8}")
+        total += size
+        budget = TOKENS.get(name, 0)
+        print(describe(name, size, str(budget)))
+        if size["tokens"] > budget:
+            over.append(f"{name} has {size['tokens']} tokens, of {budget}")
+    print(describe("package", total, str(sum(TOKENS.values()))))
+    over += density_faults(total)
+    contrib_files = [path for path in (ROOT / "contrib").rglob("*.py") if "tests" not in path.parts]
+    contrib = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in contrib_files)
     print(f"contrib: {contrib} of {MAX_CONTRIB_LINES} lines")
     if contrib > MAX_CONTRIB_LINES:
         over.append(f"contrib has {contrib} lines, its budget is {MAX_CONTRIB_LINES}")

@@ -1,10 +1,12 @@
-"""Write docs/reference/results.md from ``benchmarks/results``: what the runs that ship with the code came to.
+"""Write docs/reference/results.md from ``benchmarks/results``, and the tables of functions in docs/reference/api.md.
 
-``--check`` only says whether the file in the repository is what the results say.
+The first says what the runs that ship with the code came to, the second lists the parts on plain tensors.
+``--check`` only says whether the files in the repository are what results and functions say.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import statistics
 import sys
@@ -15,11 +17,14 @@ from typing import Any
 
 from write_methods import PLOT, draw_curve
 
+import posttrain
 from posttrain.evaluation.statistics import half_width
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference" / "results.md"
 PICTURE = ROOT / "docs" / "images" / "smollm2-sums.svg"
+API = ROOT / "docs" / "reference" / "api.md"
+PARTS = ("losses", "advantages", "aggregations", "statistics")
 COMPARISONS = ("compare-all-policy-gradient", "compare-all-preference")
 HEADING = """# Reference runs
 
@@ -293,24 +298,54 @@ def shorten(text: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Return every file that is written here, with its content."""
-    files = {TARGET: reference_text()}
+    files = {TARGET: reference_text(), API: api_text(API.read_text(encoding="utf-8"))}
     if (RESULTS / "smollm2-grpo-sums.json").is_file():
         files[PICTURE] = known_model_picture(read("smollm2-grpo-sums.json"))
     return files
 
 
+def functions_of(part: str) -> dict[str, Any]:
+    """The functions of a part by name."""
+    module = getattr(posttrain, part)
+    listed = getattr(module, "__all__", None) or dir(module)
+    found = {name: getattr(module, name) for name in listed}
+    return {name: one for name, one in found.items() if inspect.isfunction(one)}
+
+
+def part_table(part: str) -> str:
+    """A row for each function of a part: its arguments and what it is."""
+    rows = []
+    for name, function in functions_of(part).items():
+        arguments = ", ".join(inspect.signature(function).parameters)
+        about = (inspect.getdoc(function) or "").partition("\n")[0].replace("|", "\\|")
+        rows.append([f"`{name}`", f"`{arguments}`", about])
+    ruler = ["---"] * 3
+    return "\n".join("| " + " | ".join(line) + " |" for line in (["function", "arguments", "what it is"], ruler, *rows))
+
+
+def api_text(page: str) -> str:
+    """The page with the tables of the parts between its marks."""
+    for part in PARTS:
+        start, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
+        before, _, rest = page.partition(start)
+        after = rest.partition(end)[2]
+        page = f"{before}{start}\n\n{part_table(part)}\n\n{end}{after}"
+    return page
+
+
 def main() -> int:
+    status = 0
     for path, text in generated().items():
         name = path.relative_to(ROOT).as_posix()
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {name}")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-            print(f"{name} does not match benchmarks/results: run `make docs`", file=sys.stderr)
-            return 1
+            print(f"{name} is not what results and functions say: run `make docs`", file=sys.stderr)
+            status = 1
         else:
-            print(f"{name} matches benchmarks/results")
-    return 0
+            print(f"{name} is what results and functions say")
+    return status
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """posttrain: the laboratory for language-model post-training.
 
-The functions of ``posttrain.api`` are names of this package, and are imported when they are first used.
+The functions of ``posttrain.api`` are names of this package, and are imported when they are first used. The verified
+parts (``losses``, ``advantages``, ``aggregations``, ``grade``, ``statistics``) take no run, and torch alone or not even
+that.
 """
 
 from importlib import import_module
@@ -15,13 +17,22 @@ _PUBLIC = {
     "generate": "measure",
     "load_run": "run",
     "Trainer": "trainer",
+    "losses": "parts.losses",
+    "advantages": "parts.advantages",
+    "aggregations": "parts.aggregations",
+    "grade": "parts.grading",
+    "pass_at_k": "parts.statistics",
+    "statistics": "parts.statistics",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
-    return getattr(import_module(f"posttrain.api.{_PUBLIC[name]}"), name)
+    module = import_module(f"posttrain.api.{_PUBLIC[name]}")
+    if _PUBLIC[name].endswith(f".{name}"):  # a group of functions, which is the module
+        return module
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

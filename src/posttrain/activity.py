@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, TypeVar
 
 from posttrain.untrusted import harmless, note_output, seconds_since_output
 
+Piece = TypeVar("Piece", bound=Sized)
 QUIET_SECONDS = 20.0  # without output; a line is due within 30, also where the thread gets the processor late
 
 
@@ -58,14 +59,26 @@ def phase(
         _PHASES.remove(begun)
 
 
+def each_piece(name: str, pieces: Sequence[Piece], unit: str) -> Iterator[Piece]:
+    """Yield the pieces of some work (rows of a batch), and say meanwhile how many of their members are done."""
+    with phase(name, sum(map(len, pieces)), unit) as work:
+        for piece in pieces:
+            yield piece
+            work.num_done += len(piece)
+
+
 def describe_activity(default: Phase) -> str:
     """Return the phases under way in a line, the outer ones first, with the seconds of the last: ``step 3 of 60,
     sampling: 128 of 512 answers, 61 s``. ``default``: what is said if there are none."""
     phases = list(_PHASES) or [default]
     last = phases[-1]
-    names = ", ".join(" ".join(part for part in (one.name, one.progress()) if part) for one in phases[:-1])
-    about = ", ".join(part for part in (last.progress(), f"{time.monotonic() - last.began:.0f} s") if part)
-    return harmless(f"{names}, {last.name}: {about}" if names else f"{last.name}: {about}").replace("\n", " ")
+    outer = [f"{phase.name} {phase.progress()}".rstrip() for phase in phases[:-1]]
+    about = f"{time.monotonic() - last.began:.0f} s"
+    progress = last.progress()
+    if progress:
+        about = f"{progress}, {about}"
+    line = ", ".join([*outer, f"{last.name}: {about}"])
+    return harmless(line).replace("\n", " ")
 
 
 @contextmanager

@@ -13,25 +13,26 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import itertools
 import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from posttrain import __version__
 from posttrain.activity import heartbeat, is_redirected
-from posttrain.commands.interpret.steering import STEERING
 from posttrain.commands.options import (
     ACCEPT_HELP,
     ALLOW_CODE_OPTIONS,
     MAX_TOKENS,
     MODEL,
     RUNS,
+    STEERING,
     TEMPLATE,
-    Options,
+    CommandOptions,
     Parser,
     address,
     natural,
@@ -39,17 +40,22 @@ from posttrain.commands.options import (
     nonnegative_float,
     option,
     positive,
-    refuse_action,
-    refuse_command,
     runs_dir,
     seed_of,
     share,
     shown,
-    spelled,
 )
-from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
-from posttrain.other_names import answer_absent, answer_option, answer_other_name
-from posttrain.other_names.command_names import WORDS
+from posttrain.commands.typed import (
+    ANY,
+    complete_action,
+    refuse_action,
+    refuse_command,
+    spelled,
+    split_overrides,
+    with_own_template_option,
+)
+from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError
+from posttrain.other_names import answer_other_name
 from posttrain.untrusted import declare_from_command_line, guard_output
 
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
@@ -89,10 +95,7 @@ a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells
 # How often a waiting thread of torch's looks for work before it sleeps: read when torch is imported. With the library's
 # 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
-ANY = ("",)
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # bytes that are no UTF-8 are lone surrogates in Python
-_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # hyphen, and what web pages and word processors make of it
-_OTHER_DASH = re.compile(f"-*[{_DASHES[1:]}][{_DASHES}]*[A-Za-z][\\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -142,22 +145,41 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     made: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
         group, _, own = name.rpartition(" ")
-        parents = [common, *([form] if command.tables else [])]
-        if command.runs:  # an action says where runs are if its command does not
-            parents.append(Parser(add_help=False))
-            where = runs_dir(argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
-            Options(where, *ALLOW_CODE_OPTIONS).add_to(parents[-1])
+        parents = [common]
+        if command.tables:
+            parents.append(form)
+        if command.runs:
+            default = "runs"
+            if group and COMMANDS[group].runs:  # an action says where runs are if its command does not
+                default = argparse.SUPPRESS
+            of_runs = Parser(add_help=False)
+            CommandOptions(runs_dir(default), *ALLOW_CODE_OPTIONS).add_to(of_runs)
+            parents.append(of_runs)
         description = f"{command.help[0].upper()}{command.help[1:]}."
         made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
         if command.body is None:
-            title = "actions (without one: list)" if name == "runs" else "actions"
+            title = "actions"
+            if name == "runs":
+                title = "actions (without one: list)"
             groups[name] = made[name].add_subparsers(dest="action", metavar="ACTION", title=title, required=True)
         if wanted not in (None, name.partition(" ")[0]):
             continue
-        place = command.options or (command.body and f"{command.body.partition(':')[0]}:OPTIONS")
-        if name in _OPTIONS or place:
-            (_OPTIONS.get(name) or imported(str(place))).add_to(made[name])
+        options = _options_of(name, command)
+        if options is not None:
+            options.add_to(made[name])
     return parser, made
+
+
+def _options_of(name: str, command: Command) -> CommandOptions | None:
+    """Return the options of a command; None of one whose actions have them."""
+    if name in _OPTIONS:
+        return _OPTIONS[name]
+    if command.options is not None:
+        return cast(CommandOptions, imported(command.options))
+    if command.body is None:
+        return None
+    module = command.body.partition(":")[0]
+    return cast(CommandOptions, imported(f"{module}:OPTIONS"))
 
 
 _QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")
@@ -167,7 +189,7 @@ _TRUNCATED = (
 )
 _LISTED = option("action", nargs="?", choices=("list", "show"), default="list")
 _OPTIONS = {
-    "demo": Options(
+    "demo": CommandOptions(
         option(
             "--story", choices=("reasoning", "tools", "smollm2"), default="reasoning",
             help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
@@ -175,7 +197,7 @@ _OPTIONS = {
         seed_of("seed of both training runs"),
         option("--quiet", action="store_true", help="no live progress"),
     ),
-    "train": Options(
+    "train": CommandOptions(
         option("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file"),
         option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
         option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
@@ -186,7 +208,7 @@ _OPTIONS = {
         usage="posttrain train RECIPE [options] [--section.key value ...]",
         epilog=TRAIN_EPILOG,
     ),
-    "generate": Options(
+    "generate": CommandOptions(
         MODEL,
         option("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)"),
         option("--task", help="whose example is asked (default: the run's, and stories for tiny)"),
@@ -200,7 +222,7 @@ _OPTIONS = {
         usage="posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]",
         groups=STEERING,
     ),
-    "chat": Options(
+    "chat": CommandOptions(
         ("models", MODEL[1] | {"nargs": "+"}),
         TEMPLATE,
         option("--system", metavar="TEXT", help="a system message above the conversation"),
@@ -210,7 +232,7 @@ _OPTIONS = {
         seed_of(),
         usage="posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]",
     ),
-    "studio": Options(
+    "studio": CommandOptions(
         option("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)"),
         *address(7860),
         option(
@@ -223,11 +245,11 @@ _OPTIONS = {
         ),
         option("--browser", action="store_true", help="open it in the browser"),
     ),
-    "recipes": Options(_LISTED, option("name", nargs="?", help="the recipe to show")),
-    "explain": Options(
+    "recipes": CommandOptions(_LISTED, option("name", nargs="?", help="the recipe to show")),
+    "explain": CommandOptions(
         option("name", nargs="*", help="such as grpo, correct, KL penalty, train; without it: all names")
     ),
-    "data": Options(
+    "data": CommandOptions(
         _LISTED,
         option("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists"),
         option("--limit", type=positive, metavar="N", help="rows to read at most (default: all)"),
@@ -239,7 +261,7 @@ _OPTIONS = {
         usage="posttrain data {list,show} [TASK] [options] [--task.key value ...]",
         epilog=DATA_EPILOG,
     ),
-    "runs": Options(epilog=RUNS_EPILOG),
+    "runs": CommandOptions(epilog=RUNS_EPILOG),
     **{f"runs {name}": options for name, options in RUNS.items()},
 }  # fmt: skip
 _INPUT = ("task", "template")
@@ -272,6 +294,8 @@ COMMANDS = {
                        "explain:run_explain", tables=True, runs=False),
     "exercise": Command("write a function of post-training, and compare it with the library's own",
                         "exercises.command:run_exercise", tables=True, runs=False),
+    "conformance": Command("check the losses, advantages, scores and rows of anybody's trainer",
+                           "conformance:run_conformance", runs=False),
     "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),
@@ -299,76 +323,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def split_overrides(
-    arguments: Sequence[str], parser: argparse.ArgumentParser, sections: Sequence[str]
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the arguments of the command itself, words before options, and dotted keys with their values.
-
-    Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override. Words stand together,
-    because argparse before Python 3.12 looks for them in one place alone.
-
-    Raises:
-        UsageError: neither an option nor a key in ``sections`` (ANY: the recipe will judge), no value, or a second one.
-    """
-    words: list[str] = []
-    own: list[str] = []
-    overrides: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        token = rest.pop(0)
-        name, equals, value = token.partition("=")
-        key, quoted, action = name.lstrip(_DASHES), shown(name)[1:-1], parser._option_string_actions.get(name)
-        if token == "--":
-            return [*own, *words, token, *rest], list(overrides.items())
-        if rest[:1] == ["="] and rest[1:]:
-            raise UsageError(f"{quoted} = {shown(rest[1])[1:-1]}: leave out the =, as in --{key} VALUE")
-        if action is not None:
-            is_next = action.nargs is None or (action.nargs == "?" and not "".join(rest[:1]).startswith("-"))
-            own += [token, rest.pop(0)] if is_next and rest and not equals else [token]
-            continue
-        if _OTHER_DASH.fullmatch(name):
-            raise UsageError(f"{quoted}: this begins with a dash that is no hyphen. Write --{key}")
-        if not token.startswith("-") or " " in name or token[1:2] in "0123456789.":
-            words.append(token)
-            continue
-        is_key = sections == ANY or ("." in key and key.partition(".")[0] in sections)
-        if not (is_key and name.startswith("--")) or (sections == ANY and _word_of(name, parser)):
-            known = [o for o in parser._option_string_actions if o.startswith("--")] + [f"--{s}.KEY" for s in sections]
-            listed = "" if sections == ANY else f" Known: {', '.join(known)}"
-            raise UsageError(f"there is no option {quoted}.{_suggest(name, parser, sections)}{listed}")
-        following = value if equals else rest.pop(0) if rest else "--"
-        if not equals and following.startswith("--"):
-            raise UsageError(f"{quoted}: this key needs a value.{_suggest(name, parser, sections)}")
-        if key in overrides:
-            raise UsageError(f"{quoted}: given twice; give it once")
-        overrides[key] = following
-    return [*words, *own], list(overrides.items())
-
-
-def _word_of(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return how a command takes what is an option elsewhere (``--model tiny``), if it is a word without one."""
-    words, plain = parser._get_positional_actions(), name.strip("-").replace("-", "_")
-    word = next((word for word in words if plain in WORDS.get(word.dest, "").split()), None)
-    listed = " ".join(str(word.metavar or word.dest) for word in words)
-    return f" {word.metavar} stands without one: `{parser.prog} {listed}`." if word else ""
-
-
-def _suggest(name: str, parser: argparse.ArgumentParser, sections: Sequence[str]) -> str:
-    """Return what was probably meant by ``name``, which is no option of the command."""
-    if "." in name and (sections == ANY and not name.startswith("--")):
-        return f" Did you mean -{name}?"
-    if "." in name and parser.prog.endswith(" resume"):
-        return " A run goes on by its own recipe, but for its length: --steps N."
-    own = parser._option_string_actions
-    meant = answer_option(name, [*own, *(f"--{section}" for section in sections)])
-    if not meant:
-        elsewhere = answer_other_name(name) if sections == ANY and "." not in name else answer_absent(name)
-        meant = "" if elsewhere else nearest(name, own) or ""
-    else:
-        elsewhere = ""
-    return _word_of(name, parser) or (f" Did you mean {meant}?" if meant else elsewhere)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the namespace of a command line; ``overrides`` holds the keys of the recipe.
 
@@ -382,49 +336,83 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 f"{shown(argument)}: an argument must be text in UTF-8, without a character NUL. Rename a file that is "
                 "called so"
             )
-    rest = list(arguments)
+    before = list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))
+    if len(before) == len(arguments):
+        parser, _ = build_parser("")
+        namespace, unknown = parser.parse_known_args(before)
+        if unknown:
+            _refuse_unknown(unknown[0], "", ())
+        namespace.overrides = []
+        if namespace.command is None:
+            parser.print_help()
+        return namespace
+    command = arguments[len(before)]
+    parser, choices = build_parser(command)
+    words = _in_our_spelling(command, arguments[len(before) + 1 :], choices)
+    _refuse_gone(command, words)
+    if command not in choices:
+        refuse_command(command, list(choices))
+    actions = [name.partition(" ")[2] for name in choices if name.startswith(f"{command} ")]
+    if command in ("recipes", "data"):
+        actions = ["list", "show"]
+    if actions:
+        refuse_action(command, words, actions)
+    name = command
+    called = [command]
+    if words and f"{command} {words[0]}" in choices:
+        called.append(words.pop(0))
+        name = " ".join(called)
     overrides: list[tuple[str, str]] = []
-    name = ""
     keys: Sequence[str] = ()
-    start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
-    parser, choices = build_parser("" if start is None else rest[start])
-    if start is not None:
-        command, actions = rest[start], [n.partition(" ")[2] for n in choices if n.startswith(f"{rest[start]} ")]
-        options = {o for n, c in choices.items() if n.partition(" ")[0] == command for o in c._option_string_actions}
-        rest[start + 1 :] = spelled(rest[start + 1 :], options)
-        if any("template" in argument for argument in rest[start + 1 :]):
-            rename = imported("options:with_own_template_option")
-            rest[start + 1 :] = rename(rest[start + 1 :], options, trains=command == "train")
-        if command == "runs":
-            rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
-        name = " ".join(rest[start : start + 2])
-        typed = (f"posttrain {command}", f"posttrain {name}")
-        for gone in (*typed, *(f"{one} {token.partition('=')[0]}" for one in typed for token in rest[start + 1 :])):
-            if gone in GONE:
-                raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
-        if command not in choices:
-            refuse_command(command, list(choices))
-        if actions := actions or (["list", "show"] if command in ("recipes", "data") else []):
-            refuse_action(command, rest[start + 1 :], actions)
-        name, end = (name, start + 2) if name in choices else (command, start + 1)
-        if COMMANDS[name].body is not None:
-            keys = COMMANDS[name].keys or ()
-            own, overrides = split_overrides(rest[end:], choices[name], keys)
-            rest = rest[:end] + own
-    namespace, unknown = parser.parse_known_args(rest)
+    if COMMANDS[name].body is not None:
+        keys = COMMANDS[name].keys or ()
+        words, overrides = split_overrides(words, choices[name], keys)
+    namespace, unknown = parser.parse_known_args([*before, *called, *words])
     if unknown:
-        key, equals, value = unknown[0].lstrip("+").partition("=")
-        hint = " Put a text of several words into quotes." if name == "generate" else ""
-        if equals and keys:  # as verl and Hydra write it
-            hint = (answer_other_name(key) if keys == ANY else "") or f" Did you mean --{key} {value}?"
-        called = f"posttrain {name}".rstrip()
-        raise UsageError(
-            f"{shown(unknown[0])} is no option of `{called}`, or an argument too many.{hint} See `{called} --help`"
-        )
+        _refuse_unknown(unknown[0], name, keys)
     namespace.overrides = overrides
-    if namespace.command is None:
-        parser.print_help()
     return namespace
+
+
+def _in_our_spelling(command: str, words: Sequence[str], choices: Mapping[str, argparse.ArgumentParser]) -> list[str]:
+    """Return what follows a command, with options as the command spells them and with the action that is meant."""
+    options: set[str] = set()
+    for name, parser in choices.items():
+        if name.partition(" ")[0] == command:
+            options |= parser._option_string_actions.keys()
+    words = spelled(words, options)
+    if any("template" in word for word in words):
+        words = with_own_template_option(words, options, trains=command == "train")
+    if command == "runs":
+        words = complete_action(words)
+    return words
+
+
+def _refuse_gone(command: str, words: Sequence[str]) -> None:
+    """Refuse a command, an action or an option that was removed, with what to use instead."""
+    called = [f"posttrain {command}"]
+    if words:
+        called.append(f"posttrain {command} {words[0]}")
+    typed = list(called)
+    for name in called:
+        typed += [f"{name} {word.partition('=')[0]}" for word in words]
+    for gone in typed:
+        if gone in GONE:
+            raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
+
+
+def _refuse_unknown(word: str, name: str, keys: Sequence[str]) -> NoReturn:
+    """Refuse what argparse has left over of a command line."""
+    key, equals, value = word.lstrip("+").partition("=")
+    hint = ""
+    if name == "generate":
+        hint = " Put a text of several words into quotes."
+    if equals and keys:  # as verl and Hydra write it
+        hint = f" Did you mean --{key} {value}?"
+        if keys == ANY:
+            hint = answer_other_name(key) or hint
+    called = f"posttrain {name}".rstrip()
+    raise UsageError(f"{shown(word)} is no option of `{called}`, or an argument too many.{hint} See `{called} --help`")
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -438,26 +426,37 @@ def run_command(arguments: Sequence[str]) -> int:
         trust_remote_code=getattr(namespace, "trust_remote_code", False),
     )
     command = COMMANDS[namespace.command]
-    if not getattr(namespace, "export_pt", None) and not getattr(namespace, "import_pt", None):
-        for option in command.models:  # with these two, the first argument is a folder of activations
-            named = getattr(namespace, option)
-            for name in [named] if isinstance(named, str) else named or ():
-                importlib.import_module("posttrain.runs.paths").refuse_absent(
-                    namespace.runs_dir, name, may_be_file=option == "judge"
-                )
+    _refuse_absent_models(command, namespace)
     if command.body is None:
         command = COMMANDS[f"{namespace.command} {namespace.action}"]
     if getattr(namespace, "format", "table") == "table":
         return _run_body(command, namespace)
-    with imported("console:tables_as_json")():
+    with importlib.import_module("posttrain.terminal.console").tables_as_json():
         return _run_body(command, namespace)
+
+
+def _refuse_absent_models(command: Command, namespace: argparse.Namespace) -> None:
+    """Refuse a model or run that is nowhere, before a library is imported."""
+    if getattr(namespace, "export_pt", None) or getattr(namespace, "import_pt", None):
+        return  # with these, the first argument is a folder of activations
+    for argument in command.models:
+        named = getattr(namespace, argument)
+        if named is None:
+            continue
+        if isinstance(named, str):
+            named = [named]
+        refuse_absent = importlib.import_module("posttrain.runs.paths").refuse_absent
+        for name in named:
+            refuse_absent(namespace.runs_dir, name, may_be_file=argument == "judge")
 
 
 def _run_body(command: Command, namespace: argparse.Namespace) -> int:
     """Run a command's function, with a line about what it does after a long silence in a file or pipe."""
     assert command.body is not None, "actions have bodies"
     is_printed = getattr(namespace, "dry_run", False)
-    stream = sys.stderr if command.beats == "stderr" or is_printed else sys.stdout
+    stream = sys.stdout
+    if command.beats == "stderr" or is_printed:
+        stream = sys.stderr
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun has started
     is_on = bool(command.beats) and not getattr(namespace, "quiet", False) and is_redirected() and is_first
     with heartbeat(f"posttrain {namespace.command}", stream, is_on=is_on):
@@ -496,8 +495,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UsageError.exit_code
     except KeyboardInterrupt:
         is_resumable = arguments[:1] == ["train"] or arguments[:2] == ["sae", "train"]
-        advice = "; continue with the same command and --resume" if is_resumable else ""
-        advice = "; continue with the same command" if arguments[:1] in (["evaluate"], ["sweep"]) else advice
+        advice = ""
+        if is_resumable:
+            advice = "; continue with the same command and --resume"
+        elif arguments[:1] in (["evaluate"], ["sweep"]):
+            advice = "; continue with the same command"
         print(f"\nposttrain: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
 

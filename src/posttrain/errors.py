@@ -29,10 +29,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 MOST_LETTERS = 100  # of a name that is compared with others
@@ -204,7 +205,10 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
+    text = lines[0]
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
+    return text[:300]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -214,7 +218,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     or some of its words. Case and the kind of separators do not count. A different name with similar letters is not
     meant: ``gdpo`` is not ``gmpo``.
     """
-    found, closest = None, float("inf")
+    found = None
+    closest = float("inf")
     wanted = _spelled(name)
     for other in sorted(known):
         text = _spelled(other)
@@ -222,13 +227,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
             continue
         cost = _distance_of_names(wanted, text)
         if cost < closest:
-            found, closest = other, cost
+            found = other
+            closest = cost
     return found
 
 
 def _distance_of_names(wanted: str, text: str) -> float:
     """Return how far a typed name is from a known one, or infinity for names that differ."""
-    words, others = wanted.split("_"), text.split("_")
+    words = wanted.split("_")
+    others = text.split("_")
     if words == others:
         return 0.0
     if sorted(words) == sorted(others) or "".join(words) == "".join(others):
@@ -251,7 +258,9 @@ def _distance_of_names(wanted: str, text: str) -> float:
     if set(others) < set(words) and set(words) - set(others) <= WORDS_WITHOUT_MEANING:
         costs.append(1.2)  # num_steps
     best = min(costs)
-    return best if best <= MOST_SLIPS else float("inf")
+    if best <= MOST_SLIPS:
+        return best
+    return float("inf")
 
 
 def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
@@ -269,10 +278,16 @@ def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
     is_method = word.endswith(_METHOD) or other.endswith(_METHOD)
     if max(len(word), len(other)) > LETTERS_OF_SHORT and not is_method:
         distance = _edit_distance(word, other)
-        allowed = 2 if min(len(word), len(other)) >= LETTERS_OF_LONG else 1
-        return float(distance) if distance <= allowed else float("inf")
+        allowed = 1
+        if min(len(word), len(other)) >= LETTERS_OF_LONG:
+            allowed = 2
+        if distance <= allowed:
+            return float(distance)
+        return float("inf")
     is_added = not is_acronym and word[0] == other[0] and len(word) != len(other) and _edit_distance(word, other) == 1
-    return 1.0 if is_added or _is_one_slip(word, other) else float("inf")
+    if is_added or _is_one_slip(word, other):
+        return 1.0
+    return float("inf")
 
 
 def _is_one_slip(word: str, other: str) -> bool:
@@ -280,7 +295,8 @@ def _is_one_slip(word: str, other: str) -> bool:
     start = 0
     while start < min(len(word), len(other)) and word[start] == other[start]:
         start += 1
-    rest, meant = word[start:], other[start:]
+    rest = word[start:]
+    meant = other[start:]
     if len(rest) == len(meant):
         if rest[:2] == meant[:2][::-1] and rest[2:] == meant[2:]:
             return len(word) > 2
@@ -363,7 +379,9 @@ class DataError(UsageError):
     """
 
     def __init__(self, path: str | Path, what: str, line: int | None = None) -> None:
-        place = f"{path}:{line}" if line is not None else str(path)
+        place = str(path)
+        if line is not None:
+            place = f"{path}:{line}"
         super().__init__(f"{place}: {what}")
         self.path = str(path)
         self.line = line
@@ -393,15 +411,29 @@ def install_command(extra: str) -> str:
     """Return the command that adds an extra to this installation: from its checkout, or from where it was installed."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file():
-        place = "." if checkout == Path.cwd() else str(checkout)
+        place = str(checkout)
+        if checkout == Path.cwd():
+            place = "."
         return f"{sys.executable} -m pip install -e '{place}[{extra}]'"
     with suppress(PackageNotFoundError, ValueError):  # a folder, a file or a repository (PEP 610)
         direct_url = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
-        vcs = direct_url.get("vcs_info") or {}
-        source = f"{vcs.get('vcs', '')}{'+' * bool(vcs)}{direct_url['url']}" if direct_url else ""
-        source += f"@{vcs['commit_id']}" if vcs.get("commit_id") else ""
-        return f"{sys.executable} -m pip install 'posttrain[{extra}]{' @ ' * bool(source)}{source}'"
+        source = ""
+        if direct_url:
+            source = f" @ {_source_of(direct_url)}"
+        return f"{sys.executable} -m pip install 'posttrain[{extra}]{source}'"
     return f"{sys.executable} -m pip install 'posttrain[{extra}]'"
+
+
+def _source_of(direct_url: Mapping[str, Any]) -> str:
+    """Return where a package was installed from as pip reads it, such as ``git+https://...@COMMIT``."""
+    vcs = direct_url.get("vcs_info")
+    url = str(direct_url["url"])
+    if not vcs:
+        return url
+    source = f"{vcs.get('vcs', '')}+{url}"
+    if vcs.get("commit_id"):
+        source = f"{source}@{vcs['commit_id']}"
+    return source
 
 
 class RunConflict(UsageError):
@@ -439,7 +471,8 @@ class PeerFailure(RunFailure):
 
     def __init__(self, message: str, exit_code: int = RunFailure.exit_code, is_loss: bool = False) -> None:
         super().__init__(message)
-        self.exit_code, self.is_loss = exit_code, is_loss
+        self.exit_code = exit_code
+        self.is_loss = is_loss
 
 
 class EngineMismatch(RunFailure):

@@ -107,7 +107,9 @@ def walk_folder(path: str | Path) -> Iterator[tuple[Path, list[str], list[str]]]
         files: list[str] = []
         with suppress(OSError), os.scandir(place) as entries:  # it is gone, or cannot be read
             for entry in entries:
-                names = folders if entry.is_dir() else files
+                names = files
+                if entry.is_dir():
+                    names = folders
                 names.append(entry.name)
         yield place, folders, files
         for name in sorted(folders, reverse=True):

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -28,6 +28,8 @@ from posttrain.strict_yaml import OldTruth
 
 LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
+_SHOWN_CHARS_WITH_TYPE = 80
+_MAX_SHOWN_BITS = 128
 _WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Component\b")
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
 _LIST = re.compile(r"\ba valid (list|tuple)\b")
@@ -90,7 +92,9 @@ class Options(BaseModel):
         assert info.field_name is not None
         field = cls.model_fields[info.field_name]
         marked = any(isinstance(item, AnySize) for item in field.metadata)
-        numbers = value if isinstance(value, list | tuple) else [value]
+        numbers = [value]
+        if isinstance(value, list | tuple):
+            numbers = list(value)
         if not marked and any(type(number) is int and abs(number) > LARGEST_COUNT for number in numbers):
             raise _too_large()
         return value
@@ -114,15 +118,20 @@ def check_plain(value: object) -> None:
                 "surrogate", "Input should be text; this holds half of a surrogate pair"
             ) from None
     elif isinstance(value, dict | list | tuple):
-        for held in [*value, *value.values()] if isinstance(value, dict) else value:
+        inside = list(value)
+        if isinstance(value, dict):
+            inside += value.values()
+        for held in inside:
             check_plain(held)
             if isinstance(held, float) and not math.isfinite(held):
                 raise PydanticCustomError("finite", "Input should be a finite number")
 
 
 def _holds(value: object, kind: type) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(_holds(held, kind) for held in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        return any(_holds(held, kind) for held in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds(held, kind) for held in value)
     return isinstance(value, kind)
 
 
@@ -130,8 +139,12 @@ def _types(annotation: object) -> set[object]:
     """Return the types that an annotation is made of."""
     if isinstance(annotation, Unread):
         return {Unread}
-    inner = [_types(item) for item in get_args(annotation)]
-    return ({annotation} if isinstance(annotation, type) or annotation is Any else set()).union(*inner)
+    found: set[object] = set()
+    if isinstance(annotation, type) or annotation is Any:
+        found.add(annotation)
+    for item in get_args(annotation):
+        found |= _types(item)
+    return found
 
 
 def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
@@ -144,19 +157,38 @@ def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
     for fault in map(dict[str, Any], error.errors()):
         loc = fault["loc"]
         if fault["type"] == "missing" and type(loc[-1]) is int:
-            few = f"Input should have at least {loc[-1] + 1} item{'s' * (loc[-1] > 0)}"
+            items = "item"
+            if loc[-1] > 0:
+                items = "items"
+            few = f"Input should have at least {loc[-1] + 1} {items}"
             fault |= {"loc": loc[:-1], "type": "too_short", "msg": few}
-        places = loc[: -1 if fault["type"] == "extra_forbidden" else None]  # such a key may be called as a type is
-        cut = next((at for at, part in enumerate(places) if at and _TRIED.fullmatch(str(part))), None)
-        if cut is not None:
+        cut = _place_of_type(loc, fault["type"])
+        if cut is None:
+            tried[len(tried)] = [fault]
+        else:
             fault["loc"] = loc[:cut] + loc[cut + 1 :]
-        tried.setdefault(len(tried) if cut is None else loc[:cut], []).append(fault)
-    for items in tried.values():
-        best = [item for item in items if len(item["loc"]) == max(len(other["loc"]) for other in items)]
-        if len({item["loc"] for item in best}) < len(best):
-            first, *others = dict.fromkeys(_SECTION.sub("Input should be a section of keys", i["msg"]) for i in best)
-            best = [best[0] | {"msg": " or ".join([first, *(o.removeprefix("Input should be ") for o in others)])}]
-        yield from best
+            tried.setdefault(loc[:cut], []).append(fault)
+    for same_value in tried.values():
+        depth = max(len(fault["loc"]) for fault in same_value)
+        deepest = [fault for fault in same_value if len(fault["loc"]) == depth]
+        if len({fault["loc"] for fault in deepest}) < len(deepest):
+            messages = [_SECTION.sub("Input should be a section of keys", fault["msg"]) for fault in deepest]
+            first, *others = dict.fromkeys(messages)
+            alternatives = [first, *(other.removeprefix("Input should be ") for other in others)]
+            yield deepest[0] | {"msg": " or ".join(alternatives)}
+        else:
+            yield from deepest
+
+
+def _place_of_type(loc: Sequence[object], kind: str) -> int | None:
+    """Return where in the place of a fault pydantic has put the type that it tried; None where it tried one alone."""
+    places = loc
+    if kind == "extra_forbidden":  # such a key may be called as a type is
+        places = loc[:-1]
+    for at, part in enumerate(places):
+        if at and _TRIED.fullmatch(str(part)):
+            return at
+    return None
 
 
 def explain_type(message: str, value: object) -> str:
@@ -166,19 +198,26 @@ def explain_type(message: str, value: object) -> str:
     """
     if message.startswith("Value error, "):
         rule = message.removeprefix("Value error, ")
-        return rule if isinstance(value, dict) else f"{rule}; got {describe_value(value)}"
-    message = _SECTION.sub(
-        "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
-    )
-    message = _LIST.sub("a list ([a, b])", _LENGTH.sub(r"Input \1", message))
-    return f"{message}; got {describe_value(value)}{'. No value is null' if value == 'None' else ''}"
+        if isinstance(value, dict):
+            return rule
+        return f"{rule}; got {describe_value(value)}"
+    message = _WORD.sub("Input should be a name or a section", message)
+    message = _SECTION.sub("Input should be a section of keys", message)
+    message = _LENGTH.sub(r"Input \1", message)
+    message = _LIST.sub("a list ([a, b])", message)
+    hint = ""
+    if value == "None":
+        hint = ". No value is null"
+    return f"{message}; got {describe_value(value)}{hint}"
 
 
 def describe_value(value: object) -> str:
     """Return ``value`` as Python writes it, shortened; a mapping by its keys, a long list by its length."""
     if isinstance(value, dict):
+        if not value:
+            return "an empty section"
         keys = ", ".join(map(written, value))
-        return f"a section with the keys {keys}"[:_SHOWN_CHARS] if value else "an empty section"
+        return f"a section with the keys {keys}"[:_SHOWN_CHARS]
     if isinstance(value, list) and len(written(value)) > _SHOWN_CHARS:
         return f"a list of {len(value)} values"
     return shorten(value)
@@ -190,22 +229,40 @@ def shorten(value: object) -> str:
     An object of a user's class is ``<Name>``: its own ``__repr__`` is code that may fail.
     """
     text = written(value)
+    if len(text) <= _SHOWN_CHARS:
+        return text
     half = _SHOWN_CHARS // 2
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}"
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def shown_with_type(value: object) -> str:
+    """Return ``value`` as Python writes it, at most 80 characters, and its type: ``'seven' (str)``."""
+    if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:  # Python refuses to write thousands of digits
+        text = f"an integer of {value.bit_length()} bits"
+    else:
+        text = written(value)
+    if len(text) > _SHOWN_CHARS_WITH_TYPE:
+        text = f"{text[:_SHOWN_CHARS_WITH_TYPE]}..."
+    return f"{text} ({type(value).__name__})"
 
 
 def written(value: object) -> str:
     """Return ``repr(value)`` of plain values and of what comes with Python, numpy or torch."""
     kind = type(value)
     if kind is dict and isinstance(value, dict):
-        return "{" + ", ".join(f"{written(key)}: {written(one)}" for key, one in value.items()) + "}"
+        pairs = [f"{written(key)}: {written(held)}" for key, held in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     if kind is list and isinstance(value, list):
         return f"[{', '.join(map(written, value))}]"
     if kind is tuple and isinstance(value, tuple):
-        return f"({', '.join(map(written, value))}{',' if len(value) == 1 else ''})"
+        if len(value) == 1:
+            return f"({written(value[0])},)"
+        return f"({', '.join(map(written, value))})"
     package = kind.__module__.partition(".")[0]
     is_known = package in sys.stdlib_module_names and package != "__main__"
-    return repr(value) if is_known or package in ("numpy", "torch", "posttrain") else f"<{kind.__name__}>"
+    if is_known or package in ("numpy", "torch", "posttrain"):
+        return repr(value)
+    return f"<{kind.__name__}>"
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -231,7 +288,9 @@ def server_address(
         )
     try:
         parts = urlsplit(url.strip())
-        scheme, host, port = parts.scheme, parts.hostname or "", parts.port
+        scheme = parts.scheme
+        host = parts.hostname or ""
+        port = parts.port
     except ValueError as error:
         raise _no_url(url, where, variable, f" ({error})") from None
     is_address = ":" in host and parts.netloc.rpartition("@")[2].startswith("[")
@@ -250,9 +309,11 @@ def key_for(url: str, where: str, variable: str) -> str | None:
     Raises:
         UsageError: there is a key, and it may not go there.
     """
-    key, host = os.environ.get(variable), server_address(url, where, variable)[1]
+    key = os.environ.get(variable)
+    host = server_address(url, where, variable)[1]
     allowed = f"{variable.removesuffix('_KEY')}_HOST"
-    if not key or host in LOOPBACK or host in map(str.strip, os.environ.get(allowed, "").split(",")):
+    allowed_hosts = [name.strip() for name in os.environ.get(allowed, "").split(",")]
+    if not key or host in LOOPBACK or host in allowed_hosts:
         return key
     raise UsageError(
         f"{where}: {url}: {variable} holds a key, and a recipe alone sends it to no server; "
@@ -266,7 +327,10 @@ def checked_url(url: str, about: ValidationInfo) -> str:
     Raises:
         UsageError: it is none, or a name, a password or a key stands in it.
     """
-    server_address(url, f"{(about.context or {}).get('where', 'engine')}.{about.field_name}")
+    section = "engine"
+    if about.context is not None:
+        section = about.context.get("where", section)
+    server_address(url, f"{section}.{about.field_name}")
     return url
 
 

@@ -61,12 +61,16 @@ SINGLE_PROCESS = ProcessGroup()
 
 def whole(tensor: Tensor) -> Any:
     """Return the tensor itself; a sharded one is gathered, which every process has to call."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    return tensor.full_tensor()
 
 
 def own_part(tensor: Tensor) -> Any:
     """Return the part of a tensor that this process has."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.to_local()
 
 
 def local_size() -> int:
@@ -81,7 +85,9 @@ def local_rank() -> int | None:
 
 def _number(variable: str) -> int | None:
     value = os.environ.get(variable, "")
-    return int(value) if value.isdecimal() else None
+    if not value.isdecimal():
+        return None
+    return int(value)
 
 
 def peak_resident_bytes() -> int:

@@ -18,88 +18,38 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import PydanticUserError, ValidationError, create_model
-
+from posttrain.components import ComponentModules
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
-from posttrain.option_types import Options, explain_type, faults, shorten
 from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
-# The components of each kind, by the module that registers them.
-COMPONENT_MODULES: dict[str, dict[str, str]] = {
-    "objective": {
-        "posttrain.algorithms.objectives.supervised": "cross_entropy",
-        "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token ppo reinforce sapo",
-        "posttrain.algorithms.objectives.preference": (
-            "apo_down apo_zero cpo dpo exo hinge ipo kto nca orpo robust_dpo rpo simpo"
-        ),
-        "posttrain.algorithms.objectives.reward": "bradley_terry outcome process",
-        "posttrain.algorithms.objectives.distillation": "distillation on_policy_distillation sdpo",
-    },
-    "advantage": {
-        "posttrain.algorithms.advantages": (
-            "batch_normalized centered gae leave_one_out mean_scaled normalized raw return_to_go turn_normalized"
-        ),
-    },
-    "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
-    "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
-    "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
-    "environment": {
-        "posttrain.sampling.environments.built_in": "calculator number_guess python search",
-    },
-    "reward": {
-        "posttrain.graders.rewards": (
-            "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"
-        ),
-        "posttrain.graders.numeric": "is_number",
-        "posttrain.graders.scored": "task_score",
-        "posttrain.sampling.llm_judge": "judge",
-        "posttrain.evaluation.reward_models.scoring": "reward_model",
-    },
-    "grader": {
-        "posttrain.graders.numeric": "exact numeric",
-        "posttrain.graders.math.grader": "math",
-        "posttrain.graders.choice": "multiple_choice",
-        "posttrain.graders.grading": "any_answer",
-        "posttrain.graders.code.grader": "code_tests",
-        "posttrain.graders.scored": "scored",
-        "posttrain.graders.behaviour": "refusal",
-    },
-    "template": {
-        "posttrain.data.render.templates": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"
-    },
-    "task": {
-        "posttrain.data.stories.task": "stories sums episodes",
-        "posttrain.data.verifiable.suites": (
-            "aime24 aime25 amc gsm8k humaneval math math500 mbpp minerva_math mmlu olympiad_bench refusals svamp"
-        ),
-        "posttrain.data.jsonl": "jsonl",
-        "posttrain.data.preferences": "preferences ultrafeedback",
-        "posttrain.data.hh_rlhf": "hh_rlhf",
-        "posttrain.data.steps": "judged_solutions math_shepherd prm800k",
-        "posttrain.data.verifiable.reasoning_gym": "reasoning_gym",
-        "posttrain.data.mixture": "mixture",
-    },
-    "engine": {
-        "posttrain.sampling.native.engine": "native",
-        "posttrain.sampling.fake_engine": "scripted",
-        "posttrain.sampling.vllm.engine": "vllm",
-    },
-    "optimizer": {"posttrain.training.optimizer": "adamw muon"},
-    "batch_field": {
-        "posttrain.training.batch_fields": (
-            "old_logprobs ref_logprobs correction teacher_logprobs teacher_ids old_values kl_baseline"
-        ),
-    },
-    "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
-    "dictionary": {"posttrain.interpret.saes.sae": "batchtopk l1 topk"},
-}
-_MODULES = {
-    kind: {component: module for module, components in modules.items() for component in components.split()}
-    for kind, modules in COMPONENT_MODULES.items()
-}
+# pydantic is imported where options of a recipe are read: a function of a component works without it.
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from posttrain.option_types import Options
+
+# Components are found where they are defined (``components``); a kind is declared here.
+ALL_KINDS = (
+    "objective",
+    "advantage",
+    "aggregation",
+    "selection",
+    "correction",
+    "environment",
+    "reward",
+    "grader",
+    "template",
+    "task",
+    "engine",
+    "optimizer",
+    "batch_field",
+    "tracker",
+    "dictionary",
+)
+_MODULES = ComponentModules()
 
 
 LEAST_LETTERS_OF_SLIP = 6  # of a name that is compared with the names of other libraries
@@ -131,6 +81,10 @@ class Entry:
         Raises:
             RecipeError: an annotation that is no type, or cannot be evaluated.
         """
+        from pydantic import PydanticUserError, create_model
+
+        from posttrain.option_types import Options
+
         try:
             signature = inspect.signature(self.function, eval_str=True)
         except (NameError, SyntaxError, TypeError, ValueError) as error:
@@ -138,12 +92,17 @@ class Entry:
                 f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
                 "module, outside of `if TYPE_CHECKING`"
             ) from error
-        empty = inspect.Parameter.empty
-        fields: dict[str, Any] = {
-            one.name: (Any if one.annotation is empty else one.annotation, ... if one.default is empty else one.default)
-            for one in signature.parameters.values()
-            if one.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        fields: dict[str, Any] = {}
+        for parameter in signature.parameters.values():
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                continue
+            annotation = parameter.annotation
+            if annotation is inspect.Parameter.empty:
+                annotation = Any
+            default = parameter.default
+            if default is inspect.Parameter.empty:
+                default = ...
+            fields[parameter.name] = (annotation, default)
         try:
             return create_model(f"{self.kind}_{self.name}", __base__=Options, **fields)
         except (PydanticUserError, NameError, TypeError) as error:
@@ -160,26 +119,39 @@ class Entry:
             UnknownComponent: an option that names a component of another kind (trait ``components``) names none that
             exists.
         """
+        from pydantic import ValidationError
+
         model = self.options_model
-        for key in (key for key in options if key not in model.model_fields):
-            if gone := GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}"):
-                raise RecipeError(f"{where or self.kind}.{key}: this key was removed. Use {gone}.")
+        place = where or self.kind
+        for key in options:
+            gone = GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}")
+            if gone and key not in model.model_fields:
+                raise RecipeError(f"{place}.{key}: this key was removed. Use {gone}.")
         try:
-            checked = model.model_validate(dict(options), context={"where": where or self.kind})
+            checked = model.model_validate(dict(options), context={"where": place})
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
-            own = ("name", "weight") if where.startswith("rewards") else ("name",)
+            own = ["name"]
+            if where.startswith("rewards"):
+                own.append("weight")
             known = [*(key for key in own if key not in options), *model.model_fields]
-            raise RecipeError(explain_validation(error, known, where or self.kind, label)) from None
+            raise RecipeError(explain_validation(error, known, place, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}
+        above = ""
+        if where:
+            above = f"{where}."
         for key, kind in self.traits.get("components", {}).items():
-            _check_component(filled[key], kind, f"{where}.{key}" if where else key)
+            _check_component(filled[key], kind, f"{above}{key}")
         complete = self.traits.get("complete")
-        return filled if complete is None else complete(filled, where or self.kind)
+        if complete is None:
+            return filled
+        return complete(filled, place)
 
     def bind(self, options: Mapping[str, object], where: str = "") -> partial[Any]:
         """Return the function with its options filled in; a parameter ``where`` gets the key of the recipe."""
-        place = {"where": where or self.kind} if "where" in self.provided else {}
+        place = {}
+        if "where" in self.provided:
+            place = {"where": where or self.kind}
         return partial(self.function, **self.options(options, where), **place)
 
 
@@ -187,13 +159,17 @@ def _check_component(value: str | Mapping[str, object], kind: str, where: str) -
     """Refuse what is neither ``auto`` nor a component of the kind."""
     if value == "auto":
         return
-    component = {"name": value} if isinstance(value, str) else dict(value)
+    component: dict[str, object] = {}
+    if isinstance(value, str):
+        component["name"] = value
+    else:
+        component.update(value)
     if "name" not in component:
         raise RecipeError(f"{where}: a {kind} has a name and maybe options; got {value!r}")
     find(kind, str(component.pop("name")), where).options(component, where)
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in COMPONENT_MODULES}
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in ALL_KINDS}
 
 
 def register(
@@ -204,12 +180,14 @@ def register(
     Raises:
         RecipeError: another module has a component of that name.
     """
-    assert kind in COMPONENT_MODULES, f"unknown kind {kind!r}"
+    assert kind in ALL_KINDS, f"unknown kind {kind!r}"
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Entry(kind, name or function.__name__, function, traits)
         known = _ENTRIES[kind].get(entry.name)
-        home = known.function.__module__ if known else _MODULES[kind].get(entry.name, function.__module__)
+        home = _MODULES[kind].get(entry.name, function.__module__)
+        if known is not None:
+            home = known.function.__module__
         if home != function.__module__:
             raise RecipeError(
                 f"{function.__module__}: {kind} {entry.name!r} is a component of {home}; give yours another name"
@@ -222,9 +200,14 @@ def register(
 
 def entries(kind: str) -> dict[str, Entry]:
     """Return all entries of a kind, by name, in alphabetical order; their modules are imported."""
-    for module in COMPONENT_MODULES[kind]:
+    for module in dict.fromkeys(_MODULES[kind].values()):
         importlib.import_module(module)
     return dict(sorted(_ENTRIES[kind].items()))
+
+
+def built_in(kind: str) -> list[str]:
+    """Return the names of the package's entries of a kind, in the order of the source; nothing is imported."""
+    return list(_MODULES[kind])
 
 
 def names(kind: str) -> list[str]:
@@ -249,7 +232,9 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     if name not in _ENTRIES[kind] and name in _MODULES[kind]:
         importlib.import_module(_MODULES[kind][name])
     if name not in _ENTRIES[kind]:
-        place = f"{where}: " if where else ""
+        place = ""
+        if where:
+            place = f"{where}: "
         if name in GONE:
             raise UnknownComponent(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
         known = names(kind)
@@ -263,18 +248,33 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     return _ENTRIES[kind][name]
 
 
+def takes_one(function: Callable[..., object]) -> bool:
+    """Return whether a function can be called with one argument; one of C, which does not say, can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
 def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
     """Return the traits of an entry; None for code that was not allowed.
 
     Raises:
         UnknownComponent: no such name.
     """
-    return find(kind, name).traits if is_declared(name) else None
+    if not is_declared(name):
+        return None
+    return find(kind, name).traits
 
 
 def kinds_of(name: str) -> list[Entry]:
     """Return every entry called ``name``, of all kinds."""
-    return [find(kind, name) for kind in COMPONENT_MODULES if name in names(kind)]
+    return [find(kind, name) for kind in ALL_KINDS if name in names(kind)]
 
 
 def import_component(kind: str, path: str, where: str) -> Entry:
@@ -285,21 +285,28 @@ def import_component(kind: str, path: str, where: str) -> Entry:
         UnknownComponent: it cannot be imported.
     """
     module_name, _, attribute = path.partition(":")
-    place = f"{where}: " if where else ""
+    place = ""
+    if where:
+        place = f"{where}: "
     if is_lost(path):
         what = "this function was given by a Python session and is in no file"
         raise UnallowedCode(f"{place}{kind} {path!r}: {what}. Put it into a file, and train with that")
     prepare_import(path, f"{place}{kind} ")
     if path in _FUNCTIONS:
         given = _FUNCTIONS[path]
-        own = (entry for entry in _ENTRIES.get(kind, {}).values() if entry.function is given)
-        return next(own, Entry(kind, path, given, {}))
+        for entry in _ENTRIES.get(kind, {}).values():
+            if entry.function is given:
+                return entry
+        return Entry(kind, path, given, {})
     try:
         module = _import_until_call(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, SystemExit too; the cause is kept
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
         what = f"module {module_name!r} cannot be imported ({reason}); give one that can"
         raise UnknownComponent(f"{place}{kind} {path!r}: {what}") from error
     for entry in _ENTRIES.get(kind, {}).values():
@@ -307,6 +314,8 @@ def import_component(kind: str, path: str, where: str) -> Entry:
             return entry  # it registered itself, with its traits
     named = getattr(module, attribute, None)
     if not callable(named):
+        from posttrain.option_types import shorten
+
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UnknownComponent(
             f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} "
@@ -332,9 +341,13 @@ def stop_import() -> None:
 
 def _import_until_call(name: str) -> ModuleType:
     """Import a module; a script that trains when it runs is read up to there."""
-    if name in sys.modules or (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
+    spec = None
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
         return importlib.import_module(name)
-    token, module = _IS_IMPORTING.set(True), importlib.util.module_from_spec(spec)
+    token = _IS_IMPORTING.set(True)
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -362,21 +375,31 @@ def name_function(function: Callable[..., Any]) -> str:
     for path, known in _FUNCTIONS.items():
         if known is function:
             return path
-    name, module = getattr(function, "__name__", ""), sys.modules.get(getattr(function, "__module__", ""))
-    file, code = getattr(module, "__file__", None), getattr(inspect.unwrap(function), "__code__", None)
-    called, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
+    name = getattr(function, "__name__", "")
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    called = getattr(module, "__name__", "")
+    spec = getattr(module, "__spec__", None)
     if called == "__main__":
-        called = spec.name if spec is not None else Path(file or "").stem
+        called = Path(file or "").stem
+        if spec is not None:
+            called = spec.name
         is_other = getattr(sys.modules.get(called), "__file__", file) != file
         if is_other or code is None or not Path(code.co_filename).is_file():
             file = None  # the name means another module, or the code is of a notebook
     if file is None or getattr(module, name, None) is not function or not called.replace(".", "").isidentifier():
-        plain = name if name.isidentifier() else f"function_{len(_FUNCTIONS) + 1}"
+        plain = f"function_{len(_FUNCTIONS) + 1}"
+        if name.isidentifier():
+            plain = name
         path = f"{SESSION}:{plain}"
         declare_code(path)
     else:
         path = f"{called}:{name}"
-        declare_code(path, Path(file).resolve().parents[called.count(".") + (Path(file).stem == "__init__")])
+        levels = called.count(".")
+        if Path(file).stem == "__init__":
+            levels += 1
+        declare_code(path, Path(file).resolve().parents[levels])
     _FUNCTIONS[path] = function
     return path
 
@@ -397,13 +420,17 @@ def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
 
 def describe_result(value: object) -> str:
     """Return ``shape (2, 4)`` for a tensor, the name of the type for anything else."""
-    return f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    if hasattr(value, "shape"):
+        return f"shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?``, or nothing."""
     near = nearest(name, known)
-    return f" Did you mean {near!r}?" if near else ""
+    if not near:
+        return ""
+    return f" Did you mean {near!r}?"
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
@@ -415,21 +442,32 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
     if answer or len(name) < LEAST_LETTERS_OF_SLIP:
         return answer
     slip = nearest(name, OTHER_NAMES)
-    return f" Did you mean {slip!r}?{answer_other_name(slip)}" if slip else ""
+    if not slip:
+        return ""
+    if set(name.split("_")) < set(slip.split("_")):  # strict_async_level, for strict
+        return ""
+    return f" Did you mean {slip!r}?{answer_other_name(slip)}"
 
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
     """Return a pydantic error as lines for a user: place, what is wrong, what would work."""
+    from posttrain.option_types import faults
+
     lines = []
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
-        key = f"{where}.{location}" if where and location else where or location
+        if where and location:
+            key = f"{where}.{location}"
+        else:
+            key = where or location
         lines.append(f"{key}: {explain_fault(item, key, label, list(known))}")
     return "\n".join(lines)
 
 
 def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence[str], hint: str = "") -> str:
     """Explain what is wrong with a key of the section ``label``, which has the ``known`` keys."""
+    from posttrain.option_types import explain_type
+
     if item["type"] == "missing":
         return f"{label} needs this key"
     if item["type"] != "extra_forbidden":
@@ -437,6 +475,7 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
     last = str(item["loc"][-1])
-    if answer := answer_other_name(key):
+    answer = answer_other_name(key)
+    if answer:
         return f"{label} has no key {last!r}.{answer}"
     return f"{label} has no key {last!r}.{hint or suggest_key(last, known)} Known keys: {', '.join(known)}"

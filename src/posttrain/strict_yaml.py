@@ -43,9 +43,13 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         return reader.read(), reader.lines
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
+        line = ""
+        if mark is not None:
+            line = f":{mark.line + 1}"
         reason = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", "damaged")).split())
-        advice = "use spaces, no tabs" if "'\\t'" in reason else "write it as `key: value`, one to a line"
+        advice = "write it as `key: value`, one to a line"
+        if "'\\t'" in reason:
+            advice = "use spaces, no tabs"
         raise RecipeError(f"{place}{line}: not valid YAML: {reason}; {advice}") from None
 
 
@@ -74,7 +78,11 @@ def plain_value(text: str) -> Any:
     """
     number = _NUMBER.fullmatch(text)
     if number is None:
-        return _NAMED[text] if text in _NAMED else OldTruth(text) if _OLD_TRUTH.fullmatch(text) else text
+        if text in _NAMED:
+            return _NAMED[text]
+        if _OLD_TRUTH.fullmatch(text):
+            return OldTruth(text)
+        return text
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text):,} characters; give one of at most {MAX_DIGITS:,}, or quote it")
     if number["hex"]:
@@ -82,32 +90,44 @@ def plain_value(text: str) -> Any:
     whole = number["whole"] or ""
     if whole[:1] == "0" and whole != "0":
         raise ValueError(f"{text} is octal to some and decimal to others; write it without the 0, or quote it for text")
-    return int(text) if whole else float(text.replace("_", ""))
+    if whole:
+        return int(text)
+    return float(text.replace("_", ""))
 
 
 class _Reader(yaml.SafeLoader):
     """Builds the values of one document from PyYAML's nodes, with limits and lines."""
 
     def __init__(self, text: str, place: str, *, has_lines: bool = True) -> None:
-        self.place, self.has_lines, self.num_values = place, has_lines, 0
+        self.place = place
+        self.has_lines = has_lines
+        self.num_values = 0
         self.lines: dict[str, int] = {}
         if len(text) > MAX_CHARS:
-            what = "a recipe" if has_lines else "a value"
+            what = "a value"
+            if has_lines:
+                what = "a recipe"
             raise RecipeError(f"{place}: {len(text):,} characters; {what} has at most {MAX_CHARS:,}")
         super().__init__(text)
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         """Return the tag of a node; unquoted words are left to ``plain_value``."""
-        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else str(super().resolve(kind, value, implicit))
+        if kind is yaml.ScalarNode and implicit[0]:
+            return _PLAIN
+        return str(super().resolve(kind, value, implicit))
 
     def read(self) -> Any:
         """Return the document."""
         try:
-            node = self.get_node() if self.check_node() else None
+            node = None
+            if self.check_node():
+                node = self.get_node()
             if self.check_node():
                 second = "a second document begins here; a recipe is one, so leave the --- out"
                 self._check(False, self.get_node(), second)
-            return None if node is None else self._build(node, "", ())
+            if node is None:
+                return None
+            return self._build(node, "", ())
         except RecursionError:
             raise RecipeError(f"{self.place}: nested more than {MAX_DEPTH} deep; a recipe must be flatter") from None
         finally:
@@ -115,7 +135,9 @@ class _Reader(yaml.SafeLoader):
 
     def _check(self, is_right: bool, node: Any, otherwise: str) -> None:
         if not is_right:
-            line = f":{node.start_mark.line + 1}" if self.has_lines else ""
+            line = ""
+            if self.has_lines:
+                line = f":{node.start_mark.line + 1}"
             raise RecipeError(f"{self.place}{line}: {otherwise}")
 
     def _build(self, node: Any, prefix: str, above: tuple[Any, ...]) -> Any:
@@ -127,7 +149,8 @@ class _Reader(yaml.SafeLoader):
         self._check(
             is_word or len(above) <= MAX_DEPTH, node, f"nested more than {MAX_DEPTH} deep; a recipe must be flatter"
         )
-        kind, inside = (type(node), node.tag), (*above, node)
+        kind = (type(node), node.tag)
+        inside = (*above, node)
         if kind == (yaml.SequenceNode, f"{_TAG}seq"):
             self.lines |= {f"{prefix}{index}": item.start_mark.line + 1 for index, item in enumerate(node.value)}
             return [self._build(item, f"{prefix}{index}.", inside) for index, item in enumerate(node.value)]
@@ -137,7 +160,9 @@ class _Reader(yaml.SafeLoader):
             what = f"the tag {node.tag.replace(_TAG, '!!')} is not for this"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         try:
-            return node.value if node.tag == _TEXT else plain_value(node.value)
+            if node.tag == _TEXT:
+                return node.value
+            return plain_value(node.value)
         except ValueError as error:
             self._check(False, node, str(error))
 
@@ -147,7 +172,8 @@ class _Reader(yaml.SafeLoader):
         for key, held in node.value:
             is_word = isinstance(key, yaml.ScalarNode) and key.tag in (_PLAIN, _TEXT)
             self._check(is_word, key, "a key must be a plain word, such as `train`")
-            size, where = len(key.value), f"{prefix}{key.value}"
+            size = len(key.value)
+            where = f"{prefix}{key.value}"
             self._check(size <= MAX_KEY_CHARS, key, f"a key of {size:,} characters; one has at most {MAX_KEY_CHARS}")
             self._check(key.value not in own, key, f"{where}: this key stands twice; leave one of them out")
             self.lines[where] = key.start_mark.line + 1
@@ -167,7 +193,12 @@ class _Writer(yaml.SafeDumper):
     def represent_text(self, text: str) -> yaml.ScalarNode:
         """Return the node of a text."""
         is_word = type(_NAMED.get(text, text)) is str and not _OLD_TRUTH.fullmatch(text) and not _NUMBER.fullmatch(text)
-        style = '"' if _OLD_LINE_ENDS.search(text) else None if is_word else "'"
+        if _OLD_LINE_ENDS.search(text):
+            style = '"'
+        elif is_word:
+            style = None
+        else:
+            style = "'"
         return self.represent_scalar(_TEXT, str(text), style=style)
 
 

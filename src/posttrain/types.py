@@ -53,7 +53,9 @@ class Message:
     @property
     def text(self) -> str:
         """Return the text of the assistant without its calls: the reasoning between tags, then the content."""
-        return self.content if self.reasoning is None else f"<think>\n{self.reasoning}\n</think>\n\n{self.content}"
+        if self.reasoning is None:
+            return self.content
+        return f"<think>\n{self.reasoning}\n</think>\n\n{self.content}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +129,16 @@ class Completion:
     @property
     def num_own(self) -> int:
         """Return the number of ids that the model wrote."""
-        return len(self.ids) if self.own is None else sum(self.own)
+        if self.own is None:
+            return len(self.ids)
+        return sum(self.own)
 
     @property
     def written(self) -> tuple[bool, ...]:
         """Return True for each id that the model wrote: these are trained."""
-        return (True,) * len(self.ids) if self.own is None else self.own
+        if self.own is None:
+            return (True,) * len(self.ids)
+        return self.own
 
 
 # How a call of a tool ended: it answered; it raised; it is no call; there is no such tool; it took too long.
@@ -255,9 +261,15 @@ class Batch:
         assert each == 1 or torch.equal(index, whole.flatten()), "the rows of a unit stay together"
 
         def pick(x: Tensor) -> Tensor:
-            return x[index, :width] if x.ndim >= 2 else x[index]
+            if x.ndim >= 2:
+                return x[index, :width]
+            return x[index]
 
         weights = self.weights
+        if weights is not None and weights.ndim == 2:
+            weights = pick(weights)
+        elif weights is not None:
+            weights = weights[units]
         return replace(
             self,
             tokens=pick(self.tokens),
@@ -266,11 +278,14 @@ class Batch:
             group=self.group[index],
             prefix=self.prefix[index],
             fields={name: pick(x) for name, x in self.fields.items()},
-            weights=weights if weights is None else pick(weights) if weights.ndim == 2 else weights[units],
+            weights=weights,
         )
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on another device; float64 becomes float32 where the device has none."""
+        weights = self.weights
+        if weights is not None:
+            weights = _moved(weights, device)
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -279,18 +294,22 @@ class Batch:
             group=self.group.to(device),
             prefix=self.prefix.to(device),
             fields={name: _moved(x, device) for name, x in self.fields.items()},
-            weights=None if self.weights is None else _moved(self.weights, device),
+            weights=weights,
         )
 
 
 def with_float64(x: Tensor) -> Tensor:
     """``x`` where it can be float64: as it is; from an Apple GPU (mps), which has no float64, on the CPU."""
-    return x.cpu() if x.device.type == "mps" else x
+    if x.device.type != "mps":
+        return x
+    return x.cpu()
 
 
 def _moved(x: Tensor, device: torch.device | str) -> Tensor:
     has_float64 = getattr(device, "type", str(device).partition(":")[0]) != "mps"
-    return x.to(device) if has_float64 or x.element_size() < 8 or not x.is_floating_point() else x.float().to(device)
+    if has_float64 or x.element_size() < 8 or not x.is_floating_point():
+        return x.to(device)
+    return x.float().to(device)
 
 
 @dataclass(slots=True)

@@ -68,14 +68,16 @@ def _json_escape(character: str) -> str:
 
 def fitting(texts: Sequence[str]) -> Callable[[str], str]:
     """Return a function that shortens each of ``texts`` to its two ends where all together do not fit on one page."""
-    lengths = [len(text) for text in texts]
-    room = sum(lengths) if sum(lengths) <= MAX_SHOWN else MAX_SHOWN // len(lengths)
+    room = sum(len(text) for text in texts)
+    if room > MAX_SHOWN:
+        room = MAX_SHOWN // len(texts)
 
     def fit(text: str) -> str:
-        left = len(text) - room // 2 * 2
         if len(text) <= room:
             return text
-        return f"{text[: room // 2]} [... {left:,} characters are left out here ...] {text[room // 2 + left :]}"
+        half = room // 2
+        left = len(text) - 2 * half
+        return f"{text[:half]} [... {left:,} characters are left out here ...] {text[half + left :]}"
 
     return fit
 
@@ -148,7 +150,9 @@ def paragraph(text: str) -> str:
     """Return text for a paragraph of its own: no heading, list, quotation or front matter either."""
     shown = plain(" ".join(text.split()))
     block = _BLOCK.match(shown)
-    return f"{block['number']}\\{shown[block.end() :]}" if block else shown
+    if not block:
+        return shown
+    return f"{block['number']}\\{shown[block.end() :]}"
 
 
 def bullets(lines: Iterable[str]) -> str:
@@ -160,7 +164,10 @@ def code(text: str) -> str:
     """Return text as code within a line; no backtick in it can end it."""
     shown = _CONTROLS.sub(" ", text).replace("|", "¦")
     fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
-    padding = " " if shown.startswith("`") or shown.endswith("`") else ""
+    if shown.startswith("`") or shown.endswith("`"):
+        padding = " "
+    else:
+        padding = ""
     return f"{fence}{padding}{shown}{padding}{fence}"
 
 
@@ -214,7 +221,9 @@ def declare_from_command_line(
             raise UnallowedCode(f"{ALLOW_CODE} {text!r}: give the name that the message shows, as module:function")
         if at and not Path(folder).is_dir():
             raise UnallowedCode(f"{ALLOW_CODE} {text!r}: there is no folder {folder!r}")
-        declare_code(name, folder if at else os.getcwd())
+        if not at:
+            folder = os.getcwd()
+        declare_code(name, folder)
     declare_code([text for text in arguments if "@" not in text], os.getcwd())
     _REMOTE_CODE[0] = trust_remote_code
 
@@ -256,10 +265,17 @@ def allow_code_options(near: str | None = None) -> list[str]:
 
     ``near``: a folder that is left out, for a command that is typed there.
     """
-    places = [(name, folder) for name in sorted(_IMPORTED) for folder in _FOLDERS[name]]
-    options = [name if folder == near else f"{name}@{folder}" for name, folder in places]
-    words = [word for option in options for word in (ALLOW_CODE, option)]
-    return [*words, TRUST_REMOTE_CODE] if _REMOTE_CODE[0] else words
+    words = []
+    for name in sorted(_IMPORTED):
+        for folder in _FOLDERS[name]:
+            words.append(ALLOW_CODE)
+            if folder == near:
+                words.append(name)
+            else:
+                words.append(f"{name}@{folder}")
+    if _REMOTE_CODE[0]:
+        words.append(TRUST_REMOTE_CODE)
+    return words
 
 
 def trusts_remote_code() -> bool:
@@ -277,11 +293,13 @@ def is_stored(place: str | Path) -> bool:
 
 
 def _is_record(path: Path) -> bool:
-    return path.name == STORED_RECIPE or any(
-        any((folder / name).is_file() for name in (STORED_RECIPE, _PLAN))
-        and any((folder / name).exists() for name in _RECORDS)
-        for folder in (path.parent, path.parent.parent)
-    )
+    if path.name == STORED_RECIPE:
+        return True
+    for folder in (path.parent, path.parent.parent):
+        is_of_run = any((folder / name).is_file() for name in (STORED_RECIPE, _PLAN))
+        if is_of_run and any((folder / name).exists() for name in _RECORDS):
+            return True
+    return False
 
 
 def refuse_remote_code(document: object, overridden: Collection[str], place_of: Callable[[str], str]) -> None:
@@ -304,20 +322,43 @@ def without_remote_code(document: object) -> Any:
     """Return the document without any ``trust_remote_code``."""
     if isinstance(document, Mapping):
         return {key: without_remote_code(value) for key, value in document.items() if key != REMOTE_CODE}
-    return [without_remote_code(item) for item in document] if isinstance(document, list) else document
+    if isinstance(document, list):
+        return [without_remote_code(item) for item in document]
+    return document
 
 
 def _remote_code_keys(document: object, prefix: str = "") -> Iterator[str]:
-    if isinstance(document, Mapping | list):
-        for key, value in document.items() if isinstance(document, Mapping) else enumerate(document):
-            if key == REMOTE_CODE and value not in (False, None):
-                yield f"{prefix}{key}"
-            yield from _remote_code_keys(value, f"{prefix}{key}.")
+    pairs: Iterable[tuple[object, object]] = ()
+    if isinstance(document, Mapping):
+        pairs = document.items()
+    elif isinstance(document, list):
+        pairs = enumerate(document)
+    for key, value in pairs:
+        if key == REMOTE_CODE and value not in (False, None):
+            yield f"{prefix}{key}"
+        yield from _remote_code_keys(value, f"{prefix}{key}.")
 
 
 def _texts(content: object) -> Iterator[str]:
     if isinstance(content, str):
         yield content
-    elif isinstance(content, Mapping | list | tuple):
-        for item in content.values() if isinstance(content, Mapping) else content:
+    elif isinstance(content, Mapping):
+        for item in content.values():
             yield from _texts(item)
+    elif isinstance(content, list | tuple):
+        for item in content:
+            yield from _texts(item)
+
+
+def entries_of(value: object) -> list[Any]:
+    """Return the entries of a list that a file should hold; none if it is something else."""
+    if isinstance(value, list):
+        return value
+    return []
+
+
+def fields_of(value: object) -> dict[str, Any]:
+    """Return the fields of an object that a file should hold; none if it is something else."""
+    if isinstance(value, dict):
+        return value
+    return {}

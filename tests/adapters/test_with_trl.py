@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,8 +17,10 @@ from ladder import Ladder
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from page_python import python_of
+from posttrain.conformance.run import check_module
 from posttrain.data.render import encode_prompt, stop_ids
-from posttrain.data.render.rows import Row, rows_of
+from posttrain.data.render.rows import TokenRow, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
@@ -278,7 +282,7 @@ def as_shown(tokenizer: Any, rows: Rows, tools: Any) -> Rows:
     return shown
 
 
-def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[Row] | UsageError:
+def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[TokenRow] | UsageError:
     read = [
         Message(
             row["role"],
@@ -300,7 +304,7 @@ def rows_made(tokenizer: Any, rows: Rows, tools: Any) -> list[Row] | UsageError:
     return [row for unit in units for row in unit]  # type: ignore[misc]
 
 
-def trained(tokenizer: Any, made: list[Row]) -> list[tuple[str, str]]:
+def trained(tokenizer: Any, made: list[TokenRow]) -> list[tuple[str, str]]:
     """(the text before, the text) of each run of trained tokens."""
     found = []
     for row in made:
@@ -340,3 +344,43 @@ def test_conversations_are_the_text_of_trls_chat_templates(name: str) -> None:
             assert own.startswith(span) or span in {own + end for end in ends}, kind
             is_last = place == places[-1]
             assert not is_last or span in {own, *(own + end for end in ends)}, kind
+
+
+def test_trls_losses_and_scores_are_as_recorded():
+    report = check_module("trl")
+    root = Path(__file__).resolve().parents[2]
+    recorded = json.loads((root / "benchmarks" / "results" / "conformance.json").read_text(encoding="utf-8"))["trl"]
+    found = {(one.function, one.case, one.check): one.status for one in report.findings}
+    assert found == {(one["function"], one["case"], one["check"]): one["status"] for one in recorded["findings"]}
+
+
+def test_a_trainer_of_trl_trains_with_the_loss_of_the_page(tmp_path: Path):
+    """Two steps of TRL's own trainer on the embedded model; its loss is ours, and a gradient reaches the model."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "in-your-own-loop.md"
+    (of_trl,) = [text for text in python_of(page) if "from trl import" in text]
+    program = f"""
+{of_trl}
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig
+from posttrain.models.sources import TINY
+
+config = GRPOConfig(
+    output_dir={str(tmp_path)!r}, max_steps=2, per_device_train_batch_size=4, num_generations=4,
+    gradient_accumulation_steps=2, steps_per_generation=2, max_completion_length=8, use_cpu=True, report_to=[],
+    logging_steps=1, save_strategy="no", bf16=False, learning_rate=1e-3,
+)
+model = AutoModelForCausalLM.from_pretrained(TINY)
+before = [weight.detach().clone() for weight in model.parameters()]
+trainer = CispoTrainer(
+    model=model, args=config, processing_class=AutoTokenizer.from_pretrained(TINY),
+    reward_funcs=lambda completions, **_: [float(len(one)) for one in completions],
+    train_dataset=Dataset.from_dict({{"prompt": ["Eva has 3 shells."] * 16}}),
+)
+trainer.train()
+moved = sum(float((a - b).abs().sum()) for a, b in zip(before, model.parameters(), strict=True))
+print("MOVED", moved > 0.0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "MOVED True" in done.stdout

@@ -17,7 +17,7 @@ from code_attacks import Attack
 
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, run
+from posttrain.graders.sandbox.sandbox import Bounds, SandboxKind, run
 
 # Far below what the attacks on resources ask for, and enough for an honest program.
 BOUNDS = Bounds(cpu_seconds=2, memory_bytes=256 << 20, processes=6, file_bytes=4 << 20, disk_bytes=8 << 20)
@@ -97,7 +97,7 @@ def _say(listener: socket.socket, token: str) -> None:
                 caller.sendall(token.encode())
 
 
-def outcomes(kind: Kind, aims: Targets, attacks: list[Attack]) -> dict[str, Outcome]:
+def outcomes(kind: SandboxKind, aims: Targets, attacks: list[Attack]) -> dict[str, Outcome]:
     """The verdict on each attack in a sandbox."""
     verdicts: dict[str, Outcome] = {}
     for seconds in sorted({one.seconds for one in attacks}):
@@ -116,7 +116,7 @@ def succeeds_in_one_process(aims: Targets, attack: Attack) -> bool:
     return done.code == 0 and not done.timed_out
 
 
-def honest(kind: Kind) -> Outcome:
+def honest(kind: SandboxKind) -> Outcome:
     """The verdict on a program that solves the problem which the attacks do not."""
     request = [(code_attacks.HONEST, Checks(("solve",), code_attacks.SOLVE))]
     return judge_all(request, Walls(kind, replace(BOUNDS, cpu_seconds=20), 120.0), 1)[0]

@@ -13,8 +13,8 @@ import yaml
 from untrusted_sources import plain_recipe
 
 from posttrain.cli import main
-from posttrain.commands.summary import write_summary
 from posttrain.errors import DataError
+from posttrain.reports.summary import write_summary
 from posttrain.runs.directory import RunDirectory, RunStatus
 from posttrain.runs.listing import summarize_run
 from posttrain.store.metrics import MetricsLog

@@ -173,7 +173,7 @@ def test_every_command_option_key_word_and_task_is_tried() -> None:
         for entry in registry.entries(kind).values():
             wanted = {f"{where}.{key}" for key in entry.options_model.model_fields}
             assert wanted - {f"{where}.{key}" for key in ("texts", "variables", "options", "mode")} <= options
-    assert fuzz_keys.COMPONENT_PLACES.keys() == registry.COMPONENT_MODULES.keys() - {
+    assert fuzz_keys.COMPONENT_PLACES.keys() == set(registry.ALL_KINDS) - {
         "batch_field",
         "principle",
     }  # no key names these

@@ -19,7 +19,8 @@ from posttrain.errors import PosttrainError, RunFailure
 from posttrain.sampling import http
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.http import HttpServer, Unreadable
-from posttrain.sampling.llm_judge import Judge, Opinion, rate
+from posttrain.sampling.judge_questions import ask_score
+from posttrain.sampling.llm_judge import Judge, Opinion
 from posttrain.sampling.vllm.client import VllmEngine
 from posttrain.sampling.vllm.training import WORKERS, control, read_num_workers, read_scores
 
@@ -99,7 +100,7 @@ def sample(url: str, **options: Any) -> Any:
 
 
 def judge(url: str) -> Opinion:
-    question = rate("Why?", "So.", rubric="Be right.", scale=(0, 10))
+    question = ask_score("Why?", "So.", rubric="Be right.", scale=(0, 10))
     return Judge(url, retries=1, timeout_seconds=20.0).ask([question])[0]
 
 

@@ -20,7 +20,7 @@ from yaml import safe_dump
 
 from posttrain import registry
 from posttrain.cli import build_parser, main
-from posttrain.commands.console import Text, open_console
+from posttrain.terminal.console import Text, open_console
 from posttrain.untrusted import harmless, harmless_json
 
 Show = Callable[[Sequence[str]], str]
@@ -236,9 +236,9 @@ def test_a_reward_that_raises_and_prints(show: Show, stage: Path, monkeypatch: p
 
 DRIVER = """
 import sys
-import posttrain.commands.summary
+import posttrain.reports.summary
 from posttrain.cli import main
-posttrain.commands.summary.write_summary = lambda folder: folder  # whose pictures take as long as all the rest
+posttrain.reports.summary.write_summary = lambda folder: folder  # whose pictures take as long as all the rest
 lines = [line.split("\\x00") for line in open(sys.argv[1], encoding="utf-8", newline="").read().split("\\x01")]
 for line in lines:
     try:

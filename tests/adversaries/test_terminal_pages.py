@@ -16,7 +16,7 @@ from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_sweep
 from posttrain.store.metric_names import Metric
-from posttrain.sweeps.results import Part, SweepResults
+from posttrain.sweeps.results import SweepPart, SweepResults
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
 
@@ -39,7 +39,7 @@ def make_pages(text: str) -> dict[str, str]:
     """Every page that has texts of others, with ``text`` wherever one can stand."""
     info = [(text, text)]
     where = {text: {text: text}}
-    part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
+    part = SweepPart([TextTable(text, [text], [[text]])], [text], [text], {text: text})
     primary = Metric("accuracy", "share", "higher", text, text, of=text)
     sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text])
     panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)

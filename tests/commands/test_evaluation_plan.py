@@ -11,7 +11,7 @@ from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.evaluate.models import request_of
 from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
-from posttrain.evaluation.plan import Drawing, Plan, make_plan
+from posttrain.evaluation.plan import Drawing, EvaluationPlan, make_plan
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Component
 from posttrain.runs.directory import RunDirectory
@@ -25,7 +25,7 @@ def drawing(*arguments: str) -> Drawing:
     return request_of(parse(["evaluate", "tiny", *arguments])).drawing
 
 
-def plan(*arguments: str) -> Plan:
+def plan(*arguments: str) -> EvaluationPlan:
     return make_plan(request_of(parse(["evaluate", *arguments])))
 
 

@@ -11,7 +11,7 @@ from posttrain.cli import main
 from posttrain.commands.explain import (
     all_components,
     component_options,
-    example_of,
+    example_value,
     keys_with,
     meanings,
     section_options,
@@ -58,7 +58,7 @@ def test_examples_are_values_of_their_keys() -> None:
             value = None if field.is_required() else field.get_default(call_default_factory=True)
             if not isinstance(value, Component) and dotted(name, key) not in sections():
                 kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-                example = read_option(example_of(field.annotation, value), key)
+                example = read_option(example_value(field.annotation, value), key)
                 assert TypeAdapter(kind).validate_python(example) is not None, f"{name}.{key}"
 
 

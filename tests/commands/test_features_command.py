@@ -13,7 +13,8 @@ from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio import Library, answer
-from posttrain.commands.interpret.steering import read_changes, read_steering
+from posttrain.commands.interpret.steering import read_steering
+from posttrain.commands.options import read_changes
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors

@@ -133,7 +133,7 @@ def test_what_is_refused(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_quantize_that_does_not_save_the_quantized_model_is_refused(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.evaluation.reward_models import quantization
+    from posttrain.evaluation import quantization
 
     save = quantization._save
 

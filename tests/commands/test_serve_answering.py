@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from closeness import OF_EMBEDDED, approx
 from posttrain.cli import main
-from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
+from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.requests import SamplingParams
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Conversation, Sampling
@@ -42,11 +42,11 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 def order(
     opened: OpenedModel, prompt: tuple[int, ...], seed: int = 0, limit: int = 12, temperature: float = 1.0
-) -> Job:
-    return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed, PLAIN)
+) -> AnswerJob:
+    return AnswerJob("id", "completions", (prompt,), opened.sampling(limit, temperature), seed, PLAIN)
 
 
-async def answer_to(answerer: Answerer, job: Job) -> Answer:
+async def answer_to(answerer: Answerer, job: AnswerJob) -> ServedAnswer:
     (answer,) = answers = answerer.begin(job)
     await answerer.complete(answers)
     return answer
@@ -122,10 +122,10 @@ def test_complete_of_equal_options_shares_one_generation_and_changes_no_answer(
 def test_complete_beside_a_large_request_is_answered_before_it(
     opened: OpenedModel, generations: list[Seen], answerer: Answerer
 ) -> None:
-    large = Job("id", "chat", ((30, 31),), unending(opened, 900), 0, SamplingParams(n=64))
+    large = AnswerJob("id", "chat", ((30, 31),), unending(opened, 900), 0, SamplingParams(n=64))
     small = order(opened, (40, 41), limit=5)
 
-    async def work() -> tuple[Answer, list[Answer]]:
+    async def work() -> tuple[ServedAnswer, list[ServedAnswer]]:
         answers = answerer.begin(large)
         working = asyncio.create_task(answerer.complete(answers))
         while not any(answer.ids for answer in answers):
@@ -142,10 +142,10 @@ def test_complete_beside_a_large_request_is_answered_before_it(
 
 
 def test_complete_joins_a_generation_at_work(opened: OpenedModel, generations: list[Seen], answerer: Answerer) -> None:
-    long = Job("id", "chat", ((30, 31),), unending(opened, 200), 0, PLAIN)
-    short = Job("id", "chat", ((40, 41, 42),), unending(opened, 20), 1, PLAIN)
+    long = AnswerJob("id", "chat", ((30, 31),), unending(opened, 200), 0, PLAIN)
+    short = AnswerJob("id", "chat", ((40, 41, 42),), unending(opened, 20), 1, PLAIN)
 
-    async def work() -> list[Answer]:
+    async def work() -> list[ServedAnswer]:
         (first,) = answers = answerer.begin(long)
         working = asyncio.create_task(answerer.complete(answers))
         while not first.ids:
@@ -164,7 +164,7 @@ def test_complete_joins_a_generation_at_work(opened: OpenedModel, generations: l
 def test_complete_whose_client_left_ends_at_once_and_the_others_are_complete(
     opened: OpenedModel, generations: list[Seen], answerer: Answerer
 ) -> None:
-    jobs = [Job("id", "chat", ((30, 31 + i),), unending(opened, 900), i, PLAIN) for i in range(2)]
+    jobs = [AnswerJob("id", "chat", ((30, 31 + i),), unending(opened, 900), i, PLAIN) for i in range(2)]
 
     async def work() -> None:
         left = [asyncio.create_task(answer_to(answerer, job)) for job in jobs]
@@ -201,7 +201,7 @@ def test_stream_that_is_left_ends_its_work_and_others_take_turns(
 
 
 def test_complete_ends_a_row_at_its_stop_text(opened: OpenedModel, generations: list[Seen], answerer: Answerer) -> None:
-    plain = Job("id", "chat", ((30, 31),), unending(opened, 300), 0, PLAIN)
+    plain = AnswerJob("id", "chat", ((30, 31),), unending(opened, 300), 0, PLAIN)
     whole = run(lambda: answer_to(answerer, plain))
     stop = whole.text[4:7]
     stopped = run(lambda: answer_to(answerer, replace(plain, body=SamplingParams(stop=stop))))
@@ -229,9 +229,9 @@ def test_complete_waits_for_memory_that_others_hold(
     opened: OpenedModel, generations: list[Seen], answerer: Answerer
 ) -> None:
     answerer.turns._budget = 1000  # tokens
-    jobs = [Job("id", "chat", ((30, 31 + i),), unending(opened, 400), i, PLAIN) for i in range(4)]
+    jobs = [AnswerJob("id", "chat", ((30, 31 + i),), unending(opened, 400), i, PLAIN) for i in range(4)]
 
-    async def work() -> list[Answer]:
+    async def work() -> list[ServedAnswer]:
         working = [asyncio.create_task(answer_to(answerer, job)) for job in jobs]
         most = 0
         while not all(task.done() for task in working):
@@ -255,7 +255,7 @@ ENDING = Sampling(99, stop_ids=frozenset({256}))
 
 @given(st.lists(st.sampled_from(["<tool>", "</tool>", "<", "<to", "a", "ool>", "x"]), max_size=8).map("".join))
 def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
-    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, PLAIN, call_tag="<tool>"))
+    answer = ServedAnswer(Bytes(), AnswerJob("", "chat", (), ENDING, 0, PLAIN, call_tag="<tool>"))
     tokens = [*text.encode(), 256]
     output = [answer.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
     assert "".join(output) == answer.text == text
@@ -275,7 +275,7 @@ def test_text_from_a_call_on_is_reported_with_the_last_token(text: str) -> None:
 )
 def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
     ids = list(text.encode())[: -1 if is_cut else None]
-    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, SamplingParams(stop=stops), opening="<"))
+    answer = ServedAnswer(Bytes(), AnswerJob("", "chat", (), ENDING, 0, SamplingParams(stop=stops), opening="<"))
     message = []
     tokens = [*ids, 256]
     for place, token in enumerate(tokens):
@@ -369,7 +369,7 @@ def test_serve_with_api_key_refuses_who_does_not_send_it_and_does_not_show_it(
 def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
     path.write_text('{"id": "first"}\n{"id": "to')
-    answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5, PLAIN), (1, 2))
+    answer = ServedAnswer(Bytes(), AnswerJob("second", "chat", (), ENDING, 5, PLAIN), (1, 2))
     answer.push(97, -0.5, is_last=True)
     Recorder(path, "tiny").add(0, answer)
     lines = [json.loads(line) for line in path.read_text().splitlines()]

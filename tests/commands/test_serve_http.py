@@ -22,7 +22,8 @@ from posttrain.cli import main
 from posttrain.data.render import decode_response, encode_prompt
 from posttrain.randomness import derive_key
 from posttrain.runs.models import find_source
-from posttrain.sampling.llm_judge import Judge, rate
+from posttrain.sampling.judge_questions import ask_score
+from posttrain.sampling.llm_judge import Judge
 from posttrain.sampling.models import OpenedModel, open_model
 from posttrain.sampling.vllm.server import served_names
 from posttrain.types import Completion, Message
@@ -212,12 +213,12 @@ def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, fol
 def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
     """``tiny`` is no judge, but it is asked as one: its reply is read, recorded and paid for."""
     opinions = Judge(served.url, structured=False, max_tokens=12, retries=0)
-    (output,) = opinions.ask([rate(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
+    (output,) = opinions.ask([ask_score(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
     assert (output.value, output.failure) == (None, "crash")
     assert "the reply is no JSON: '<think>" in output.reason
     line = json.loads((folder / "asked" / "all.jsonl").read_text().splitlines()[-1])
     assert (output.tokens_in, output.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
-    (output,) = Judge(served.url, max_tokens=12).ask([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
+    (output,) = Judge(served.url, max_tokens=12).ask([ask_score(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
     assert "set judge.structured to false" in output.reason
 
 

@@ -30,7 +30,7 @@ from serving import Served, serving_here
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
-from posttrain.commands.serve.answering import Answer, Job
+from posttrain.commands.serve.answering import AnswerJob, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import BadRequest, ChatRequest, SamplingParams, read_request
 
@@ -279,13 +279,13 @@ def call_text(conversations: Conversations, expression: str, *, bare: bool = Tru
     return f"{opening}calculator: {expression if bare else arguments}{closing}"
 
 
-def answer_of(conversations: Conversations, ids: list[int]) -> Answer:
+def answer_of(conversations: Conversations, ids: list[int]) -> ServedAnswer:
     ends = stop_ids(conversations.tokenizer, conversations.template)
     opening, tag, tools = conversations.template.opening, conversations.form.tag, [dict(TOOL.schema)]
-    job = Job(
+    job = AnswerJob(
         "", "chat", (), Sampling(900, stop_ids=ends), 0, SamplingParams(), opening=opening, call_tag=tag, tools=tools
     )
-    answer = Answer(conversations.tokenizer, job)
+    answer = ServedAnswer(conversations.tokenizer, job)
     for i, token in enumerate(ids, start=1):
         answer.push(token, -1.0, is_last=i == len(ids))
     return answer

@@ -17,7 +17,7 @@ from posttrain.commands.sweeps import read_over
 from posttrain.reports.sweeps import write_sweep
 from posttrain.sweeps.plan import Training, load_sweep
 from posttrain.sweeps.report import collect_sweep
-from posttrain.sweeps.runner import Outcome
+from posttrain.sweeps.runner import SweepOutcome
 
 EXAMPLE = Path(__file__).parent.parent / "sweeps" / "sweep.yaml"
 OVEROPTIMIZATION = """\
@@ -101,7 +101,7 @@ def test_a_sweep_from_start_to_report(
 ) -> None:
     monkeypatch.setattr("posttrain.sweeps.runner.start_child", run_here)
     monkeypatch.setattr("posttrain.sweeps.runner.end_children", list)
-    monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
+    monkeypatch.setattr("posttrain.reports.summary.write_summary", lambda folder: folder)  # pictures take long
     runs = str(tmp_path / "runs")
     arguments = ["sweep", str(EXAMPLE), "--runs-dir", runs, "--rows", "wide", "--seeds", "1", "--jobs", "1"]
     assert main(arguments) == 0
@@ -196,7 +196,7 @@ def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
         assert main(list(trial.command)) == 0
         assert trial.state == "finished"
         assert trial.conflict() is None
-    page = write_sweep(collect_sweep(plan, Outcome(), "posttrain sweep small"), folder).read_text()
+    page = write_sweep(collect_sweep(plan, SweepOutcome(), "posttrain sweep small"), folder).read_text()
     results = json.loads((folder / "results.json").read_text())
     assert results["policies"].keys() == {"grpo", "dpo-files"}
     grpo = results["policies"]["grpo"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import chapter_of, describe_settings, note_on, write_summary
 from posttrain.recipes.recipe import load_recipe
+from posttrain.reports.summary import chapter_of, describe_settings, note_on, write_summary
 from posttrain.store.metric_names import ACCURACY
 from posttrain.store.metrics import EvaluationPoint
 

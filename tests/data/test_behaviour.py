@@ -16,7 +16,7 @@ from posttrain.data.verifiable.suites import refusals
 from posttrain.errors import DataError
 from posttrain.evaluation.items import summarize
 from posttrain.evaluation.statistics import wilson_interval
-from posttrain.evaluation.tables import Row, results_table
+from posttrain.evaluation.tables import ResultsRow, results_table
 from posttrain.graders.grading import Submission, grade
 from posttrain.types import Example
 
@@ -49,7 +49,7 @@ def test_refusal_and_over_refusal_are_shares_of_each_kind() -> None:
     results = summarize([make_item(0, "r")], Task("made", "test", (), shares=lambda items: shares))
     assert (results["refusal"], results["over_refusal"], results["over_refusal_n"]) == (0.75, 0.05, 20.0)
     assert (results["refusal_low"], results["refusal_high"]) == wilson_interval(15, 20)
-    table = results_table([Row("m", None, "refusals", results)])
+    table = results_table([ResultsRow("m", None, "refusals", results)])
     assert [table.lines[0][table.header.index(label)] for label in ("refusal", "over refusal")] == ["75.0%", "5.0%"]
     assert task.shares([answered(harmful[0], " ")])["refusal"] == [0.0], "a blank answer refuses nothing"
 

@@ -15,7 +15,7 @@ from closeness import approx
 from posttrain import registry
 from posttrain.data.base import build_task, held_out_task
 from posttrain.data.jsonl import jsonl
-from posttrain.data.reader import Collected, Dropped, FileSplit, _places, choose_split, collect, prompt_hash
+from posttrain.data.reader import CollectedExamples, Dropped, FileSplit, _places, choose_split, collect, prompt_hash
 from posttrain.data.reading import Row
 from posttrain.data.verifiable.suites import gsm8k
 from posttrain.errors import DataError, DataNotThere, RecipeError
@@ -148,7 +148,7 @@ def test_nothing_left_is_refused_with_the_reasons() -> None:
     ):
         collect(rows(-1, 0, -2), read, "f")
     assert collect(rows(), read, "f").examples == []  # an empty file is for the splits to refuse
-    Collected(dropped=Counter()).require_examples("f")
+    CollectedExamples(dropped=Counter()).require_examples("f")
     with pytest.raises(
         DataError, match=r"^f: no usable examples in it; give a file with rows$"
     ):  # a task without splits

@@ -126,6 +126,13 @@ def test_messages_of_sharegpt_and_single_messages() -> None:
         read_messages(Row("f", 1, {"half": [{"role": "user", "value": "q"}]}), "half")
 
 
+def test_read_messages_call_of_a_table_whose_function_is_a_text_is_refused() -> None:
+    call = {"role": "assistant", "content": "a", "tool_calls": [{"function": "f"}]}
+    messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "r"}]
+    with pytest.raises(DataError, match="messages 2 tool_calls 1"):
+        read_messages(Row("f.parquet", 3, {"messages": messages}, is_arrow=True), "messages")
+
+
 def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+import posttrain as pt
 from posttrain.cli import main
 from posttrain.data.base import ExamplesOnDemand, Task
 from posttrain.data.render import encode_prompt, encode_response
 from posttrain.data.render.template import Template, build_template
-from posttrain.data.rendered import take_rendered
+from posttrain.data.rendered import note_rendered, take_rendered, take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
@@ -121,3 +122,58 @@ def test_rows_of_cs336_are_trained_as_they_are(tmp_path: Path, tokenizer: Any, c
     said = "".join(capsys.readouterr())
     assert "as_is" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_note_rendered_every_form_is_named_with_the_template_that_takes_it(tokenizer: Any, form: str) -> None:
+    line = note_rendered(task_of(FORMS[form]))
+    assert line == note_rendered(task_of(FORMS[form]), tokenizer)
+    assert line.startswith("6 of the 6 prompts")
+    own = form if form in ("r1_zero", "dialogue") else "as_is"
+    assert f" {own}" in line
+    assert note_rendered(task_of("What is {} plus 2?", 6, FORMS[form].format(1))) == ""
+
+
+def test_data_show_says_that_prompts_are_rendered_already(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": FORMS["chat"].format(n), "answer": str(n + 2)} for n in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert main(["data", "show", "jsonl", "--task.path", str(path), "--task.split", "all"]) == 0
+    assert "4 of the 4 prompts that were read are rendered already" in " ".join(capsys.readouterr().out.split())
+
+
+def test_take_rendered_prompts_of_one_call(tokenizer: Any) -> None:
+    asked = [Example("a", (Message("user", R1_ZERO.format(1)),)), Example("b", (Message("user", R1_ZERO.format(2)),))]
+    taken, lines = take_rendered_prompts(asked, template("r1_zero"), tokenizer, "prompts")
+    assert [example.messages[0].is_rendered for example in taken] == [True, True]
+    assert len(lines) == 1
+    plain = [Example("a", (Message("user", "What is 1 plus 2?"),))]
+    assert take_rendered_prompts(plain, template("r1_zero"), tokenizer, "prompts") == (plain, ())
+
+
+def test_generate_answers_a_rendered_prompt_as_the_question_in_it(capsys: Any) -> None:
+    form = {"name": "r1_zero", "preamble": ""}
+    questions = ["What is 3 plus 4?", "What is 5 plus 5?"]
+    rendered = [f"\nUser: {question}\nAssistant: <think>" for question in questions]
+    options: dict[str, Any] = {"template": form, "temperature": 0, "max_tokens": 12}
+    expected = [answer.text for answer in pt.generate("tiny-sft", questions, **options)]
+    assert [answer.text for answer in pt.generate("tiny-sft", rendered, **options)] == expected
+    assert "rendered already" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"prompts: .*as_is"):
+        pt.generate("tiny-sft", [FORMS["chat"].format(1)], **options)
+    assert main(["generate", "tiny-sft", FORMS["chat"].format(1), "--max-tokens", "4"]) == 2
+    assert "PROMPT: 1 of 1 prompts are rendered already" in " ".join(capsys.readouterr().err.split())
+
+
+def test_win_rate_asks_rendered_prompts_as_the_questions_in_them(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    texts = [f"\nUser: What is {n} plus 2?\nAssistant: <think>" for n in range(3)]
+    path.write_text("\n".join(json.dumps({"prompt": text, "answer": "3"}) for text in texts), encoding="utf-8")
+    limits = ["--limit", "3", "--max-tokens", "8", "--out", str(tmp_path / "out")]
+    command = ["evaluate", "tiny-sft", "--against", "tiny", "--task", "jsonl", "--task.path", str(path), *limits]
+    assert main(command) == 0
+    assert "rendered already" in " ".join("".join(capsys.readouterr()).split())
+    (notes,) = (json.loads((tmp_path / "out" / "results.json").read_text())["notes"],)
+    assert sum("rendered already" in note for note in notes) == 1
+    assert main([*command, "--template", "dialogue"]) == 2
+    assert "r1_zero or as_is" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.evaluation.items import (
     Item,
     break_down,
-    digest_of,
+    digest_examples,
     kind_results,
     read_items,
     sample_of,
@@ -125,9 +125,9 @@ def test_a_digest_follows_what_is_requested_and_what_is_right() -> None:
         replace(example, grader="exact"),
         replace(example, meta={"tags": frozenset("abd"), "level": 1}),
     ]
-    marks = [digest_of(found) for found in ([example], *([other] for other in changed), [example, example], [])]
+    marks = [digest_examples(found) for found in ([example], *([other] for other in changed), [example, example], [])]
     assert len(set(marks)) == 8
-    assert digest_of([replace(example, solution="count")]) == marks[0]  # what no grader reads
+    assert digest_examples([replace(example, solution="count")]) == marks[0]  # what no grader reads
 
 
 def test_kind_results_name_each_value_with_its_interval_and_number() -> None:

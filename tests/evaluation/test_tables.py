@@ -5,7 +5,7 @@ from __future__ import annotations
 from made_up_items import make_items
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item, break_down, summarize
-from posttrain.evaluation.tables import Row, kind_tables, notes_on, results_table, to_markdown
+from posttrain.evaluation.tables import ResultsRow, kind_tables, notes_on, results_table, to_markdown
 from posttrain.reports.evaluation import write_page
 
 RESULTS = {
@@ -17,7 +17,9 @@ UNGRADED = RESULTS | {"num_graded": 0.0, "accuracy": 0.0, "accuracy_low": 0.0, "
 
 
 def test_one_line_for_each_template() -> None:
-    table = results_table([Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", BETTER)])
+    table = results_table(
+        [ResultsRow("m", "plain", "math/test", RESULTS), ResultsRow("m", "boxed", "math/test", BETTER)]
+    )
     assert table.title == "math/test, n = 50"
     assert table.header == [
         "model", "template", "accuracy", "95 % interval", "format", "no answer", "truncated", "completion length"
@@ -30,7 +32,7 @@ def test_one_line_for_each_template() -> None:
 
 def test_what_one_row_lacks_is_a_dash_and_what_all_lack_no_column() -> None:
     several = RESULTS | {"samples": 4.0, "shows_reasoning": 0.1, "pass@1": 0.3, "pass@4": 0.6, "majority@4": 0.25}
-    table = results_table([Row("a", None, "x", several), Row("b", None, "x", RESULTS)])
+    table = results_table([ResultsRow("a", None, "x", several), ResultsRow("b", None, "x", RESULTS)])
     assert table.title == "x, n = 50, 4 answers to each"
     assert table.header[:6] == ["model", "accuracy", "95 % interval", "pass@4", "majority@4", "format"]
     assert table.lines[0][3:5] == ["60.0%", "25.0%"]
@@ -38,7 +40,7 @@ def test_what_one_row_lacks_is_a_dash_and_what_all_lack_no_column() -> None:
 
 
 def test_nothing_graded_is_no_accuracy_of_zero() -> None:
-    row = Row("m", "plain", "free/test", UNGRADED)
+    row = ResultsRow("m", "plain", "free/test", UNGRADED)
     assert results_table([row]).lines == [["m", "plain", "–", "–", "50.0%", "–", "4.0%", "18"]]
     assert "nothing was graded" in notes_on([row], {})[0]
 
@@ -47,7 +49,7 @@ def test_what_a_reader_must_know() -> None:
     bad = RESULTS | {
         "num_graded": 40.0, "prompts_too_long": 3.0, "grading_failures": 0.02, "truncated": 0.31, "unscored": 0.1
     }  # fmt: skip
-    notes = notes_on([Row("m", None, "x/test", bad)], {"x/test": {"no answer": 2, "too long": 0}})
+    notes = notes_on([ResultsRow("m", None, "x/test", bad)], {"x/test": {"no answer": 2, "too long": 0}})
     assert notes == [
         "x/test · m: items without a gold answer: 10; they do not count in accuracy",
         "x/test · m: prompts that do not fit into the model's context: 3; they count as wrong",
@@ -60,7 +62,7 @@ def test_what_a_reader_must_know() -> None:
 
 def test_each_limit_is_reported_with_what_moves_it() -> None:
     played = RESULTS | {"truncated": 0.5, "out_of_turns": 0.25, "tool_failed": 0.125}
-    assert notes_on([Row("m", None, "x/test", played)], {}) == [
+    assert notes_on([ResultsRow("m", None, "x/test", played)], {}) == [
         "x/test · m: 12.5% of the answers were cut off; --max-tokens lets them grow longer",
         "x/test · m: 25.0% of the answers came to the limit of turns (rollout.max_turns)",
         "x/test · m: 12.5% of the answers ended as tools were too slow (rollout.tool_seconds)",

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.data.base import build_task
 from posttrain.evaluation.plan import count_trained
-from posttrain.evaluation.tables import Row, notes_on
+from posttrain.evaluation.tables import ResultsRow, notes_on
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import Component
 from posttrain.sampling.models import ModelSource
@@ -40,7 +40,7 @@ def test_count_trained_whole_file_counts_the_training_part(file: dict[str, Any])
     whole, trained = (build_task(Component(**file, split=split)) for split in ("all", "train"))
     found = count_trained(run_on(file), whole, 500)
     assert found == {"trained_rows": len(trained.examples)}
-    row = Row("x", None, "jsonl/all", {"n": 200.0, "truncated": 0.0} | found)
+    row = ResultsRow("x", None, "jsonl/all", {"n": 200.0, "truncated": 0.0} | found)
     assert notes_on([row], {}) == [
         f"jsonl/all · x: {len(trained.examples)} of 200 rows were in the training data of this run"
     ]

@@ -15,7 +15,7 @@ from closeness import approx
 from posttrain.errors import UsageError
 from posttrain.evaluation.kl_from_initial import answers_as_batch, kl_of_states
 from posttrain.evaluation.statistics import item_interval
-from posttrain.evaluation.win_rate import HeadToHeadItem, measure_kl, measure_wins, pair_up, summarize_kl
+from posttrain.evaluation.win_rate import HeadToHeadItem, measure_answer_kl, measure_wins, pair_up, summarize_kl
 from posttrain.models.forward.forward import Forward
 from posttrain.reports.evaluation import head_to_head_table, write_head_to_head_page
 from posttrain.types import Completion, Example, Message, Rollout
@@ -87,19 +87,19 @@ def test_divergences_are_those_of_each_answer_alone(tiny_random) -> None:
     answers = [answer(i, ids=[rng.randrange(300) for _ in range(1 + 2 * i)]) for i in range(5)]
     forwards = [Forward(tiny_random("qwen3", seed=seed), TEMPERATURE) for seed in (0, 1)]
     for own, other in (forwards, forwards[::-1]):
-        found = measure_kl(answers, own, other)
+        found = measure_answer_kl(answers, own, other)
         alone = [float(kl_of_states(answers_as_batch([one]), own, nullcontext(other)).sum()) for one in answers]
         assert found == approx(alone, rel=1e-4)
-        assert measure_kl(answers, own, other, max_tokens=5) == approx(found, rel=1e-4)
+        assert measure_answer_kl(answers, own, other, max_tokens=5) == approx(found, rel=1e-4)
         assert min(found) > 0.1
-    assert measure_kl(answers, forwards[0], forwards[0]) == [0.0] * 5
+    assert measure_answer_kl(answers, forwards[0], forwards[0]) == [0.0] * 5
 
 
 def test_a_vocabulary_that_lacks_a_token_is_refused(tiny_random) -> None:
     large, small = tiny_random("qwen3"), tiny_random("qwen3", vocab_size=290)
     answers = [answer(0, ids=[7, 8])]
     with pytest.raises(UsageError, match="none of the other's 290"):
-        measure_kl(answers, Forward(large, 1.0), Forward(small, 1.0))
+        measure_answer_kl(answers, Forward(large, 1.0), Forward(small, 1.0))
 
 
 def test_the_summary_of_divergences_by_hand() -> None:

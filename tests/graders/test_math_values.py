@@ -12,7 +12,7 @@ from grader_tables import read_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.graders.math.reading import NotUnderstood
+from posttrain.graders.math.forms import NotUnderstood
 from posttrain.graders.math.values import _CONFIG, _Reader, constant_ratio, parse_latex, rational, same_value
 
 x, y, n = sympy.symbols("x y n")

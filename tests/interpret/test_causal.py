@@ -12,8 +12,8 @@ from torch import Tensor
 from closeness import allclose, approx
 from posttrain.interpret.differences.causal import (
     Added,
-    Trial,
-    judge,
+    CausalTrial,
+    judge_differences,
     move_features,
     plan_of,
     scale_features,
@@ -93,7 +93,7 @@ def test_try_factors_changed_and_random_features_side_by_side() -> None:
     def treat(features: Any, factor: float) -> Added:
         return scale_features(plain, features, factor)
 
-    trial = cast(Trial, FakeTrial())
+    trial = cast(CausalTrial, FakeTrial())
     found = try_factors(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
     assert [(d["features"], d["dose"]) for d in found] == [(1, 0.0), (2, 3.0), (2, 0.5)]
     assert [d["changed"] for d in found] == [0.0, 3.0, 0.5]
@@ -111,7 +111,7 @@ def test_try_factors_changed_and_random_features_side_by_side() -> None:
     ],
 )
 def test_the_verdict_is_students(differences: list[float], half_width: Any, separates: bool | None) -> None:
-    verdict = judge(differences)
+    verdict = judge_differences(differences)
     assert verdict["half_width"] == (None if half_width is None else approx(half_width, abs=1e-4))
     assert verdict["separates"] is separates
 

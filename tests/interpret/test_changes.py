@@ -25,7 +25,7 @@ from posttrain.interpret.differences.changes import (
     two_sided_p,
     unpaired_changes,
 )
-from posttrain.interpret.differences.comparison import WINDOW, feature_contexts, mean_differences, overlap
+from posttrain.interpret.differences.summaries import WINDOW, feature_contexts, mean_differences, overlap
 from posttrain.interpret.saes.sae import SparseAutoencoder
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])

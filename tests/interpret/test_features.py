@@ -14,7 +14,7 @@ from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import (
     ActivationStore,
     Documents,
-    Source,
+    RecordedModel,
     StoreIndex,
     StoreWriter,
     describe_rows,
@@ -22,14 +22,13 @@ from posttrain.interpret.activations.shards import (
 )
 from posttrain.interpret.features.features import (
     NUM_BINS,
-    Lens,
     Report,
-    build_lens,
     check_features,
     describe_features,
     find_contexts,
     hash_prefixes,
 )
+from posttrain.interpret.features.lens import Lens, build_lens
 from posttrain.interpret.saes.fitting import StoreRows
 from posttrain.interpret.saes.sae import SparseAutoencoder
 
@@ -47,7 +46,7 @@ def store_of(
     folder: Path, documents: list[list[int]], x: Tensor, kept: Tensor, rows_per_shard: int = 50
 ) -> ActivationStore:
     """All tokens' activations ``x``, of which the rows that are not ``kept`` were dropped."""
-    index = StoreIndex(widths={"resid.1": x.shape[1]}, sources=[Source(name="model", model="m")], dtype="fp32")
+    index = StoreIndex(widths={"resid.1": x.shape[1]}, sources=[RecordedModel(name="model", model="m")], dtype="fp32")
     writer = StoreWriter(folder, index, Documents(documents))
     columns = {"resid.1@model": x} | describe_rows(documents, range(len(documents)))
     for part in kept.nonzero()[:, 0].split(rows_per_shard):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from made_up_features import EVIL, report_of
-from posttrain.interpret.features.features import show_token, show_tokens
+from posttrain.interpret.features.lens import show_token, show_tokens
 from posttrain.reports.features import render_features
 
 

@@ -20,7 +20,7 @@ from posttrain.interpret.saes.fitting import (
     StoreRows,
     first_held_out,
     fit_sae,
-    measure,
+    measure_quality,
     median_norm,
     recover,
 )
@@ -133,7 +133,7 @@ def test_a_frozen_decoder_stays_random_and_explains_less(planted: tuple[Planted,
     assert not allclose(frozen.W_enc, start.W_enc, atol=1e-2)
     learnt = fit_sae(rows, ROWS, kind, settings(120), seed=1)
     x = rows.gather(torch.arange(4000))
-    assert measure(learnt, [x]).fvu < 0.6 * measure(frozen, [x]).fvu
+    assert measure_quality(learnt, [x]).fvu < 0.6 * measure_quality(frozen, [x]).fvu
 
 
 # Quality.
@@ -148,13 +148,13 @@ def test_fvu_has_one_mean_for_all_rows() -> None:
         sae.b_dec.copy_(torch.tensor([0.0, 3.0]))
     x = torch.tensor([[2.0, 3.0], [4.0, 5.0], [0.0, 1.0], [-2.0, 3.0]])
     # errors: 0, 2² (second), 2² (second), 2² (first) = 12; about the mean (1, 3): 1+9+1+9 and 0+4+4+0 = 28
-    quality = measure(sae, [x[:1], x[1:]])
+    quality = measure_quality(sae, [x[:1], x[1:]])
     assert quality.fvu == approx(12 / 28)
     assert quality.l0 == 0.5
     assert quality.dense == 1.0
     assert quality.silent == 0.0
     assert quality.rows == 4
-    assert measure(sae, [x]).fvu == approx(quality.fvu)
+    assert measure_quality(sae, [x]).fvu == approx(quality.fvu)
 
 
 def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
@@ -163,7 +163,7 @@ def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
     with torch.no_grad():
         sae.b_dec.copy_(x.float().double().mean(0))
         sae.W_dec.zero_()
-    assert measure(sae, x.float().split(100)).fvu == approx(1.0, rel=1e-4)
+    assert measure_quality(sae, x.float().split(100)).fvu == approx(1.0, rel=1e-4)
 
 
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]

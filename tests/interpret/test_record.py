@@ -20,7 +20,7 @@ from posttrain.data.render.template import build_template
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations import record as recording
 from posttrain.interpret.activations.record import (
-    collect,
+    collect_documents,
     plan_batches,
     plan_shards,
     read_documents,
@@ -231,13 +231,13 @@ def test_read_documents_prompts_are_those_of_the_template(small_tokenizer: Any) 
 
 def test_collect_keeps_both_limits() -> None:
     whole = [(list(range(30)), 25), ([], 0), (list(range(40)), 10), ([1], 1)]
-    found = collect(whole, {"source": "x"}, 20, 33)
+    found = collect_documents(whole, {"source": "x"}, 20, 33)
     assert found.ids == [list(range(20)), list(range(13))]
     assert found.prompt_lengths == [20, 10]
     assert +found.dropped == {"beyond_context_tokens": 30, "empty_documents": 1}
     assert found.data == {"source": "x", "context_tokens": 20, "max_rows": 33}
     with pytest.raises(UsageError, match="nothing to record over: x has no tokens"):
-        collect([], {"source": "x"}, 20, None)
+        collect_documents([], {"source": "x"}, 20, None)
 
 
 def test_read_documents_a_text_is_cut_into_pieces(small_tokenizer: Any, tmp_path: Path) -> None:

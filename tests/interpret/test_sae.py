@@ -24,7 +24,7 @@ from posttrain.interpret.activations import record
 from posttrain.interpret.activations.shards import ActivationStore, StoreWriter
 from posttrain.interpret.saes.fitting import first_held_out, fit_sae
 from posttrain.interpret.saes.recipe import SaeRecipe, load_sae_recipe
-from posttrain.interpret.saes.training import Trained, open_or_record, train_sae
+from posttrain.interpret.saes.training import TrainedDictionary, open_or_record, train_sae
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.metrics import MetricsLog
@@ -48,7 +48,7 @@ def rows(d: int = 16, count: int = 1500) -> TensorRows:
     return TensorRows(planted.rows(planted.codes(count)))
 
 
-def train(folder: Path, given: SaeRecipe, data: TensorRows | None = None, **options: Any) -> Trained:
+def train(folder: Path, given: SaeRecipe, data: TensorRows | None = None, **options: Any) -> TrainedDictionary:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     return train_sae(
         data or rows(),
@@ -59,7 +59,7 @@ def train(folder: Path, given: SaeRecipe, data: TensorRows | None = None, **opti
     )
 
 
-def state_of(trained: Trained) -> list[bytes]:
+def state_of(trained: TrainedDictionary) -> list[bytes]:
     return [value.numpy().tobytes() for value in trained.dictionary.state_dict().values()]
 
 

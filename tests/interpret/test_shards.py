@@ -14,7 +14,7 @@ from posttrain.interpret.activations import shards
 from posttrain.interpret.activations.shards import (
     ActivationStore,
     Documents,
-    Source,
+    RecordedModel,
     StoreIndex,
     StoreWriter,
     describe_rows,
@@ -35,7 +35,7 @@ def written(folder: Path, **options) -> ActivationStore:
 
 
 def index_of(sites: dict[str, int], **settings) -> StoreIndex:
-    return StoreIndex(widths=sites, sources=[Source(name="model", model="m")], dtype="fp32", settings=settings)
+    return StoreIndex(widths=sites, sources=[RecordedModel(name="model", model="m")], dtype="fp32", settings=settings)
 
 
 def test_store_gives_rows_in_the_order_requested(tmp_path: Path) -> None:

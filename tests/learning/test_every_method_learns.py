@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.plan import Plan, load_sweep
+from posttrain.sweeps.plan import SweepPlan, load_sweep
 
 SEEDS = (0, 1, 2)
 STEPS = 20
@@ -35,7 +35,7 @@ SLOW_LEARNERS = {"sdpo": (3, 0.2), "gspo": (3, 0.1), "gspo-token": (3, 0.1)}
 
 
 @cache
-def plan_of(name: str) -> Plan:
+def plan_of(name: str) -> SweepPlan:
     overrides = POLICY_GRADIENT if name == "all-policy-gradient" else PREFERENCE
     plan = load_sweep(name, overrides, folder="unused")
     for trial in plan.trainings:
@@ -59,7 +59,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.folder / "checkpoints" / f"step-{result.step:06d}"
 
 
-def curve_of(plan: Plan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
+def curve_of(plan: SweepPlan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
     """The metrics of one cell, row by row."""
     trial = next(trial for trial in plan.trainings if (trial.row, trial.seed) == (method, seed))
     trial.recipe.model.name = str(start)

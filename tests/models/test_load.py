@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from posttrain.data.render.templates import plain
 from posttrain.errors import UsageError
 from posttrain.models.load import choose_device, load_model, load_tokenizer
 from posttrain.models.lora import apply_adapter, has_adapter
-from posttrain.models.sources import resolve_model_name
+from posttrain.models.sources import TINY, resolve_model_name
 from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
 from posttrain.store.checkpoint_files import seal
 
@@ -245,3 +246,67 @@ def test_a_cpu_that_is_asked_for_starts_no_driver(monkeypatch: pytest.MonkeyPatc
 def test_attention_that_was_removed_is_answered_with_what_is_left(name: str) -> None:
     with pytest.raises(ValidationError, match=rf"'{name}' was removed\. Use sdpa"):
         ModelSection(attention=name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Put a folder into an empty cache of the hub under a name, with changes of its config.json."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def put(name: str, folder: Path, **changes: object) -> str:
+        kept = tmp_path / f"models--org--{name}"
+        revision = "0" * 40
+        shutil.copytree(folder, kept / "snapshots" / revision)
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text(revision)
+        place = kept / "snapshots" / revision / "config.json"
+        if changes:
+            place.write_text(json.dumps(json.loads(place.read_text()) | changes))
+        return f"org/{name}"
+
+    return put
+
+
+def test_model_of_the_hub_is_loaded_from_its_cache(hub: Callable[..., str]) -> None:
+    loaded = load_model(ModelSection(name=hub("tiny", TINY)), seed=0)
+    assert loaded.source == "org/tiny"
+    own = load_model(ModelSection(name="tiny"), seed=0).model.state_dict()
+    assert all(torch.equal(own[name], weight) for name, weight in loaded.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": -1}, "hidden_size: a whole number"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads: a whole number"),
+        ({"vocab_size": "many"}, "vocab_size: a whole number"),
+        ({"intermediate_size": 800_000}, "weights, and the files have"),
+    ],
+)
+def test_sizes_of_a_model_of_the_hub_are_checked_before_it_is_made(
+    hub: Callable[..., str], changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        load_model(ModelSection(name=hub("changed", TINY, **changes)), seed=0)
+
+
+def test_files_of_a_model_of_the_hub_are_those_of_a_model(hub: Callable[..., str], tmp_path: Path) -> None:
+    name = hub("large", TINY)
+    (snapshot,) = (tmp_path / "models--org--large" / "snapshots").iterdir()
+    with (snapshot / "tokenizer_config.json").open("r+b") as file:
+        file.truncate(300_000_000)
+    for load in (lambda: load_model(ModelSection(name=name), seed=0), lambda: load_tokenizer(name)):
+        with pytest.raises(UsageError, match=r"tokenizer_config\.json: 300,000,000 bytes"):
+            load()
+
+
+def test_adapter_of_the_hub_is_loaded_as_a_folder_and_may_name_no_code(hub: Callable[..., str], tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    base = load_model(ModelSection(name="tiny"), seed=0).model
+    apply_adapter(base, AdapterSection(rank=2), 0).save_pretrained(folder)
+    loaded = load_model(ModelSection(name=hub("adapter", folder)), seed=0)
+    assert has_adapter(loaded.model)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"megatron_config": {"a": 1}}))
+    with pytest.raises(UsageError, match="could run code of its choice"):
+        load_model(ModelSection(name=hub("evil", folder)), seed=0)

@@ -11,7 +11,7 @@ from model_templates import LAYOUTS, tokenizer_of
 
 from posttrain import registry
 from posttrain.data.jsonl import jsonl
-from posttrain.data.render.rows import Row, TrainOn, rows_of
+from posttrain.data.render.rows import TokenRow, TrainOn, rows_of
 from posttrain.errors import UsageError
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example
@@ -63,14 +63,14 @@ def read(path: Path, row: dict[str, Any], **options: Any) -> Example:
 
 def rows(
     name: str, example: Example, train_on: TrainOn | None = None, template: str = "chat", **options: Any
-) -> list[Row]:
+) -> list[TokenRow]:
     made = registry.find("template", template).bind(options)()
     units = list(rows_of(tokenizer_of(name), made, example, "demonstration", train_on))
     assert not any(isinstance(unit, str) for unit in units), units
     return [row for unit in units for row in unit]  # type: ignore[misc]
 
 
-def trained_texts(name: str, row: Row, *, all_of_it: bool = False) -> list[str]:
+def trained_texts(name: str, row: TokenRow, *, all_of_it: bool = False) -> list[str]:
     """The runs of trained tokens as text."""
     runs: list[list[int]] = []
     before = False

@@ -17,7 +17,7 @@ from posttrain.data.base import Task
 from posttrain.data.jsonl import jsonl
 from posttrain.data.preferences import preferences
 from posttrain.data.render import encode_prompt
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.errors import DataError, UsageError
 from posttrain.types import Example
 
@@ -52,7 +52,7 @@ def texts_of(value: Any, key: str = "") -> Iterator[str]:
             yield from texts_of(one, key)
 
 
-def encoded(name: str, example: Example, shape: Shape) -> list[Row]:
+def encoded(name: str, example: Example, shape: Shape) -> list[TokenRow]:
     """The rows of an example by a layout's chat template, or by a template of ours."""
     layout, template = (name, "chat") if name in LAYOUTS else ("chatml", name)
     made = registry.find("template", template).bind({})()

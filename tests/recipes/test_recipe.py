@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from posttrain.errors import RecipeError, UnknownComponent
-from posttrain.recipes.document import apply_override, merge, parse_yaml
+from posttrain.recipes.document import parse_yaml
+from posttrain.recipes.overriding import apply_override, merge
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.recipes.sections import Component
 from posttrain.untrusted import declare_code

@@ -28,7 +28,7 @@ from posttrain.reports.sweeps import (
     sweep_panels,
 )
 from posttrain.store.metrics import MetricsRow
-from posttrain.sweeps.best_of_n import Point, choose, describe_method
+from posttrain.sweeps.best_of_n import CurvePoint, choose, describe_method
 from posttrain.sweeps.learning import TrialResult
 
 
@@ -174,10 +174,10 @@ def test_draw_svg_bars_begin_at_zero() -> None:
 
 
 def test_overoptimization_panels_have_bands_and_single_seeds() -> None:
-    def curve(seed: int) -> list[Point]:
-        return [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7 + 0.01 * seed, 1.0)]
+    def curve(seed: int) -> list[CurvePoint]:
+        return [CurvePoint(0, 0.0, 0.1, 0.0), CurvePoint(5, 1.0, 0.7 + 0.01 * seed, 1.0)]
 
-    best = [Point(1, 0.0, 0.1, 0.0), Point(2, 0.25, 0.3, 0.5)]
+    best = [CurvePoint(1, 0.0, 0.1, 0.0), CurvePoint(2, 0.25, 0.3, 0.5)]
     methods = [describe_method("best of n", {0: best}), describe_method("grpo", {0: curve(0), 1: curve(1)})]
     gold, proxy, plane = overoptimization_panels(methods)
     assert [(s.label, s.is_thin) for s in gold.series] == [
@@ -207,7 +207,7 @@ def test_best_of_n_and_head_to_head_panels_hold_what_was_measured() -> None:
 def test_panels_of_more_methods_than_colors_are_drawn() -> None:
     rate = (0.6, 0.5, 0.7)
     rows = {f"m{i}": {"win_rate": rate, "win_rate_proxy": rate, "reward_judge": rate, "kl": rate} for i in range(9)}
-    curve = [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7, 1.0)]
+    curve = [CurvePoint(0, 0.0, 0.1, 0.0), CurvePoint(5, 1.0, 0.7, 1.0)]
     methods = [describe_method(f"m{i}", {0: curve}) for i in range(9)]
     assert all("<text" in draw_svg(panel) for panel in (*head_to_head_panels(rows), *overoptimization_panels(methods)))
 

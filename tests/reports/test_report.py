@@ -8,7 +8,7 @@ from pathlib import Path
 from closeness import approx
 from posttrain.reports.charts import Panel, Series, axis_range
 from posttrain.reports.curves import choose_panels
-from posttrain.reports.page import flatten, render, write_html
+from posttrain.reports.page import fact_lines, render, write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.store.metric_names import REWARD, choose_primary_metric
 from posttrain.store.metrics import MetricsRow
@@ -230,7 +230,7 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
 def test_a_machine_is_reported_in_units() -> None:
     hardware = {"memory_bytes": 24 * 2**30, "gpus": [], "of": ["a", "b"], "no": None}
     output = [("hardware: memory", "24.0 GiB"), ("hardware: gpus", "none"), ("hardware: of", "a, b")]
-    assert flatten({"hardware": hardware}) == output
+    assert fact_lines({"hardware": hardware}) == output
 
 
 def contrast(one: str, other: str) -> float:

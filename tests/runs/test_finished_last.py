@@ -20,10 +20,10 @@ from small_runs import Events, one_layer_recipe
 FILES = ("curves.png", "results.json", "report.html")
 # Where a run may die between its last checkpoint and its end, and the files that are there then.
 PLACES = {
-    "posttrain.commands.summary.draw_png": 0,
-    "posttrain.commands.summary.write_results": 1,
-    "posttrain.commands.summary.render_report": 2,
-    "posttrain.commands.summary.write_html": 2,
+    "posttrain.reports.summary.draw_png": 0,
+    "posttrain.reports.summary.write_results": 1,
+    "posttrain.reports.summary.render_report": 2,
+    "posttrain.reports.summary.write_html": 2,
 }
 SWEEP = """\
 start: {recipe: tiny/sft, task: {size: 40}, train: {steps: 1, warmup_steps: 0}, eval: {every: 0}}
@@ -38,7 +38,7 @@ seeds: 1
 """
 KILLED = """
 import os, signal, sys
-import posttrain.commands.summary as summary
+import posttrain.reports.summary as summary
 if "cells" in " ".join(sys.argv):
     summary.render_report = lambda report: os.kill(os.getpid(), signal.SIGKILL)
 from posttrain.cli import main
@@ -63,7 +63,7 @@ def state_of(folder: Path) -> str:
 @pytest.fixture
 def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are files without content: to draw them takes longer than the run."""
-    monkeypatch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path.write_bytes(b""))
+    monkeypatch.setattr("posttrain.reports.summary.draw_png", lambda panels, title, path: path.write_bytes(b""))
     monkeypatch.setattr("posttrain.reports.page.draw_svg", lambda panel: "")
 
 

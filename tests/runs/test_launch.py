@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -369,3 +370,35 @@ def test_launch_without_flock_starts_resumes_and_is_deleted(
     assert launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop()).reason == "finished"
     delete(tmp_path, locate(tmp_path, "a"))
     assert list(tmp_path.iterdir()) == []
+
+
+def forget_key(run_folder: Path) -> None:
+    """Make the run one of a version without ``train.skip_zero_rows``."""
+    path = run_folder / "recipe.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if "skip_zero_rows" not in line]
+    assert len(kept) == len(lines) - 1
+    path.write_text("".join(kept), encoding="utf-8")
+    for state in run_folder.glob("checkpoints/*/state.json"):
+        content = json.loads(state.read_text())
+        content.get("settings", {}).get("train", {}).pop("skip_zero_rows", None)
+        state.write_text(json.dumps(content))
+
+
+def test_resume_of_a_run_without_skip_zero_rows_computes_every_row(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """It is the same run, not another recipe; a new run of the stored recipe leaves rows out."""
+    seen: list[bool] = []
+
+    class Watched(FakeLoop):
+        def __call__(self, recipe: Recipe, *arguments: Any, **options: Any) -> Any:
+            seen.append(recipe.train.skip_zero_rows)
+            return super().__call__(recipe, *arguments, **options)
+
+    folder = launch(make_recipe(), root=tmp_path, name="a", train=Watched(stop_after=4)).folder
+    forget_key(folder)
+    assert RunDirectory(folder).changed_keys(make_recipe()) == {}
+    launch(make_recipe(), root=tmp_path, name="a", resume=True, train=Watched(stop_after=2))
+    launch(make_recipe(steps=15), root=tmp_path, name="a", resume=True, train=Watched())
+    launch(make_recipe(), root=tmp_path, name="b", train=Watched())
+    assert seen == [True, False, False, True]
+    assert RunDirectory(folder).read_recipe()["train"]["skip_zero_rows"] is False

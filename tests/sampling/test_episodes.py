@@ -17,7 +17,7 @@ from closeness import OF_EMBEDDED, assert_close
 from posttrain import registry
 from posttrain.data.render import encode_prompt, stop_ids
 from posttrain.data.render.calls import HERMES, TAGGED
-from posttrain.data.render.rows import Row, rows_of
+from posttrain.data.render.rows import TokenRow, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
@@ -257,11 +257,11 @@ def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: 
     assert message.startswith("<tools>calculator</tools><tool_call><|im_start|>user")
 
 
-def demonstrated(tokenizer: Any, name: str, turns: tuple[Turn, ...]) -> Row:
+def demonstrated(tokenizer: Any, name: str, turns: tuple[Turn, ...]) -> TokenRow:
     item = replace(example(), turns=turns, solution=None)
     template = registry.find("template", name).bind({})()
     ((row,),) = rows_of(tokenizer, template, item, "demonstration")
-    assert isinstance(row, Row)
+    assert isinstance(row, TokenRow)
     return row
 
 

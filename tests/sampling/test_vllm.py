@@ -14,7 +14,7 @@ from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.http import Unreadable, read_error
-from posttrain.sampling.vllm.client import CompletionRequest, ServedModel, VllmEngine, read_completion, read_models
+from posttrain.sampling.vllm.client import ServedModel, VllmEngine, VllmRequest, read_completion, read_models
 from posttrain.sampling.vllm.server import served_names
 from posttrain.training.build import prepare
 from posttrain.types import Completion
@@ -340,7 +340,7 @@ REAL_ANSWER = {  # as vLLM 0.32 answered a greedy request for five tokens; field
 def test_read_completion_of_a_real_answer() -> None:
     def read(stops: frozenset[int]) -> Completion:
         sampling = Sampling(5, temperature=0.0, stop_ids=stops)
-        return read_completion(REAL_ANSWER, CompletionRequest("tiny", (5, 6, 7), 5, sampling, seed=3), 768)
+        return read_completion(REAL_ANSWER, VllmRequest("tiny", (5, 6, 7), 5, sampling, seed=3), 768)
 
     logprobs = (-1.0255, -1.8881, -0.175, -0.0494, -8.8e-06)
     assert read(frozenset()) == Completion((229, 31, 288, 31, 266), logprobs, "length")

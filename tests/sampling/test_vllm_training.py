@@ -23,14 +23,20 @@ from posttrain.models.load import LoadedModel
 from posttrain.process_group import ProcessGroup
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.vllm.training import Trained, checkpoint_weights, save_weights, save_without_weights, untied
+from posttrain.sampling.vllm.training import (
+    TrainingVllmEngine,
+    checkpoint_weights,
+    save_weights,
+    save_without_weights,
+    untied,
+)
 from small_runs import Events, make_recipe, one_layer_recipe, recorded, run, shallow, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 SAMPLING = Sampling(max_tokens=6)
 
 
-class ByQueue(Trained):
+class ByQueue(TrainingVllmEngine):
     """Sends weights as to a GPU's server."""
 
     def make_group(self) -> QueueGroup:
@@ -41,7 +47,9 @@ class ByQueue(Trained):
         self.by_files = False
 
 
-def follow(tiny: LoadedModel, server: Any, *, kind: type[Trained] = Trained, **options: Any) -> Trained:
+def follow(
+    tiny: LoadedModel, server: Any, *, kind: type[TrainingVllmEngine] = TrainingVllmEngine, **options: Any
+) -> TrainingVllmEngine:
     asking: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 1} | options
     QueueGroup.followers[:] = [server]
     return kind(tiny.model, tiny.tokenizer, server.url, {}, **asking)
@@ -63,9 +71,9 @@ def has_weights_of(server: FakeFollower, model: Any) -> bool:
     return all(torch.equal(weight, theirs[name]) for name, weight in checkpoint_weights(model))
 
 
-@pytest.mark.parametrize(("kind", "routes"), [(Trained, FILES), (ByQueue, GROUP)])
+@pytest.mark.parametrize(("kind", "routes"), [(TrainingVllmEngine, FILES), (ByQueue, GROUP)])
 def test_trained_after_every_update_server_has_weights_and_rows_their_version(
-    tiny: LoadedModel, server: FakeFollower, kind: type[Trained], routes: list[str]
+    tiny: LoadedModel, server: FakeFollower, kind: type[TrainingVllmEngine], routes: list[str]
 ) -> None:
     engine = follow(tiny, server, kind=kind)
     ask = ([[9, 10], [11, 12, 13]], [[1, 2, 3], [4, 5]], SAMPLING)
@@ -76,7 +84,7 @@ def test_trained_after_every_update_server_has_weights_and_rows_their_version(
         assert {c.version for g in groups for c in g} == {version}
         assert has_weights_of(server, tiny.model)
         update(tiny.model, version)
-    begins = [] if kind is Trained else ["/pause", "/init_weight_transfer_engine"]
+    begins = [] if kind is TrainingVllmEngine else ["/pause", "/init_weight_transfer_engine"]
     assert server.said == [*(begins or routes[:1]), *routes[1:], *routes]
     assert server.label.partition(":")[2] == "3"
     num_requested = len(server.said)
@@ -115,7 +123,7 @@ def test_trained_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFo
     assert has_weights_of(server, wrapped)
 
 
-class OneTensorScaled(Trained):
+class OneTensorScaled(TrainingVllmEngine):
     def weights(self) -> Any:
         for name, weight in super().weights():
             yield name, weight * 1.01 if name == "model.layers.1.mlp.up_proj.weight" else weight
@@ -136,9 +144,9 @@ def cache_kept(fake: FakeFollower) -> None:
 @pytest.mark.parametrize("fault", [OneTensorScaled, one_layer_left_old, tied_head_left_old, cache_kept])
 def test_trained_transfer_with_a_fault_is_refused(tiny: LoadedModel, server: FakeFollower, fault: Any) -> None:
     """After one small update, of which the fault keeps a part from the server."""
-    kind = fault if isinstance(fault, type) else Trained
+    kind = fault if isinstance(fault, type) else TrainingVllmEngine
     engine = follow(tiny, server, kind=kind)
-    if kind is Trained:
+    if kind is TrainingVllmEngine:
         engine.sync(0)
         fault(server)
     update(tiny.model)

@@ -13,7 +13,8 @@ import pytest
 
 from posttrain.errors import DataError, RewardFailure, StorageError
 from posttrain.store import rollouts
-from posttrain.store.rollouts import SCHEMA_VERSION, RolloutStore, connect
+from posttrain.store.rollouts import RolloutStore, connect
+from posttrain.store.schema import SCHEMA_VERSION
 from posttrain.types import Completion, Example, Message, Rollout
 
 
@@ -188,7 +189,9 @@ def test_a_file_of_another_version_is_refused_and_unchanged(tmp_path: Path, vers
         db.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(DataError, match=rf"{age} posttrain wrote this file \(schema version {version}, this one"):
+        with pytest.raises(
+            DataError, match=rf"r\.db: {age} posttrain .*schema version {version}\b.*\b{SCHEMA_VERSION}\b"
+        ):
             RolloutStore(path, read_only=read_only)
     assert path.read_bytes() == before
 

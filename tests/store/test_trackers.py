@@ -6,13 +6,14 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.errors import MissingExtra, UsageError
+from posttrain import registry
+from posttrain.errors import MissingExtra, RecipeError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.store.metrics import MetricsRow, TrackedMetrics, TrackedRun, build_trackers
 
@@ -296,3 +297,20 @@ def test_our_own_mistakes_are_not_taken_for_trouble_with_wandb(tmp_path: Path, m
     log = open_log(tmp_path, "wandb")
     with pytest.raises(TypeError):
         write(log, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda: Recorder(), "must take one argument"),
+        (lambda run, more: Recorder(), "must take one argument"),
+        (lambda run: None, "returned NoneType, which has no start, log, close"),
+        (lambda run: [], "returned list, which has no start, log, close"),
+    ],
+)
+def test_tracker_of_a_session_that_cannot_be_one_is_refused_by_its_key(
+    tmp_path: Path, function: Callable[..., Any], named: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"^track\.0: python_session:\w+ {named}"):
+        open_log(tmp_path, registry.name_function(function))
+    assert open_log(tmp_path, registry.name_function(lambda run: Recorder())).trackers == [Recorder()]

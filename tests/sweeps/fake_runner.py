@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.sweeps.plan import Plan, Training, Trial
-from posttrain.sweeps.runner import Outcome, run_trials
+from posttrain.sweeps.plan import SweepPlan, SweepTrial, Training
+from posttrain.sweeps.runner import SweepOutcome, run_trials
 
 # argv: folder, name, recipe (or nothing), what to do (finish, resume, fail, wait), evaluations as JSON.
 SCRIPT = """\
@@ -77,7 +77,7 @@ class FakeRunner:
         self.doing, self.evaluations = dict(doing or {}), evaluations
         self.lines: list[str] = []
 
-    def command(self, trial: Trial, resume: bool) -> list[str]:
+    def command(self, trial: SweepTrial, resume: bool) -> list[str]:
         request = self.doing.get(trial.name, self.doing.get(trial.row, "finish"))
         recipe = str(trial.settings[0]) if isinstance(trial, Training) else ""
         what = "resume" if resume else request
@@ -87,7 +87,7 @@ class FakeRunner:
     def say(self, line: str, is_failure: bool) -> None:
         self.lines.append(line)
 
-    def run(self, plan: Plan, *, jobs: int | None = 2, **options: Any) -> Outcome:
+    def run(self, plan: SweepPlan, *, jobs: int | None = 2, **options: Any) -> SweepOutcome:
         wanted = {"say": self.say, "command": self.command, "poll_seconds": 0.02} | options
         return run_trials(plan, jobs=jobs, **wanted)
 
@@ -101,13 +101,13 @@ class FakeRunner:
         return [name for name, word in self.events if word in wanted]
 
 
-def starts(plan: Plan, name: str) -> list[str]:
+def starts(plan: SweepPlan, name: str) -> list[str]:
     """Return the task of each process of a trial, and its number of threads."""
     lines = [line.split() for path in plan.folder.rglob("order.txt") for line in path.read_text().splitlines()]
     return [f"{what} {threads}" for own, what, threads in lines if own == name]
 
 
-def doings(plan: Plan, name: str) -> list[str]:
+def doings(plan: SweepPlan, name: str) -> list[str]:
     return [line.split()[0] for line in starts(plan, name)]
 
 

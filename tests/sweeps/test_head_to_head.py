@@ -12,8 +12,8 @@ import pytest
 from closeness import approx
 from posttrain.errors import DataError
 from posttrain.sweeps.head_to_head import (
-    Comparison,
     Estimate,
+    PolicyComparison,
     head_to_head_part,
     over_seeds,
     read_comparison,
@@ -37,9 +37,9 @@ def answered(own: float | None, start: float) -> dict[str, Any]:
     return {"question": "How?", **sides}
 
 
-def comparison(row: str, seed: int, rate: Estimate, proxy: Estimate = (0.5, 0.4, 0.6)) -> Comparison:
+def comparison(row: str, seed: int, rate: Estimate, proxy: Estimate = (0.5, 0.4, 0.6)) -> PolicyComparison:
     measures = {"win_rate": rate, "win_rate_proxy": proxy, "reward_judge": rate, "reward_proxy": rate}
-    return Comparison(row, seed, measures | {"length_ratio": (1.0, 1.0, 1.0)})
+    return PolicyComparison(row, seed, measures | {"length_ratio": (1.0, 1.0, 1.0)})
 
 
 def test_reward_gain_is_in_deviations_of_the_starts_scores_without_unscored_prompts() -> None:
@@ -77,7 +77,7 @@ def test_findings_follow_from_the_intervals() -> None:
     assert part.data["policies"]["a"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
 
 
-def read_written(folder: Path, results: Any, item: Any) -> Comparison:
+def read_written(folder: Path, results: Any, item: Any) -> PolicyComparison:
     for name, content in (("results.json", results), ("items.jsonl", item)):
         (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode() + b"\n")
     return read_comparison(folder, "a", 0)

@@ -13,7 +13,7 @@ from posttrain.data.base import Task
 from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.items import Item, write_items
 from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
-from posttrain.sweeps.runner import label_steps, write_labelled
+from posttrain.sweeps.labelling import label_steps, write_labelled
 from posttrain.types import Example, Message
 
 GIVEN = ["2 + 3 = 5.", " 5 * 4 = 20."]

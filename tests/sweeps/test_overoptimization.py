@@ -15,7 +15,7 @@ from posttrain.evaluation.items import Item
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.best_of_n import (
     BEST_OF_N,
-    Point,
+    CurvePoint,
     best_of_n_kl,
     best_of_n_points,
     collect_curves,
@@ -90,9 +90,9 @@ def test_score_scale_is_mean_and_deviation_of_all_samples() -> None:
     assert score_scale([scored(0, "rw", [None, None])]) == (0.0, 1.0)
 
 
-def curve(golds: list[float], kls: list[float] | None = None) -> list[Point]:
+def curve(golds: list[float], kls: list[float] | None = None) -> list[CurvePoint]:
     distances = kls or [float(i * i) for i in range(len(golds))]
-    return [Point(i, kl, g, 2 * g) for i, (g, kl) in enumerate(zip(golds, distances, strict=True))]
+    return [CurvePoint(i, kl, g, 2 * g) for i, (g, kl) in enumerate(zip(golds, distances, strict=True))]
 
 
 def test_means_are_over_the_points_of_all_seeds() -> None:
@@ -160,7 +160,7 @@ def test_points_of_training_are_the_evaluations_that_measured_drift() -> None:
         measured(4, 2.25, 0.6, 1.5),  # a resumed run repeats an evaluation; the later one stands
     ]
     points = training_points(rows)
-    assert points == [Point(0, 0.0, 0.1, -1.0), Point(2, 1.0, 0.4, 0.5), Point(4, 2.25, 0.6, 1.5)]
+    assert points == [CurvePoint(0, 0.0, 0.1, -1.0), CurvePoint(2, 1.0, 0.4, 0.5), CurvePoint(4, 2.25, 0.6, 1.5)]
     assert points[2].distance == 1.5
     assert training_points([MetricsRow(1, {"loss": 0.5}, {})]) == []
 
@@ -179,11 +179,11 @@ def test_collect_curves_best_of_n_first_and_the_proxy_in_units_of_its_seed() -> 
     assert grpo.curves[0][0].proxy == 0.0
 
 
-def points(*values: tuple[int, float, float, float]) -> list[Point]:
-    return [Point(0, 0.0, 0.1, 0.0), *(Point(*value) for value in values)]
+def points(*values: tuple[int, float, float, float]) -> list[CurvePoint]:
+    return [CurvePoint(0, 0.0, 0.1, 0.0), *(CurvePoint(*value) for value in values)]
 
 
-def falling(seed: int) -> list[Point]:
+def falling(seed: int) -> list[CurvePoint]:
     return points((5, 1.0, 0.7 + 0.01 * seed, 1.0), (10, 4.0, 0.3, 1.2))
 
 

@@ -11,17 +11,17 @@ from posttrain.errors import PosttrainError, RecipeError, UnknownComponent, Usag
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import DataSection
 from posttrain.sweeps.file import METHOD_KEYS, differences, sweep_names, training_recipe_names, with_method_of
-from posttrain.sweeps.plan import Plan, Training, load_sweep
+from posttrain.sweeps.plan import SweepPlan, Training, load_sweep
 
 EXAMPLE = Path(__file__).with_name("sweep.yaml")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(*overrides: tuple[str, str], **wanted: Any) -> Plan:
+def load(*overrides: tuple[str, str], **wanted: Any) -> SweepPlan:
     return load_sweep(str(EXAMPLE), overrides, folder="runs/example", **wanted)
 
 
-def load_text(tmp_path: Path, text: str, *overrides: tuple[str, str], **wanted: Any) -> Plan:
+def load_text(tmp_path: Path, text: str, *overrides: tuple[str, str], **wanted: Any) -> SweepPlan:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     return load_sweep(str(path), overrides, folder=tmp_path / "out", **wanted)
@@ -294,7 +294,7 @@ seeds: 1
 """
 
 
-def trial_of(plan: Plan, name: str) -> Any:
+def trial_of(plan: SweepPlan, name: str) -> Any:
     return next(trial for trial in plan.trials if trial.name == name)
 
 

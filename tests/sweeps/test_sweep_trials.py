@@ -25,9 +25,9 @@ from posttrain.runs import directory
 from posttrain.runs.children import Child, threads_per_child
 from posttrain.runs.directory import RunDirectory, lock_run
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.plan import Plan, load_sweep
+from posttrain.sweeps.plan import SweepPlan, load_sweep
 from posttrain.sweeps.report import collect_sweep
-from posttrain.sweeps.runner import Outcome, read_states, trial_command
+from posttrain.sweeps.runner import SweepOutcome, read_states, trial_command
 
 TEXT = """\
 base:
@@ -47,12 +47,12 @@ rows:
 best_of_n: {task: stories, n: 5, samples: 4}
 seeds: 2
 """
-MakePlan = Callable[..., Plan]
+MakePlan = Callable[..., SweepPlan]
 
 
 @pytest.fixture
 def make_plan(tmp_path: Path) -> MakePlan:
-    def make(*overrides: tuple[str, str], text: str = TEXT, **wanted: Any) -> Plan:
+    def make(*overrides: tuple[str, str], text: str = TEXT, **wanted: Any) -> SweepPlan:
         (tmp_path / "mine.yaml").write_text(text)
         return load_sweep(str(tmp_path / "mine.yaml"), overrides, folder=tmp_path / "out", **wanted)
 
@@ -65,7 +65,7 @@ def unset_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run_chain(make_plan: MakePlan, **options: Any) -> tuple[Plan, Outcome, FakeRunner]:
+def run_chain(make_plan: MakePlan, **options: Any) -> tuple[SweepPlan, SweepOutcome, FakeRunner]:
     """Rows that need one another, with evaluations between them."""
     plan, fake = make_plan(text=NEEDS), FakeRunner(options.pop("doing", None), STUDIED)
     return plan, fake.run(plan, **options), fake
@@ -255,7 +255,7 @@ def test_without_a_start_there_is_nothing(make_plan: MakePlan) -> None:
     with pytest.raises(RunFailure, match="the start of the sweep failed: its process ended with exit code 1"):
         run_chain(make_plan, doing={"start": "fail"})
     with pytest.raises(RunFailure, match="nothing to report yet"):
-        collect_sweep(make_plan(text=NEEDS), Outcome(), "again")
+        collect_sweep(make_plan(text=NEEDS), SweepOutcome(), "again")
 
 
 def test_what_belongs_to_something_else_is_refused(make_plan: MakePlan) -> None:

@@ -409,3 +409,35 @@ def test_run_refuses_an_objective_whose_registration_lies(tmp_path: Path) -> Non
 def test_objective_that_vanishes_with_no_field_of_its_own_is_refused(objective: str) -> None:
     with pytest.raises(RecipeError, match=f"{objective}.*vanishes"):
         prepare(one_layer_recipe("grpo", **UNIFORM, objective=f"small_runs:{objective}"))
+
+
+def test_teacher_reads_only_rows_with_feedback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-distillation: a row without a right answer in its group has no teacher, and no loss."""
+    scored: list[int] = []
+    original = Scorer.candidates
+
+    def count(self: Scorer, batch: Batch, k: int) -> Any:
+        scored.append(batch.num_rows if self.rows is None else len(self.rows))
+        return original(self, batch, k)
+
+    monkeypatch.setattr(Scorer, "candidates", count)
+    for name, skips in (("skips", True), ("trains", False)):
+        recipe = one_layer_recipe(
+            "grpo",
+            rewards=UNIFORM["rewards"],
+            rollout=UNIFORM["rollout"],
+            objective="sdpo",
+            teacher={"name": "self", "top_k": 8},
+            regularize=None,
+            model={"dtype": "fp64"},
+            train={"steps": 3, "lr": 1e-4, "skip_zero_rows": skips},
+        )
+        run(tmp_path / name, recipe)
+    rows = [row["computed_rows"] for row in steps_of(tmp_path / "skips")]
+    assert scored == [18, rows[1], 18, 18, 18, 18]
+    assert rows[0] == rows[2] == 18.0
+    assert rows[1] < 18.0
+    weights = [saved_tensors(tmp_path / name, 3) for name in ("skips", "trains")]
+    for name, tensor in weights[0].items():
+        if name.startswith("model"):
+            assert_close(tensor, weights[1][name], atol=1e-9, rtol=0)

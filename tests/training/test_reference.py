@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from test_batch_fields import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
 from closeness import approx
+from posttrain.activity import Phase, describe_activity
 from posttrain.training.batch_fields import Scorer
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import load_checkpoint, restore_model
@@ -113,3 +115,53 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
         expected = plain_logprobs(initial_model(), batch, 1.0)
         assert difference(batch.fields["ref_logprobs"], expected) == approx(0.0, abs=CLOSE)
         assert difference(batch.fields["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
+
+
+def test_they_are_computed_for_the_pairs_that_the_run_will_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of three pairs of ten; a run that goes on to four sees all ten, and computes the other four."""
+    short, long = (one_layer_recipe("judged", **DPO, train={"steps": steps}) for steps in (2, 4))
+    with counted(monkeypatch) as request:
+        first = batches(prepare(short, tmp_path), 2)
+    assert request == [12]
+    with counted(monkeypatch) as request:
+        longer = batches(prepare(long, tmp_path))
+    assert request == [8]
+    assert same_reference(first, longer[:2])
+    with counted(monkeypatch) as request:
+        prepare(long, tmp_path)
+        prepare(short, tmp_path)
+    assert request == []
+    alone = batches(prepare(long))
+    for one, other in zip(longer, alone, strict=True):
+        assert difference(one.fields["ref_logprobs"], other.fields["ref_logprobs"]) == approx(0.0, abs=CLOSE)
+
+
+def test_they_are_computed_for_the_held_out_units_that_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KTO reads an answer at a time: ten examples have twenty, of which ten are evaluated."""
+    recipe = one_layer_recipe(
+        "judged",
+        objective="kto",
+        data={"batch_size": 3},
+        train={"steps": 1},
+        eval={"every": 1, "num_examples": 10, "tasks": ["small_runs:judged_sums"]},
+    )
+    with counted(monkeypatch) as request:
+        prepare(recipe)
+    assert request == [3, 10]
+
+
+def test_they_are_followed_while_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    original = Scorer.logprobs
+
+    def watching(self: Scorer, batch: Batch) -> Any:
+        lines.append(describe_activity(Phase("training")))
+        return original(self, batch)
+
+    monkeypatch.setattr(sources, "FIXED_CHUNK", 4)
+    monkeypatch.setattr(Scorer, "logprobs", watching)
+    prepare(one_layer_recipe("judged", **DPO, train={"steps": 2}))
+    assert [re.search(r"ref_logprobs.*?(\d+) of (\d+) pairs", line).groups() for line in lines] == [
+        ("0", "6"),
+        ("4", "6"),
+    ]

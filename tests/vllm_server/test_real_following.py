@@ -17,7 +17,7 @@ from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm import training
 from posttrain.sampling.vllm.engine import vllm
-from posttrain.sampling.vllm.training import TOLERANCE, Trained, largest_difference
+from posttrain.sampling.vllm.training import TOLERANCE, TrainingVllmEngine, largest_difference
 
 pytestmark = pytest.mark.vllm
 NUM_UPDATES = 40
@@ -37,10 +37,12 @@ def tiny() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None) -> Iterator[Trained]:
+def engine(
+    tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None
+) -> Iterator[TrainingVllmEngine]:
     """A server that reads files of this machine's memory."""
     engine = vllm(tiny.model, tiny.tokenizer, enforce_eager=True, timeout_seconds=300.0)
-    assert isinstance(engine, Trained)
+    assert isinstance(engine, TrainingVllmEngine)
     engine.settle(tmp_path_factory.mktemp("following"), SINGLE_PROCESS)
     try:
         engine.sync(0)
@@ -49,11 +51,11 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_serv
         engine.close()
 
 
-def difference(engine: Trained) -> float:
+def difference(engine: TrainingVllmEngine) -> float:
     return largest_difference(engine.model, lambda compute: compute(), engine.server.session(engine._scores))
 
 
-def test_clean_updates_are_accepted_and_a_missing_one_would_not_be(engine: Trained) -> None:
+def test_clean_updates_are_accepted_and_a_missing_one_would_not_be(engine: TrainingVllmEngine) -> None:
     seconds, worst, least = [], 0.0, 1.0
     for version in range(1, NUM_UPDATES + 1):
         update(engine.model, version)
@@ -70,7 +72,7 @@ def test_clean_updates_are_accepted_and_a_missing_one_would_not_be(engine: Train
     assert worst < TOLERANCE / 10 < TOLERANCE < least
 
 
-def test_answers_are_the_models(engine: Trained, tiny: LoadedModel) -> None:
+def test_answers_are_the_models(engine: TrainingVllmEngine, tiny: LoadedModel) -> None:
     prompts = [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2 + 1}") for n in range(10, 26)]
     greedy, keys = Sampling(24, temperature=0.0, stop_ids=frozenset({0})), [[1]] * 16
     found = engine.generate(prompts, keys, greedy)
@@ -79,7 +81,7 @@ def test_answers_are_the_models(engine: Trained, tiny: LoadedModel) -> None:
     assert {c.version for g in found for c in g} == {engine.version}
 
 
-def one_tensor_scaled(engine: Trained, patch: pytest.MonkeyPatch) -> None:
+def one_tensor_scaled(engine: TrainingVllmEngine, patch: pytest.MonkeyPatch) -> None:
     sound = engine.weights
 
     def weights() -> Any:
@@ -89,13 +91,13 @@ def one_tensor_scaled(engine: Trained, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "weights", weights)
 
 
-def one_layer_left_old(engine: Trained, patch: pytest.MonkeyPatch) -> None:
+def one_layer_left_old(engine: TrainingVllmEngine, patch: pytest.MonkeyPatch) -> None:
     old = {name: weight.clone() for name, weight in engine.weights() if name.startswith("model.layers.1.")}
     sound = engine.weights
     patch.setattr(engine, "weights", lambda: ((name, old.get(name, weight)) for name, weight in sound()))
 
 
-def prefix_cache_kept(engine: Trained, patch: pytest.MonkeyPatch) -> None:
+def prefix_cache_kept(engine: TrainingVllmEngine, patch: pytest.MonkeyPatch) -> None:
     sound = training.control
 
     def control(server: Any, method: Any, path: str, *rest: Any, **options: Any) -> Any:
@@ -106,7 +108,7 @@ def prefix_cache_kept(engine: Trained, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [one_tensor_scaled, one_layer_left_old, prefix_cache_kept])
-def test_a_transfer_with_a_fault_is_refused(engine: Trained, fault: Any) -> None:
+def test_a_transfer_with_a_fault_is_refused(engine: TrainingVllmEngine, fault: Any) -> None:
     """After one update of 1e-5 at every weight; the next transfer is sound again, and accepted."""
     version = engine.version + 1
     with pytest.MonkeyPatch.context() as patch:

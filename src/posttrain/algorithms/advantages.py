@@ -18,11 +18,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float64
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.registry import register
+from posttrain.signatures import Bool, Float64, Range
 
 Rewards = Float64[Tensor, "N G"]
 Turns = Float64[Tensor, "G K"]
@@ -30,14 +29,18 @@ TurnMask = Bool[Tensor, "G K"]
 Tokens = Float64[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 Rows = Float64[Tensor, " B"]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Range(ge=0, le=1)]
 
 WHITEN_EPSILON = 1e-8
 
 
 @register("advantage", min_group=1)
 def raw(rewards: Rewards) -> Rewards:
-    """``A_i = r_i``: REINFORCE without a baseline (Williams 1992, "Simple statistical gradient-following")."""
+    """``A_i = r_i``: REINFORCE without a baseline (Williams 1992, "Simple statistical gradient-following").
+
+    What goes wrong: All advantages are positive if all rewards are. Learning is slow and noisy. Use a baseline
+    (``centered``, ``leave_one_out``).
+    """
     return rewards.clone()
 
 
@@ -47,6 +50,9 @@ def centered(rewards: Rewards) -> Rewards:
 
     Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", section 3.2): no division by the
     standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
+
+    What goes wrong: Groups in which all answers have the same reward give no gradient. Watch ``uniform_groups``;
+    take larger groups or easier problems.
     """
     return rewards - rewards.mean(dim=1, keepdim=True)
 
@@ -57,17 +63,23 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
     RLOO (Ahmadian et al. 2024, "Back to basics"; Kool et al. 2019, "Buy 4 REINFORCE samples, get a
     baseline for free!").
+
+    What goes wrong: A group of one has no others to compare with and is refused. With several updates a batch there
+    is no importance ratio; use ``grpo`` for those.
     """
     group = rewards.shape[1]
     return (rewards - rewards.mean(dim=1, keepdim=True)) * (group / (group - 1))
 
 
 @register("advantage", min_group=2)
-def normalized(rewards: Rewards, *, epsilon: Annotated[float, Field(ge=0)] = 1e-4) -> Rewards:
+def normalized(rewards: Rewards, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4) -> Rewards:
     """``A_i = (r_i − mean(r)) / (std(r) + ε)`` over the group, std with ddof = 1.
 
     GRPO (Shao et al. 2024, section 4.1.2). A group of equal rewards gets zeros. The paper leaves ε
     and the ddof open; both are as in the common implementations.
+
+    What goes wrong: In groups without a correct answer small differences, such as format, are scaled up to full
+    size. ``centered`` does not scale them.
 
     Args:
         epsilon: ε, in units of the reward.
@@ -89,6 +101,8 @@ def mean_scaled(rewards: Rewards) -> Rewards:
     nothing was right both are dropped (algorithm 1). With success probability p the expected gradient
     is ``∇p · Σ_{k<G} (1 − p)^(k − 1)``, which approaches ``∇ log p`` as the group grows. Rewards must
     not be negative.
+
+    What goes wrong: The scale is derived for rewards of 0 and 1. Partial credit makes every group weigh alike.
 
     Raises:
         ValueError: a negative reward.
@@ -124,7 +138,7 @@ def batch_normalized(
 
 @register("advantage", level="turn", min_group=2)
 def turn_normalized(
-    rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Field(ge=0)] = 1e-4
+    rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Range(ge=0)] = 1e-4
 ) -> Turns:
     """Return from a turn on, normalized over the completions of the group that have this turn.
 
@@ -167,6 +181,9 @@ def gae(
     Schulman et al. (2016), "High-dimensional continuous control using generalized advantage
     estimation", eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V, λ = 0
     the TD error.
+
+    What goes wrong: A critic that starts from nothing gives advantages that are noise. Watch
+    ``value_explained_variance``; give the head a larger learning rate (``head.lr_ratio``).
 
     Args:
         gamma: γ, per trained token.

@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float64
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.registry import register
+from posttrain.signatures import Bool, Float64, Range
 
 Mask = Bool[Tensor, "B T"]
 Weights = Float64[Tensor, "B T"]
@@ -43,14 +42,19 @@ def sequence_mean(mask: Mask) -> Weights:
 
     GRPO as published (Shao et al. 2024, eq. 3). Short wrong answers weigh more per token than
     long ones: the length bias that ``constant`` and ``token_mean`` avoid.
+
+    What goes wrong: Long wrong answers cost less per token. ``constant`` and ``token_mean`` avoid this.
     """
     counts = _check(mask)
     return mask.to(torch.float64) / (counts.clamp(min=1)[:, None] * (counts > 0).sum())
 
 
 @register("aggregation", level="token")
-def constant(mask: Mask, *, length: Annotated[int, Field(ge=1)]) -> Weights:
+def constant(mask: Mask, *, length: Annotated[int, Range(ge=1)]) -> Weights:
     """``1 / (B · L)`` with a constant length L: Dr. GRPO (Liu et al. 2025, section 3.2).
+
+    What goes wrong: The constant sets the size of the gradient. If you change ``rollout.max_tokens`` and not the
+    constant, you change the learning rate.
 
     Args:
         length: L in tokens, usually the generation limit.

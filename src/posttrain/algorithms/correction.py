@@ -16,13 +16,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.algorithms.objectives import primitives
 from posttrain.algorithms.objectives.surrogate import Positive
 from posttrain.registry import register
+from posttrain.signatures import Bool, Float, Range
 
 Tokens = Float[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
@@ -56,7 +55,7 @@ def sequence_tis(log_ratio: Tokens, mask: Mask, *, cap: Positive = 2.0) -> Token
 
 
 @register("correction")
-def icepop(log_ratio: Tokens, mask: Mask, *, low: Annotated[float, Field(ge=0)] = 0.5, high: Positive = 5.0) -> Tokens:
+def icepop(log_ratio: Tokens, mask: Mask, *, low: Annotated[float, Range(ge=0)] = 0.5, high: Positive = 5.0) -> Tokens:
     """The token's ratio where it lies in [α, β], else 0: ``w_t = k · 1[α ≤ k ≤ β]``, k = π_old / μ.
 
     IcePop (Ling Team 2025, "Every step evolves"; the Ring-1T report). The range is the one in use in
@@ -75,7 +74,7 @@ def geometric_mask(
     log_ratio: Tokens,
     mask: Mask,
     *,
-    low: Annotated[float, Field(ge=0)] = 0.99,
+    low: Annotated[float, Range(ge=0)] = 0.99,
     high: Positive = 1.001,
     weigh: Literal["none", "token", "sequence"] = "none",
     cap: Positive = 2.0,

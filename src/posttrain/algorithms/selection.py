@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from jaxtyping import Float64
-from pydantic import Field
 from torch import Tensor
 
 from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.registry import register
+from posttrain.signatures import Float64, Range
 
 Rewards = Float64[Tensor, "N G"]
 Place = tuple[int, int]
@@ -55,7 +54,7 @@ def every(rewards: Rewards) -> Units:
 
 
 @register("selection", level="row")
-def best_of(rewards: Rewards, *, keep: Annotated[int, Field(ge=1)] = 1, above: float | None = None) -> Units:
+def best_of(rewards: Rewards, *, keep: Annotated[int, Range(ge=1)] = 1, above: float | None = None) -> Units:
     """The ``keep`` completions of highest reward of each prompt; of equal ones those sampled first.
 
     Best-of-n, rejection sampling (Touvron et al. 2023, "Llama 2", section 3.2.3).
@@ -78,6 +77,9 @@ def above(rewards: Rewards, *, threshold: float) -> Units:
     Expert iteration (Anthony et al. 2017; for language models STaR, Zelikman et al. 2022, and ReST-EM,
     Singh et al. 2023): keep what was right, imitate it, sample again.
 
+    What goes wrong: If no answer passes the threshold, the step trains nothing. Start from a model that is
+    sometimes correct.
+
     Args:
         threshold: in units of the reward.
     """
@@ -85,7 +87,7 @@ def above(rewards: Rewards, *, threshold: float) -> Units:
 
 
 @register("selection", level="row", labels_by="threshold")
-def balanced(rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Field(ge=1)] = 1) -> Units:
+def balanced(rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Range(ge=1)] = 1) -> Units:
     """As many completions with a reward above ``threshold`` as without, at most ``keep`` of each a prompt.
 
     The rows of ``right_and_wrong``, unpaired: for objectives that read labels, such as ``kto``.
@@ -112,7 +114,7 @@ def best_and_worst(rewards: Rewards) -> Units:
 
 
 @register("selection", level="pair")
-def right_and_wrong(rewards: Rewards, *, threshold: float = 0.5, num_pairs: Annotated[int, Field(ge=1)] = 1) -> Units:
+def right_and_wrong(rewards: Rewards, *, threshold: float = 0.5, num_pairs: Annotated[int, Range(ge=1)] = 1) -> Units:
     """Pairs of a completion with a reward above ``threshold`` and one without, at most ``num_pairs`` a prompt.
 
     Each completion is in at most one pair; the i-th right one meets the i-th wrong one, in the order

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.option_types import shorten
@@ -56,7 +57,9 @@ def plain_path(name: str, value: object) -> str:
     with reading(name):
         if not isinstance(value, str | os.PathLike):
             raise UsageError(f"{name}: {type(value).__name__} is no path. Give a text or a path")
-        given = value if isinstance(value, str) else os.fspath(value)
+        given = value
+        if not isinstance(given, str):
+            given = os.fspath(given)
     if not isinstance(given, str):
         raise UsageError(f"{name}: a path of {type(given).__name__} is none. Give a text or a path")
     text = plain_text(name, given)
@@ -85,6 +88,33 @@ def check_whole(name: str, value: object) -> None:
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise UsageError(f"{name}: {shorten(value)} is no whole number. Give one")
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of another type (numpy's, a fraction) as ``int`` or ``float``; anything else as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def plain_names(name: str, value: object) -> list[str]:
+    """Return names as a list; a text is one name.
+
+    Raises:
+        UsageError: they are none.
+    """
+    if isinstance(value, str):
+        return [plain_text(name, value)]
+    if not isinstance(value, Iterable):
+        raise UsageError(f"{name}: {type(value).__name__} is no list of names. Give one")
+    with reading(name):
+        listed = list(value)
+    for one in listed:
+        if not isinstance(one, str):
+            raise UsageError(f"{name}: {type(one).__name__} is no name. Give texts")
+    return [plain_text(name, one) for one in listed]
 
 
 def check_flag(name: str, value: object) -> None:

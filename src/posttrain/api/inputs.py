@@ -36,6 +36,7 @@ Rewards: TypeAlias = Reward | Sequence[Reward | tuple[Reward, float]]  # a mappi
 Override: TypeAlias = tuple[str, str]
 # Folders next to the runs, for what Python gave them; hidden folders are no runs.
 ROWS, MODELS = ".rows", ".models"
+_NONE: Mapping[str, Any] = {}
 # What the two numbers of an evaluation count, which many libraries call n.
 _COUNTED = {"limit": "limit (rows)", "samples": "samples (answers to each)"}
 
@@ -60,14 +61,18 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
         text = plain_path("data", data)
         is_code = ":" in text and not text.startswith(HUB) and not Path(text).exists()
         tasks = registry.names("task")
-        if not (
-            is_code or text in tasks or text.lower().endswith(SUFFIXES) or text.startswith(HUB) or Path(text).exists()
-        ):
+        if is_code or text in tasks:
+            return {"name": text}
+        is_file = text.lower().endswith(SUFFIXES) or text.startswith(HUB) or Path(text).exists()
+        if not is_file:
             hint = registry.suggest(text, tasks)
             raise UsageError(f"data: {text!r} is no file and no task.{hint} A data set of the hub is {HUB}{text}")
-        return {"name": text} if is_code or text in tasks else {"name": "jsonl", "path": text}
+        return {"name": "jsonl", "path": text}
     first, path = store_rows(data, runs_dir)
-    return {"name": "preferences" if {"chosen", "preferred_output"} & first.keys() else "jsonl", "path": str(path)}
+    name = "jsonl"
+    if {"chosen", "preferred_output"} & first.keys():
+        name = "preferences"
+    return {"name": name, "path": str(path)}
 
 
 def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[Mapping[str, object], Path]:
@@ -81,7 +86,8 @@ def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[M
     table: Any = rows
     if hasattr(table, "iloc"):  # a DataFrame, which has NaN where a value is missing
         rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    lines, first = list[str](), None
+    lines = list[str]()
+    first = None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise UsageError(f"data: row {number} is a {type(row).__name__}. Give a mapping, such as a dict")
@@ -89,7 +95,8 @@ def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[M
             lines.append(json.dumps(_without_nulls(row), default=_plain))
         except (TypeError, ValueError) as error:
             raise UsageError(f"data: row {number} cannot be stored as JSON: {error}. Give texts and numbers") from None
-        first = row if first is None else first
+        if first is None:
+            first = row
     if first is None:
         raise UsageError("data: there are no rows. Give at least one")
     content = "".join(f"{line}\n" for line in lines).encode()
@@ -105,7 +112,9 @@ def _without_nulls(value: object) -> object:
     """Leave out keys without a value, as columns of a table have them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_without_nulls(one) for one in value]
+    return value
 
 
 def _plain(value: object) -> Any:
@@ -130,7 +139,9 @@ def model_name(model: Model, runs_dir: Place) -> str:
         name = plain_path("model", model)
         run = Path(runs_dir) / name
         is_run = name not in EMBEDDED_MODELS and kind_of_file(run / "recipe.yaml") == "file"
-        return str(run) if is_run else name
+        if is_run:
+            return str(run)
+        return name
     if not (isinstance(model, tuple) and len(model) == 2 and all(hasattr(part, "save_pretrained") for part in model)):
         raise UsageError(
             f"model: {type(model).__name__} is no model. Give a name, a folder, a run, or a loaded model of "
@@ -162,20 +173,31 @@ def reward_words(rewards: Rewards) -> list[dict[str, object]]:
     Raises:
         UsageError: one is something else.
     """
-    words = []
-    listed: Any = rewards.items() if isinstance(rewards, Mapping) and "name" not in rewards else rewards
-    if isinstance(rewards, str) or (listed is rewards and not isinstance(rewards, Sequence)):
+    listed: Any = rewards
+    if isinstance(rewards, Mapping) and "name" not in rewards:
+        listed = rewards.items()
+    elif isinstance(rewards, str) or not isinstance(rewards, Sequence):
         listed = [rewards]
+    words = []
     for number, given in enumerate(listed):
-        reward, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        reward = given
+        weight = None
+        if isinstance(given, tuple) and len(given) == 2:
+            reward, weight = given
         if not (callable(reward) or isinstance(reward, str | Mapping)):
             raise UsageError(
                 f"rewards.{number}: {type(reward).__name__} is no reward. Give a name, a function, a mapping with "
                 "name and options, or one of these with its weight: (short, 0.1)"
             )
-        name = registry.name_function(reward) if callable(reward) else reward
-        word = dict(name) if isinstance(name, Mapping) else {"name": name}
-        words.append(word if weight is None else word | {"weight": weight})
+        if callable(reward):
+            word: dict[str, object] = {"name": registry.name_function(reward)}
+        elif isinstance(reward, Mapping):
+            word = dict(reward)
+        else:
+            word = {"name": reward}
+        if weight is not None:
+            word["weight"] = weight
+        words.append(word)
     return words
 
 
@@ -188,8 +210,11 @@ def overrides_of(keys: Mapping[str, object]) -> list[Override]:
     Raises:
         RecipeError: no section has such a key, or several have; the message says what would do.
     """
+    pairs = []
     with reading("keys of the recipe"):
-        pairs = refuse_repeats([pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)])
+        for name, value in keys.items():
+            pairs += _flat(_whole_key(name), value)
+        refuse_repeats(pairs)
     declare_code([text for _, text in pairs], os.getcwd())
     return pairs
 
@@ -200,7 +225,8 @@ def refuse_repeats(overrides: list[Override]) -> list[Override]:
     Raises:
         RecipeError: one does; ``data`` is ``task``, ``eval_data`` is ``eval.tasks``, ``model`` is ``model.name``.
     """
-    for key, count in Counter(key.replace("-", "_").removesuffix(".name") for key, _ in overrides).items():
+    counts = Counter(key.replace("-", "_").removesuffix(".name") for key, _ in overrides)
+    for key, count in counts.items():
         if count > 1:
             same = {"task": " (data is the task)", "model": " (model is model.name)"}.get(key, "")
             raise RecipeError(f"{key}: given twice{same}. Give it once")
@@ -242,8 +268,10 @@ def _whole_key(name: str) -> str:
     sections = {section: known_keys(Recipe, [section]) for section in Recipe.model_fields}
     inside = [f"{section}.{name}" for section, known in sections.items() if name in known]
     called = OTHER_NAMES.get(name)
-    if len(inside) == 1 or called in inside:
-        return called if called in inside else inside[0]
+    if called in inside:
+        return called
+    if len(inside) == 1:
+        return inside[0]
     if inside:
         keys = " or ".join(key.replace(".", "__") for key in inside)
         raise RecipeError(f"{name}: several sections of a recipe have this key. Write {keys}")
@@ -255,8 +283,8 @@ def _whole_key(name: str) -> str:
 def check_arguments(
     needed: Mapping[str, object],
     optional: Mapping[str, object],
-    others: Mapping[str, object] | None = None,
-    arguments: Mapping[str, str] | None = None,
+    others: Mapping[str, object] = _NONE,
+    arguments: Mapping[str, str] = _NONE,
 ) -> None:
     """Refuse an argument that is no whole number from 1 on (an ``optional`` one may be None), and all ``others``.
 
@@ -265,9 +293,13 @@ def check_arguments(
     Raises:
         UsageError: with the name of the argument, and the one that is meant.
     """
-    for name in others or ():
-        raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments or {})}")
-    for name, value in {**needed, **{name: value for name, value in optional.items() if value is not None}}.items():
+    for name in others:
+        raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments)}")
+    given = dict(needed)
+    for name, value in optional.items():
+        if value is not None:
+            given[name] = value
+    for name, value in given.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
             raise UsageError(f"{name}: {shorten(value)} is no whole number from 1 on. Give one")
 

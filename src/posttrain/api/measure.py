@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,24 +16,24 @@ from posttrain.api.arguments import (
     check_whole,
     plain_component,
     plain_counts,
+    plain_number,
     plain_path,
     plain_text,
     reading,
 )
 from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
-from posttrain.commands.console import open_console, say_template
-from posttrain.commands.evaluate import DEFAULT_BATCH
-from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import decode_response, encode_prompt
+from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
-from posttrain.evaluation.files import Finished
+from posttrain.evaluation import DEFAULT_BATCH
+from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item
 from posttrain.evaluation.plan import (
+    EvaluationPlan,
     EvaluationProgress,
     EvaluationRequest,
-    Plan,
     choose_drawing,
     make_plan,
     run_plan,
@@ -43,9 +44,12 @@ from posttrain.recipes.sections import Component, read_component
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.evaluation import write_page, write_table_page
 from posttrain.runs.models import find_source
-from posttrain.sampling.models import OpenedModel, complete_template, open_model
+from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.sampling.rollout import Attempt
+from posttrain.terminal.console import open_console, say_template
+from posttrain.terminal.evaluation import choose_evaluation_progress
 from posttrain.types import Example, Message
+from posttrain.untrusted import harmless
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content
 # Arguments of both functions by the options of the commands.
@@ -77,7 +81,7 @@ class Measure:
 class Measured:
     """A finished evaluation. Its results are by name: ``measured.accuracy``, ``measured["pass@4"]``."""
 
-    finished: Finished
+    finished: FinishedEvaluation
 
     @property
     def folder(self) -> Path:
@@ -105,8 +109,11 @@ class Measured:
             names = [known for known in results if not known.endswith(("_low", "_high"))]
             what = f"{self.folder}: there is no result {name!r}.{suggest(name, names)}"
             raise UsageError(f"{what} Give one of: {', '.join(names)}")
-        low, high = results.get(f"{name}_low"), results.get(f"{name}_high")
-        interval = None if low is None or high is None else (low, high)
+        low = results.get(f"{name}_low")
+        high = results.get(f"{name}_high")
+        interval = None
+        if low is not None and high is not None:
+            interval = (low, high)
         return Measure(results[name], interval, self.finished.items())
 
 
@@ -115,6 +122,19 @@ def _read_components(name: str, given: str | Mapping[str, object] | None) -> lis
     if given is None:
         return []
     return [read_component(plain_component(name, given), name)]
+
+
+def _source_at(name: str, given: Place | None, runs: str) -> ModelSource | None:
+    """Return the run or model that an argument names; None without one."""
+    if given is None:
+        return None
+    return find_source(plain_path(name, given), runs)
+
+
+def _path_at(name: str, given: Place | None) -> Path | None:
+    if given is None:
+        return None
+    return Path(plain_path(name, given))
 
 
 def _rows_to_measure(data: Data | None, runs: str) -> dict[str, object] | None:
@@ -172,23 +192,23 @@ def evaluate(
         {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
     )
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    rest: dict[str, object] = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    drawn = {"samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    rest = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    numbers = {name: plain_number(value) for name, value in {**drawn, **rest}.items()}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(
-            samples=samples, k=plain_counts("k", k), temperature=temperature, top_p=top_p, top_k=top_k, **rest
-        ),
+        drawing=choose_drawing(k=plain_counts("k", k), **numbers),
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
-        best_of=None if best_of is None else find_source(plain_path("best_of", best_of), runs),
-        out=None if out is None else Path(plain_path("out", out)),
+        best_of=_source_at("best_of", best_of, runs),
+        out=_path_at("out", out),
     )
     with choose_evaluation_progress(open_console(), not progress) as view:
-        return Measured(carry_out(make_plan(request), view)[0])
+        return Measured(evaluate_plan(make_plan(request), view)[0])
 
 
-def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
+def evaluate_plan(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
     """Carry out a plan; write results, records and pages."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 
@@ -199,6 +219,19 @@ def _check_drawing(temperature: object, top_p: object, seed: object, progress: o
     check_whole("seed", seed)
     check_flag("progress", progress)
     return plain_path("runs_dir", runs_dir)
+
+
+def _template_for(source: ModelSource, template: str | Mapping[str, object] | None) -> Component | None:
+    """Return the template that is given, completed; None without one, for the model's own."""
+    if template is None:
+        return None
+    return complete_template(read_component(plain_component("template", template), "template"), source)
+
+
+def _refuse_none(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if number is None:
+            raise UsageError(f"{name}: None is no number. Leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -249,7 +282,7 @@ def generate(
         progress: say on stderr under which template the model is asked, if neither you nor a run says so.
 
     Raises:
-        UsageError: no prompt, or a model that cannot be asked.
+        UsageError: no prompt, a model that cannot be asked, or prompts that are rendered in another template's form.
 
     Examples:
         >>> print(pt.generate(run, ["What is 3 plus 4?"], temperature=0)[0].answer)
@@ -257,24 +290,19 @@ def generate(
     """
     stop_import()
     check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
-    for name, number in (("temperature", temperature), ("top_p", top_p)):
-        if number is None:
-            raise UsageError(f"{name}: None is no number. Leave it out for the default")
-    check_numbers(temperature=temperature, top_p=top_p)
-    check_whole("seed", seed)
-    check_flag("progress", progress)
-    runs = plain_path("runs_dir", runs_dir)
+    _refuse_none(temperature=temperature, top_p=top_p)
+    runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
+    samples, max_tokens, seed = map(plain_number, (samples, max_tokens, seed))
+    temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
-    word = None
-    if template is not None:
-        word = complete_template(read_component(plain_component("template", template), "template"), source)
+    word = _template_for(source, template)
     if progress:
         say_template(source, word)
     opened = open_model(source, word)
     return answers_to(
         opened,
-        examples,
+        _taken(examples, opened, progress),
         samples=samples,
         seed=seed,
         max_tokens=max_tokens,
@@ -282,6 +310,14 @@ def generate(
         top_p=top_p,
         top_k=top_k,
     )
+
+
+def _taken(examples: Sequence[Example], model: OpenedModel, progress: bool) -> list[Example]:
+    """Return the examples, those marked whose prompts are rendered already, which ``progress`` says."""
+    taken, notes = take_rendered_prompts(examples, model.grader.template, model.tokenizer, "prompts")
+    for line in notes if progress else ():
+        print(harmless(f"note: {line}"), file=sys.stderr)
+    return taken
 
 
 def answers_to(
@@ -298,20 +334,28 @@ def answers_to(
     """Sample answers to each example, and grade those with a gold answer."""
     template = model.grader.template
     prompts = [encode_prompt(model.tokenizer, template, one.messages, one.variables) for one in examples]
-    places = [() if number == 0 else (number,) for number in range(len(examples))]
-    keys = [[derive_key(seed, "generate", *place, i) for i in range(samples)] for place in places]
+    keys = []
+    for number in range(len(examples)):
+        place: tuple[int, ...] = ()  # of the first prompt, which is answered as `posttrain generate` does
+        if number > 0:
+            place = (number,)
+        keys.append([derive_key(seed, "generate", *place, i) for i in range(samples)])
     sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p)
+    sampled = model.engine.generate(prompts, keys, sampling)
     answers = []
-    for example, prompt, completions in zip(
-        examples, prompts, model.engine.generate(prompts, keys, sampling), strict=True
-    ):
-        for one in completions:
-            text, count = decode_response(model.tokenizer, template, one.ids, prompt), len(one.ids)
-            request = "\n".join(message.content for message in example.messages)
-            logprob = math.fsum(one.logprobs) / len(one.logprobs) if one.logprobs else None
-            graded = [Attempt(example, "", text, one)] if example.answer is not None else []
-            outcome = model.grader.grade(graded)[0].outcome if graded else None
-            answers.append(Answer(request, text, template.extract(text), count, one.finish, logprob, outcome))
+    for example, prompt, completions in zip(examples, prompts, sampled, strict=True):
+        request = "\n".join(message.content for message in example.messages)
+        for completion in completions:
+            text = decode_response(model.tokenizer, template, completion.ids, prompt)
+            logprob = None
+            if completion.logprobs:
+                logprob = math.fsum(completion.logprobs) / len(completion.logprobs)
+            outcome = None
+            if example.answer is not None:
+                outcome = model.grader.grade([Attempt(example, "", text, completion)])[0].outcome
+            answers.append(
+                Answer(request, text, template.extract(text), len(completion.ids), completion.finish, logprob, outcome)
+            )
     return answers
 
 
@@ -324,12 +368,19 @@ def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
     """
     if not isinstance(prompts, Iterable):
         raise UsageError(f"prompts: {type(prompts).__name__} is none. Give questions, or lists of messages")
-    listed: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    listed: list[Any] = [prompts]
+    if not isinstance(prompts, str | Mapping):
+        listed = list(prompts)
     if not listed:
         raise UsageError("prompts: there are none. Give at least one")
     if isinstance(listed[0], Mapping):
         listed = [listed]  # the messages of one conversation
-    return [one if isinstance(one, Example) else example_of(one, i) for i, one in enumerate(listed)]
+    examples = []
+    for number, prompt in enumerate(listed):
+        if not isinstance(prompt, Example):
+            prompt = example_of(prompt, number)
+        examples.append(prompt)
+    return examples
 
 
 def example_of(prompt: Prompt, number: int) -> Example:
@@ -346,7 +397,9 @@ def example_of(prompt: Prompt, number: int) -> Example:
     if not isinstance(prompt, Sequence):
         raise UsageError(f"prompts.{number}: give a text or a list of messages, not {type(prompt).__name__}")
     for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = None
+        if isinstance(message, Mapping):
+            content = message.get("content")
         if isinstance(content, str):
             plain_text(f"prompts.{number}", content)
     row = Row("prompts", number, {"messages": list(prompt)})

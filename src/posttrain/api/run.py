@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.arguments import check_whole, plain_path
+from posttrain.api.arguments import check_whole, plain_number, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
@@ -88,7 +88,9 @@ class Run:
             there = ", ".join(sorted(known)) or "none"
             hint = suggest(evaluation, known)
             raise UsageError(f"{self.folder}: there is no evaluation {evaluation!r}.{hint} There: {there}")
-        return store.training(step) if evaluation is None else store.evaluations(evaluation, step)
+        if evaluation is None:
+            return store.training(step)
+        return store.evaluations(evaluation, step)
 
     def checkpoint(self, which: str | int = "best") -> Path:
         """Return the folder of a checkpoint: ``best``, ``last``, or that of a step.
@@ -101,13 +103,17 @@ class Run:
         Examples:
             >>> transformers.AutoModelForCausalLM.from_pretrained(run.checkpoint("best"))
         """
+        which = plain_number(which)
         if type(which) not in (str, int):
             raise UsageError(f"checkpoint: {shorten(which)} is none. Give best, last or a step")
         folder = self.folder / "checkpoints"
         steps = checkpoint_steps(folder)
-        last = steps[-1] if steps else None
-        known: dict[str | int, int | None] = {"best": best_step(folder) or last, "last": last, **{n: n for n in steps}}
-        if (step := known.get(which)) is None:
+        known: dict[str | int, int] = {step: step for step in steps}
+        if steps:
+            known["last"] = steps[-1]
+            known["best"] = best_step(folder) or steps[-1]
+        step = known.get(which)
+        if step is None:
             there = ", ".join(map(str, steps)) or "none"
             raise UsageError(
                 f"{self.folder}: there is no checkpoint {which!r}.{suggest(str(which), map(str, known))} "
@@ -118,10 +124,12 @@ class Run:
     @property
     def report(self) -> Path:
         """The page ``report.html``, which is written now if it is not there."""
-        from posttrain.commands.summary import write_summary  # it draws
+        from posttrain.reports.summary import write_summary  # it draws
 
         page = self.folder / "report.html"
-        return page if page.is_file() else write_summary(self.folder)
+        if page.is_file():
+            return page
+        return write_summary(self.folder)
 
     def export(self, to: str | os.PathLike[str], *, weights: Weights | None = None, merge: bool = False) -> Path:
         """Copy model, recipe and results to a new folder, as ``posttrain runs export`` does; return it.

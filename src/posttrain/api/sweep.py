@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.activity import heartbeat
-from posttrain.api.arguments import check_flag, plain_path, reading
+from posttrain.api.arguments import check_flag, plain_names, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -22,14 +22,14 @@ from posttrain.api.inputs import (
 )
 from posttrain.api.run import Run
 from posttrain.api.training import given, session_notes
-from posttrain.commands.console import open_console, say
 from posttrain.errors import RecipeError, RunFailure
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.sweeps import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
-from posttrain.sweeps.plan import Plan, load_sweep
+from posttrain.sweeps.plan import SweepPlan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
-from posttrain.sweeps.runner import Outcome, run_trials
+from posttrain.sweeps.runner import SweepOutcome, run_trials
+from posttrain.terminal.console import open_console, say
 
 KEYS = ("recipe", "over", "rows", "seeds")
 
@@ -90,17 +90,26 @@ def sweep(
     runs_dir = plain_path("runs_dir", runs_dir)
     check_flag("progress", progress)
     content = _read_spec(spec, {"over": over, "rows": rows, "seeds": seeds})
-    only, repeats = content.get("rows"), content.get("seeds")
+    only = content.get("rows")
+    if only is not None:
+        only = plain_names("rows", only)
+    repeats = content.get("seeds")
     row_key = _read_over(content.get("over"))
     check_arguments({}, {"seeds": repeats, "jobs": jobs})
-    folder = folder_of(run, str(content["recipe"]), None if row_key is None else row_key[0], runs_dir)
+    varied = None
+    if row_key is not None:
+        varied = row_key[0]
+    folder = folder_of(run, str(content["recipe"]), varied, runs_dir)
     with without_command_line():
         overrides = [*given(runs_dir, data, eval_data, rewards, model), *overrides_of(keys)]
-        refuse_repeats([*overrides, (row_key[0], "")] if row_key else overrides)
+        given_keys = list(overrides)
+        if row_key is not None:
+            given_keys.append((row_key[0], ""))
+        refuse_repeats(given_keys)
         plan = load_sweep(content["recipe"], overrides, folder=folder, rows=only, num_seeds=repeats, over=row_key)
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
-    return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
+    return make_sweep(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
 
 
 def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) -> dict[str, Any]:
@@ -131,13 +140,12 @@ def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) 
 def _read_over(over: object) -> tuple[str, list[str]] | None:
     if over is None:
         return None
-    if (
-        not isinstance(over, Mapping)
-        or len(over) != 1
-        or not all(isinstance(v, list | tuple) and v for v in over.values())
-    ):
-        raise RecipeError('over: one key with its values is needed, such as {"train.lr": [1e-5, 1e-4]}')
+    problem = 'over: one key with its values is needed, such as {"train.lr": [1e-5, 1e-4]}'
+    if not isinstance(over, Mapping) or len(over) != 1:
+        raise RecipeError(problem)
     ((name, values),) = over.items()
+    if not isinstance(name, str) or not isinstance(values, list | tuple) or not values:
+        raise RecipeError(problem)
     pairs = [overrides_of({name: value})[0] for value in values]
     return pairs[0][0], [text.strip('"') for _, text in pairs]
 
@@ -147,21 +155,27 @@ def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -
     if run is not None:
         return Path(runs_dir) / check_run_name(run)
     name = name_of_recipe(recipe)
-    name = name if over is None else f"{name}-over-{over}"
-    return Path(runs_dir) / (name if name.startswith("sweep") else f"sweep-{name}")
+    if over is not None:
+        name = f"{name}-over-{over}"
+    if not name.startswith("sweep"):
+        name = f"sweep-{name}"
+    return Path(runs_dir) / name
 
 
-def carry_out(plan: Plan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
+def make_sweep(plan: SweepPlan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
     """Make the trials that are not finished, and write results, tables, picture and page; ``quiet``: print failures."""
     console = open_console()
 
     def tell(line: str, is_failure: bool) -> None:
-        if is_failure or not quiet:
-            say(console, line, "red" if is_failure else "dim")
+        if is_failure:
+            say(console, line, "red")
+        elif not quiet:
+            say(console, line, "dim")
 
     with heartbeat("sweep", console.file, is_on=not quiet and not console.is_terminal):
-        outcome: Outcome = run_trials(plan, jobs=jobs, say=tell)
-    results, page = None, None
+        outcome: SweepOutcome = run_trials(plan, jobs=jobs, say=tell)
+    results = None
+    page = None
     try:
         results = collect_sweep(plan, outcome, command)
     except RunFailure as failure:

@@ -13,6 +13,7 @@ import torch
 
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.api.arguments import check_numbers, plain_number, plain_path, reading
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -26,8 +27,10 @@ from posttrain.api.inputs import (
 from posttrain.api.measure import Prompt, examples_of
 from posttrain.api.training import given, read_recipe
 from posttrain.data.render import encode_prompt
+from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.models.generation import write_ends
+from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import read_component
 from posttrain.registry import stop_import
@@ -100,7 +103,8 @@ class Trainer:
         assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
         self.source = self.parts.source
         self.step = 0  # number of updates
-        self._calls, self._loss = 0, 0.0
+        self._calls = 0
+        self._loss = 0.0
 
     @property
     def model(self) -> Any:
@@ -146,12 +150,17 @@ class Trainer:
             >>> [rollout.text for rollout in groups[0]]
         """
         check_arguments({}, {"samples": samples, "max_tokens": max_tokens}, others, _OF_SAMPLE)
-        source, step, examples = self.source, self.step + 1, examples_of(prompts)
-        template, sampling = source.grader.template, source.sampling
+        source = self.source
+        step = self.step + 1
+        template = source.grader.template
+        sampling = source.sampling
+        examples, _ = take_rendered_prompts(examples_of(prompts), template, self.tokenizer, "prompts")
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=max_tokens)
         request = RolloutRequest(
             examples,
             [encode_prompt(self.tokenizer, template, one.messages, one.variables) for one in examples],
-            sampling if max_tokens is None else replace(sampling, max_tokens=max_tokens),
+            sampling,
             key=(self.recipe.train.seed, f"rollout {self._calls}", step),
             group=samples or source.options.group_size,
             step=step,
@@ -177,16 +186,18 @@ class Trainer:
         """
         if self.source.rows_per_unit != 1:
             raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
-        if not groups or not all(isinstance(group, Sequence) and group for group in groups):
+        if not _is_sampled(groups):
             raise UsageError(
                 "batch: give what sample returned: a list of completions for each prompt, none of them empty"
             )
         units: list[tuple[tuple[int, int], ...]] = [
             ((n, g),) for n, group in enumerate(groups) for g in range(len(group))
         ]
-        needs = self.source.batch_fields.needs
-        if "advantages" in needs and any(one.advantage is None for group in groups for one in group):
-            raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
+        if "advantages" in self.source.batch_fields.needs:
+            for one in (one for group in groups for one in group):
+                if one.advantage is None:
+                    raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
+                one.advantage = _read_advantage(one.advantage)
         return self.source.batch_fields(self.source.batch_of(groups, units))
 
     def forward_backward(self, batch: Batch | Groups, objective: Objective | None = None) -> Gradients:
@@ -203,7 +214,9 @@ class Trainer:
             >>> trainer.forward_backward(groups, "grpo").loss
             -0.0021
         """
-        rows = batch if isinstance(batch, Batch) else self.batch(batch)
+        rows = batch
+        if not isinstance(rows, Batch):
+            rows = self.batch(rows)
         rows = self.source.batch_fields.before_step(rows)
         method = self.parts.learning()
         if objective is not None:
@@ -221,7 +234,9 @@ class Trainer:
         entry = registry.find("objective", word.name, "objective")
         missing = sorted(needed_fields(entry, word.options, True) - batch.fields.keys())
         if missing or entry.traits.get("level", "token") != method.level:
-            lacks = f"reads {', '.join(missing)}" if missing else "is of another unit"
+            lacks = "is of another unit"
+            if missing:
+                lacks = f"reads {', '.join(missing)}"
             raise UsageError(
                 f"objective: {word.name!r} {lacks}, which the trainer has not prepared. Name it where the trainer is "
                 f"made: pt.Trainer(..., objective={word.name!r})"
@@ -246,16 +261,22 @@ class Trainer:
             >>> trainer.optim_step(lr=1e-5)
             0.73
         """
-        options, step, loss = self.recipe.train, self.step + 1, self._loss
+        options = self.recipe.train
+        step = self.step + 1
+        loss = self._loss
         own, apart = self.parts.split_parameters()
-        rate = learning_rate(options, step) if lr is None else lr
-        if all(one.grad is None for one in (*own, *apart)):
+        if lr is None:
+            lr = learning_rate(options, step)
+        check_numbers(lr=lr)
+        lr = float(lr)
+        if all(parameter.grad is None for parameter in (*own, *apart)):
             raise UsageError("optim_step: there are no gradients. Call forward_backward first")
-        if not 0 <= rate < math.inf:
-            raise UsageError(f"optim_step: lr is {rate}. Give a number from 0 on")
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"optim_step: lr is {lr}. Give a number from 0 on")
         self._loss = 0.0
-        norm = apply_update(self.parts.optimizer, own, rate, options.max_grad_norm, loss, step, apart)
-        self.step, self._calls = step, 0
+        norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+        self.step = step
+        self._calls = 0
         return norm
 
     def save(self, path: Place) -> Path:
@@ -264,7 +285,7 @@ class Trainer:
         Examples:
             >>> pt.generate(trainer.save("out"), ["What is 3 plus 4?"])
         """
-        folder = Path(path)
+        folder = Path(plain_path("path", path))
         with storage_errors("the model", folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_model(folder, self.model, self.parts.score_head(), None)
@@ -279,3 +300,25 @@ class Trainer:
             >>> trainer.close()
         """
         self.parts.close()
+
+
+def _is_sampled(groups: object) -> bool:
+    """Return whether these are lists of completions, none of them empty."""
+    if not isinstance(groups, Sequence) or not groups:
+        return False
+    return all(
+        isinstance(group, Sequence) and group and all(isinstance(one, Rollout) for one in group) for group in groups
+    )
+
+
+def _read_advantage(value: object) -> float:
+    """Return an advantage as a number; a tensor or an array of one number is that number.
+
+    Raises:
+        UsageError: it is no finite number.
+    """
+    with reading("batch: advantage"):
+        number = plain_number(value.item() if hasattr(value, "item") else value)
+    if type(number) not in (int, float) or not math.isfinite(number):
+        raise UsageError(f"batch: the advantage {shorten(value)} is no finite number. Set rollout.advantage to one")
+    return float(number)

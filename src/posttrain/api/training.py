@@ -26,7 +26,6 @@ from posttrain.api.inputs import (
     without_command_line,
 )
 from posttrain.api.run import Run
-from posttrain.commands.progress import choose_progress
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
@@ -34,6 +33,7 @@ from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.processes import follow, is_follower
+from posttrain.terminal.training import choose_progress
 from posttrain.training.checks import resolve_components
 from posttrain.training.files import Observer
 
@@ -73,18 +73,34 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
-            if not (callable(callback := getattr(self, name)) or callback is None):
+            callback = getattr(self, name)
+            if callback is None:
+                continue
+            if not callable(callback):
                 raise UsageError(f"{name}: {type(callback).__name__} cannot be called. Give one function of an event")
+            with reading(name):
+                if not registry.takes_one(callback):
+                    raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         self.view(event, info)
-        callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
+        if event == "step":
+            callback = self.on_step
+            metrics = info["metrics"]
+        elif event == "evaluation":
+            callback = self.on_evaluation
+            metrics = info["results"]
+        elif event == "checkpoint":
+            callback = self.on_checkpoint
+            metrics = {}
+        else:
+            return
         if callback is None:
             return
-        metrics = dict(info.get("metrics") or info.get("results") or {})
-        happened = Event(int(info["step"]), metrics, info.get("name"))
+        happened = Event(int(info["step"]), dict(metrics), info.get("name"))
         if "path" in info:
-            happened.path, happened.is_best = Path(info["path"]), bool(info.get("best"))
+            happened.path = Path(info["path"])
+            happened.is_best = bool(info.get("best"))
         callback(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
@@ -136,25 +152,34 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    runs_dir, run = _check_places(runs_dir, run, progress)
+    runs_dir, run = _check_places(runs_dir, run, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
-    called = name if isinstance(name, str) else "run"
+    called = _called(name)
     notes += session_notes(checked)
     options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        result, _ = carry_out(
-            checked, called, runs_dir, run, callbacks, should_stop=lambda: callbacks.is_stopped, **options
-        )
+        options["should_stop"] = lambda: callbacks.is_stopped
+        result, _ = carry_out(checked, called, runs_dir, run, callbacks, **options)
     return Run(result.folder)
 
 
-def _check_places(runs_dir: Place, run: str | None, progress: bool) -> tuple[str, str | None]:
-    """Return both as plain text; refuse what is neither, and a ``progress`` that is no flag."""
-    check_flag("progress", progress)
-    if isinstance(run, str):
+def _called(name: str | dict[str, Any]) -> str:
+    """Return what a recipe is called; one that is given as a mapping is ``run``."""
+    if isinstance(name, str):
+        return name
+    return "run"
+
+
+def _check_places(runs_dir: Place, run: str | None, **flags: bool) -> tuple[str, str | None]:
+    """Return both as plain text; refuse what is neither, and ``flags`` that are none."""
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    if run is not None and not isinstance(run, str):
+        raise UsageError(f"run: {type(run).__name__} is no name. Give a text; the folder of the runs is runs_dir")
+    if run is not None:
         run = plain_text("run", run)
     return plain_path("runs_dir", runs_dir), run
 
@@ -169,14 +194,19 @@ def given(
     """Return what was given in Python as keys of a recipe."""
     keys: dict[str, Any] = {}
     if model is not None:
-        section = model if isinstance(model, Mapping) else {"name": model_name(model, runs_dir)}
+        if isinstance(model, Mapping):
+            section: Mapping[str, object] = model
+        else:
+            section = {"name": model_name(model, runs_dir)}
         with reading("model"):
             keys |= {f"model.{key}": value for key, value in section.items()}
     if data is not None:
         keys["task"] = data_word(data, runs_dir)
     if eval_data is not None:
         word = data_word(eval_data, runs_dir)
-        keys["eval.tasks"] = [{"split": "all"} | word if "path" in word else word]
+        if "path" in word:
+            word = {"split": "all"} | word
+        keys["eval.tasks"] = [word]
         if "path" in keys.get("task", {}):  # nothing of it need be held out
             keys["task"] = {"split": "all"} | keys["task"]
     if rewards is not None:
@@ -208,10 +238,11 @@ def refuse_tasks(recipe: Recipe) -> None:
     Raises:
         UsageError: from the trait.
     """
-    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_components(named)):
-        refuse = find("task", word.name).traits.get("refuse")
-        if refuse is not None:
-            refuse(**word.options)
+    for named in (recipe.task, *recipe.eval.tasks):
+        for task in task_components(named):
+            refuse = find("task", task.name).traits.get("refuse")
+            if refuse is not None:
+                refuse(**task.options)
 
 
 def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
@@ -235,7 +266,8 @@ def carry_out(
     recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
 ) -> tuple[RunResult, Path]:
     """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
-    if not isinstance(resume := options.get("resume", False), bool):
+    resume = options.get("resume", False)
+    if not isinstance(resume, bool):
         raise UsageError(
             f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
         )
@@ -253,6 +285,6 @@ def carry_out(
 
 def summarize(folder: Path) -> None:
     """Draw the curves of a run that has ended, and write its results and report."""
-    from posttrain.commands.summary import write_summary  # it draws, which training does not need
+    from posttrain.reports.summary import write_summary  # it draws, which training does not need
 
     write_summary(folder)

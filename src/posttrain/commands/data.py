@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,14 +12,15 @@ from rich.rule import Rule
 from rich.table import Table
 
 from posttrain import registry
-from posttrain.commands.console import Text, open_console, plain_table, print_rows
 from posttrain.commands.explain import summary
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
 from posttrain.data.render import encode_plain
+from posttrain.data.rendered import note_rendered
 from posttrain.errors import UsageError
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows
 from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 
@@ -45,14 +47,20 @@ def run_data(arguments: argparse.Namespace) -> int:
         from posttrain.models.load import load_tokenizer  # imports PyTorch, which characters do without
 
         tokenizer = load_tokenizer(arguments.model)
-    unit = "characters" if tokenizer is None else f"tokens of {arguments.model}"
+    unit = "characters"
+    if tokenizer is not None:
+        unit = f"tokens of {arguments.model}"
 
     def measure(text: str) -> int:
-        return len(text if tokenizer is None else encode_plain(tokenizer, text))
+        if tokenizer is None:
+            return len(text)
+        return len(encode_plain(tokenizer, text))
 
     stats = describe_task(task, measure, n=arguments.limit or WHOLE_TASK)
     if stats.num_read == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
+    if rendered := note_rendered(task, tokenizer):
+        task = replace(task, warnings=(*task.warnings, rendered))
     _print_description(console, task, stats, unit, arguments.max_tokens)
     for example in random_examples(task, arguments.examples, arguments.seed):
         _print_example(console, example)
@@ -69,7 +77,8 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 
 def _print_tasks(console: Console) -> None:
-    table, tasks = plain_table("task", "what it is", show_header=False), registry.entries("task").items()
+    table = plain_table("task", "what it is", show_header=False)
+    tasks = registry.entries("task").items()
     table.columns[0].no_wrap = True
     print_rows(console, table, [(Text(name, style="bold"), summary(entry.doc)) for name, entry in tasks])
     console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME")
@@ -77,7 +86,9 @@ def _print_tasks(console: Console) -> None:
 
 def _print_description(console: Console, task: Task, stats: Description, unit: str, limit: int | None) -> None:
     """Print counts, lengths and balances as tables."""
-    read = "" if stats.num_read == stats.num_examples else f", the first {stats.num_read:,} of which were read"
+    read = ""
+    if stats.num_read < stats.num_examples:
+        read = f", the first {stats.num_read:,} of which were read"
     console.print(Text.assemble((f"{task.name}/{task.split}", "bold"), f": {stats.num_examples:,} examples{read}"))
     left_out = [f"left out: {count:,} × {reason}" for reason, count in task.dropped.items()]
     for line in (*left_out, *_info(stats, unit, limit), *task.warnings):
@@ -90,7 +101,8 @@ def _print_description(console: Console, task: Task, stats: Description, unit: s
     if task.keys:
         keys = [(key, done, f"{count:,}") for (key, done), count in sorted(task.keys.items())]
         show(plain_table("key of the rows", "what was done with it", right=("rows",)), keys)
-    names = [{0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}") for share in PERCENTILES]
+    named = {0.0: "least", 0.5: "median", 1.0: "most"}
+    names = [named.get(share, f"{share:.0%}") for share in PERCENTILES]
     lengths = []
     for part, values in stats.lengths.items():
         columns = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
@@ -104,10 +116,12 @@ def _print_description(console: Console, task: Task, stats: Description, unit: s
 
 
 def _info(stats: Description, unit: str, limit: int | None) -> list[str]:
-    turns = ", ".join(f"{n:,} × {length}" for length, n in sorted(stats.turns.items()))
+    turns = str(min(stats.turns))
+    if len(stats.turns) > 1:
+        turns = ", ".join(f"{count:,} × {length}" for length, count in sorted(stats.turns.items()))
     lines = [
         f"prompts that stand there more than once: {stats.repeated_prompts:,} examples repeat an earlier one",
-        f"messages of a prompt: {turns}" if len(stats.turns) > 1 else f"messages of a prompt: {min(stats.turns)}",
+        f"messages of a prompt: {turns}",
     ]
     if limit is not None:
         over = stats.over(limit)
@@ -133,15 +147,26 @@ def _print_example(console: Console, example: Example) -> None:
     parts += [("solution", example.solution), ("response", example.demonstration)]
     parts.append((f"answer (grader {example.grader})", example.answer))
     for response in example.responses:
-        steps = zip(response.steps, response.step_labels, strict=True)
-        lines = [f"  [{label}] {step.strip()}" for step, label in steps] or [response.text]
-        lines += [response.answer] if response.answer is not None else []
+        lines = []
+        for step, label in zip(response.steps, response.step_labels, strict=True):
+            lines.append(f"  [{label}] {step.strip()}")
+        if not lines:
+            lines.append(response.text)
+        if response.answer is not None:
+            lines.append(response.answer)
         parts.append((f"response, score {response.score:g}", "\n".join(lines)))
-    shown = {key: value for key, value in example.meta.items() if isinstance(value, str | int | float | list | tuple)}
-    parts.append(("meta", ", ".join(f"{key} {value}" for key, value in shown.items()) or None))
+    meta = []
+    for key, value in example.meta.items():
+        if isinstance(value, str | int | float | list | tuple):
+            meta.append(f"{key} {value}")
+    if meta:
+        parts.append(("meta", ", ".join(meta)))
     console.print()
     console.print(Rule(Text(example.id), align="left"))
     for name, text in parts:
         if text is not None:
             console.print(Text(name, style="cyan"))
-            console.print(Text(text), end="\n" if text else "")
+            end = ""
+            if text:
+                end = "\n"
+            console.print(Text(text), end=end)

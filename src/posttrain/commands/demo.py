@@ -19,27 +19,27 @@ from rich.panel import Panel
 from rich.table import Table
 
 from posttrain.api.training import carry_out
-from posttrain.commands.console import Text, open_console, print_table
-from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.commands.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.data.base import Task, build_task
 from posttrain.data.render.template import build_template
 from posttrain.errors import INTERRUPTED
 from posttrain.evaluation.files import write_evaluation
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.plan import Drawing, measure
-from posttrain.evaluation.tables import Row, results_table
+from posttrain.evaluation.tables import ResultsRow, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, map_tasks
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
+from posttrain.reports.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import show_turns
+from posttrain.terminal.console import Text, open_console, print_table
+from posttrain.terminal.training import choose_progress, show_duration
 
 NUM_HELD_OUT = 500
 NUM_SHOWN = 2
@@ -407,5 +407,5 @@ def _show_end(
             table.add_column(Text.assemble(f"{answer.label}: ", verdict), ratio=1)
         table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
         console.print(table)
-    rows = [Row(label, None, evaluation.name, evaluation.results) for label, evaluation in stages.items()]
+    rows = [ResultsRow(label, None, evaluation.name, evaluation.results) for label, evaluation in stages.items()]
     print_table(console, results_table(rows))

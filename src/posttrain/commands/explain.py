@@ -19,16 +19,16 @@ from typing import Any
 from pydantic import BaseModel
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
 from posttrain.errors import GONE, UnknownComponent, nearest
 from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
-from posttrain.registry import COMPONENT_MODULES, Entry, entries, find, kinds_of, suggest_key
-from posttrain.store.metric_names import METRICS, find_metric
+from posttrain.registry import ALL_KINDS, Entry, entries, find, kinds_of, suggest_key
+from posttrain.store.metric_names import METRICS, Metric, find_metric
 from posttrain.sweeps.file import training_recipe_names
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
 
 # By kind: its key in a recipe, and its purpose.
 KINDS: dict[str, tuple[str, str]] = {
@@ -66,20 +66,28 @@ class Option:
     @property
     def line(self) -> str:
         """``float (at least 0), default 0.2: ε``."""
-        default = self.default if self.default == "required" else f"default {self.default}"
-        return f"{self.type}, {default}" + (f": {self.meaning}" if self.meaning else "")
+        default = self.default
+        if default != "required":
+            default = f"default {default}"
+        line = f"{self.type}, {default}"
+        if self.meaning:
+            line = f"{line}: {self.meaning}"
+        return line
 
 
 _KEY = re.compile(r"(?<![`\w.])[a-z]\w*(?:\.[a-z]\w*)+")  # of a recipe, in a sentence
 _MOST_KEYS = 3  # of a sentence that are explained
+_ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 _ARGUMENTS = re.compile(r"\n*^Args:\n((?:    .*(?:\n|\Z)|\n(?=    ))*)", re.MULTILINE)
 
 
 def meanings(doc: str) -> dict[str, str]:
     """Return the sentence about each argument that a docstring lists (``Args:``), on one line."""
-    found: dict[str, str] = {}
     listed = _ARGUMENTS.search(doc)
-    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", listed[1] if listed else "", re.MULTILINE):
+    if listed is None:
+        return {}
+    found: dict[str, str] = {}
+    for names, text in _ARGUMENT.findall(listed[1]):
         found |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
     return found
 
@@ -89,15 +97,20 @@ def without_arguments(doc: str) -> str:
     return _ARGUMENTS.sub("\n", doc).strip()
 
 
-def example_of(annotation: object, default: object) -> str:
+def example_value(annotation: object, default: object) -> str:
     """Return a value for a key, as it is typed on the command line."""
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
         return json.dumps(not default)
-    if choices or default:
-        return str(choices[0]) if choices else show_default(default)
-    kinds = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
-    return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
+    if choices:
+        return str(choices[0])
+    if default:
+        return show_default(default)
+    examples = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
+    for kind, example in examples.items():
+        if show_type(annotation).startswith(kind):
+            return example
+    return "NAME"
 
 
 def show_type(annotation: object) -> str:
@@ -108,18 +121,24 @@ def show_type(annotation: object) -> str:
         return "none"
     if annotation is Any:
         return "anything"
-    if isinstance(annotation, type) and issubclass(annotation, Section | Component):
-        return "a section" if issubclass(annotation, Section) else "a component"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "a section"
+    if isinstance(annotation, type) and issubclass(annotation, Component):
+        return "a component"
     if origin is typing.Annotated:
-        constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [])]
+        constraints: list[object] = []
+        for extra in arguments[1:]:
+            constraints += getattr(extra, "metadata", [])
         return show_type(arguments[0]) + _show_bounds(constraints)
     if origin is typing.Literal:
         return "one of " + ", ".join(str(a) for a in arguments)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(show_type(a) for a in arguments)
     if origin is not None and arguments:
-        inner = ", ".join("..." if a is Ellipsis else show_type(a) for a in arguments)
-        return f"{getattr(origin, '__name__', str(origin))} of {inner}"
+        inner = []
+        for argument in arguments:
+            inner.append("..." if argument is Ellipsis else show_type(argument))
+        return f"{getattr(origin, '__name__', str(origin))} of {', '.join(inner)}"
     return getattr(annotation, "__name__", str(annotation))
 
 
@@ -134,7 +153,9 @@ def show_default(value: object) -> str:
     if isinstance(value, tuple):
         return str(list(value))
     is_odd = isinstance(value, str) and not (value.strip() and value.isprintable())
-    return json.dumps(value) if is_odd or isinstance(value, bool) else str(value)
+    if is_odd or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
 
 
 def component_options(entry: Entry) -> list[Option]:
@@ -148,11 +169,16 @@ def section_options(section: type[BaseModel]) -> list[Option]:
 
 
 def _options(model: type[BaseModel], doc: str) -> list[Option]:
-    options, about = [], meanings(doc)
+    options = []
+    about = meanings(doc)
     for name, field in model.model_fields.items():
-        value = None if field.is_required() else field.get_default(call_default_factory=True)
-        default = "required" if field.is_required() else show_default(value)
-        kind, example = show_type(field.annotation) + _show_bounds(field.metadata), example_of(field.annotation, value)
+        value = None
+        default = "required"
+        if not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            default = show_default(value)
+        kind = show_type(field.annotation) + _show_bounds(field.metadata)
+        example = example_value(field.annotation, value)
         choices = tuple(choice for choice in _choices(field.annotation) if isinstance(choice, str))
         options.append(Option(name, kind, default, about.get(name, ""), example, choices))
     return options
@@ -160,13 +186,15 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
 
 def _show_bounds(metadata: Iterable[object]) -> str:
     phrases = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    bounds = [
-        f"{phrase} {getattr(constraint, key):g}"
-        for constraint in metadata
-        for key, phrase in phrases.items()
-        if getattr(constraint, key, None) is not None
-    ]
-    return f" ({', '.join(bounds)})" if bounds else ""
+    bounds = []
+    for constraint in metadata:
+        for key, phrase in phrases.items():
+            bound = getattr(constraint, key, None)
+            if bound is not None:
+                bounds.append(f"{phrase} {bound:g}")
+    if not bounds:
+        return ""
+    return f" ({', '.join(bounds)})"
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -186,12 +214,17 @@ def sections() -> dict[str, type[BaseModel]]:
 
 def section_keys() -> dict[str, Option]:
     """Return every key of a section by its dotted path."""
-    return {
-        option.name if name == "recipe" else f"{name}.{option.name}": option
-        for name, section in (sections() | {"rewards.0": RewardComponent}).items()
-        for option in section_options(section)
-        if (name, option.name) != ("rewards.0", "name")
-    }
+    keys = {}
+    for name, section in sections().items():
+        above = f"{name}."
+        if name == "recipe":
+            above = ""
+        for option in section_options(section):
+            keys[f"{above}{option.name}"] = option
+    for option in section_options(RewardComponent):
+        if option.name != "name":
+            keys[f"rewards.0.{option.name}"] = option
+    return keys
 
 
 def keys_with(name: str) -> dict[str, Option]:
@@ -209,14 +242,13 @@ def without_places(name: str) -> str:
 def components_with(name: str) -> list[tuple[Entry, Option]]:
     """Return the components with an option: named alone, or after the component or the key where it stands."""
     place, _, key = without_places(name).rpartition(".")
-    return [
-        (entry, option)
-        for group in all_components().values()
-        for entry in group.values()
-        if place in ("", entry.kind, KINDS[entry.kind][0], entry.name)
-        for option in component_options(entry)
-        if option.name == key
-    ]
+    found = []
+    for group in all_components().values():
+        for entry in group.values():
+            if place not in ("", entry.kind, KINDS[entry.kind][0], entry.name):
+                continue
+            found += [(entry, option) for option in component_options(entry) if option.name == key]
+    return found
 
 
 def all_names() -> set[str]:
@@ -225,7 +257,9 @@ def all_names() -> set[str]:
     for option in section_keys().values():
         known |= {option.name, *option.choices}
     for group in all_components().values():
-        known |= {option.name for entry in group.values() for option in component_options(entry)} | group.keys()
+        known |= group.keys()
+        for entry in group.values():
+            known |= {option.name for option in component_options(entry)}
     return known
 
 
@@ -233,7 +267,10 @@ def _choices(annotation: object) -> list[object]:
     inner = list(typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Literal:
         return inner
-    return [choice for one in inner for choice in _choices(one)]
+    choices = []
+    for part in inner:
+        choices += _choices(part)
+    return choices
 
 
 @cache
@@ -244,26 +281,36 @@ def recipes_by_component() -> dict[tuple[str, str], list[str]]:
     users: dict[tuple[str, str], list[str]] = {}
     for name in training_recipe_names():
         recipe = load_recipe(name).resolve()
-        tasks = (recipe.task, *recipe.eval.tasks)
-        used = {("task", part.name) for task in tasks for part in (task, *task_components(task))}
-        for path, kind in COMPONENT_KINDS.items():
-            above, _, key = path.rpartition(".")
-            value = getattr(getattr(recipe, above) if above else recipe, key, None)
-            used |= {
-                (kind, component.name)
-                for component in (value if isinstance(value, list) else [value])
-                if component is not None
-            }
-        for component in used | {("batch_field", stream) for stream in checks.resolve_components(recipe).needs}:
+        used = _components_of(recipe)
+        used |= {("batch_field", field) for field in checks.resolve_components(recipe).needs}
+        for component in used:
             users.setdefault(component, []).append(name)
     for name in interpretation_names("dictionary"):
         users.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
     return users
 
 
+def _components_of(recipe: Recipe) -> set[tuple[str, str]]:
+    """Return the kind and name of each component that a resolved recipe names."""
+    used = set()
+    for task in (recipe.task, *recipe.eval.tasks):
+        used |= {("task", part.name) for part in (task, *task_components(task))}
+    for path, kind in COMPONENT_KINDS.items():
+        above, _, key = path.rpartition(".")
+        section: Any = recipe
+        if above:
+            section = getattr(recipe, above)
+        value = getattr(section, key, None)
+        if isinstance(value, list):
+            used |= {(kind, component.name) for component in value}
+        elif value is not None:
+            used.add((kind, value.name))
+    return used
+
+
 def all_components() -> dict[str, dict[str, Entry]]:
     """Return every registered component, by kind."""
-    return {kind: entries(kind) for kind in COMPONENT_MODULES}
+    return {kind: entries(kind) for kind in ALL_KINDS}
 
 
 def summary(doc: str) -> str:
@@ -279,7 +326,8 @@ def recipes_called(name: str) -> list[str]:
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Print what a component or a section is; without a name, everything that can be named."""
-    console, name = open_console(), " ".join(arguments.name)
+    console = open_console()
+    name = " ".join(arguments.name)
     if not name:
         for kind in KINDS:
             _print_kind(console, kind)
@@ -289,46 +337,81 @@ def run_explain(arguments: argparse.Namespace) -> int:
         return 0
     if ":" not in name:
         name = name.strip("-").replace(" ", "_").replace("-", "_").lower()
+    found = look_up(name)
+    if found.answer:
+        say(console, f"{name}:{found.answer}\n")
+    for entry in found.components:
+        _print_entry(console, entry)
+    for kind in sorted(found.kinds):
+        _print_kind(console, kind)
+    if found.section is not None:
+        _print_section(console, name, found.section)
+    for key, option in found.keys.items():
+        _print_heading(console, key, "key of a recipe", option.meaning)
+        say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
+    if found.having:
+        _print_heading(console, name.rpartition(".")[2], "option of")
+        rows = [(Text(entry.name, style="cyan"), entry.kind, option.line) for entry, option in found.having]
+        print_rows(console, plain_table("component", "kind", "type, default and meaning"), rows)
+        console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
+    metric = found.metric
+    if metric is not None:
+        _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
+    for recipe in found.recipes:
+        _print_recipe(console, recipe)
+    return 0
+
+
+@dataclass
+class NameMeanings:
+    """All that has a name.
+
+    ``keys``: of sections, by dotted path. ``having``: components with an option of that name. ``answer``: what other
+    libraries' names are called here.
+    """
+
+    components: list[Entry]
+    kinds: list[str]
+    section: type[BaseModel] | None
+    recipes: list[str]
+    metric: Metric | None
+    keys: dict[str, Option]
+    having: list[tuple[Entry, Option]]
+    answer: str = ""
+
+
+def look_up(name: str) -> NameMeanings:
+    """Return everything that is called so.
+
+    Raises:
+        UnknownComponent: nothing is; the message has the name that is meant.
+    """
+    if ":" in name:
+        components = [find("reward", name)]
+    else:
+        components = kinds_of(name)
     kinds = [kind for kind, (key, _) in KINDS.items() if name in (kind, key, kind + "s")]
-    named = [find("reward", name)] if ":" in name else kinds_of(name)
-    recipes, shown, metric = recipes_called(name), [name] if name in sections() else [], find_metric(name)
-    is_known = named or kinds or recipes or shown
-    keys, having = ({}, []) if is_known else (keys_with(name), components_with(name))
-    is_ours = is_known or keys or (having and name not in OTHER_NAMES)
-    answer = "" if is_ours else answer_other_name(name)
-    if not (answer or is_ours or nearest(name, all_names())):
-        answer = answer_spelling(name)
-    if answer:
+    found = NameMeanings(components, kinds, sections().get(name), recipes_called(name), find_metric(name), {}, [])
+    if found.components or found.kinds or found.recipes or found.section is not None:
+        return found
+    found.keys = keys_with(name)
+    found.having = components_with(name)
+    is_ours = found.keys or (found.having and name not in OTHER_NAMES)
+    if not is_ours:
+        found.answer = answer_other_name(name)
+        if not found.answer and not nearest(name, all_names()):
+            found.answer = answer_spelling(name)
+    if found.answer:
         listed = section_keys()
-        keys |= {key: listed[key] for key in _KEY.findall(answer)[:_MOST_KEYS] if key in listed}
-    if not (is_known or keys or having or metric or answer):
+        for key in _KEY.findall(found.answer)[:_MOST_KEYS]:
+            if key in listed:
+                found.keys[key] = listed[key]
+    if not (found.keys or found.having or found.metric or found.answer):
         if name in GONE:
             raise UnknownComponent(f"{name!r} was removed. Use {GONE[name]}.")
         hint = suggest_key(name, all_names())
         raise UnknownComponent(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
-    if answer:
-        say(console, f"{name}:{answer}\n")
-    for entry in named:
-        _print_entry(console, entry)
-    for kind in sorted(kinds):
-        _print_kind(console, kind)
-    for section in shown:
-        model = sections()[section]
-        _print_heading(console, section, "section of a recipe", without_arguments(inspect.getdoc(model) or ""))
-        _print_options(console, section_options(model), "" if section == "recipe" else section)
-    for key, option in keys.items():
-        _print_heading(console, key, "key of a recipe", option.meaning)
-        say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
-    if having:
-        _print_heading(console, name.rpartition(".")[2], "option of")
-        rows = [(Text(entry.name, style="cyan"), entry.kind, option.line) for entry, option in having]
-        print_rows(console, plain_table("component", "kind", "type, default and meaning"), rows)
-        console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
-    if metric is not None:
-        _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
-    for recipe in recipes:
-        _print_recipe(console, recipe)
-    return 0
+    return found
 
 
 def _print_heading(console: Console, name: str, what: str, doc: str | None = None) -> None:
@@ -337,11 +420,21 @@ def _print_heading(console: Console, name: str, what: str, doc: str | None = Non
         say(console, f"\n{doc}\n")
 
 
+def _print_section(console: Console, name: str, section: type[BaseModel]) -> None:
+    _print_heading(console, name, "section of a recipe", without_arguments(inspect.getdoc(section) or ""))
+    key = name
+    if name == "recipe":
+        key = ""
+    _print_options(console, section_options(section), key)
+
+
 def _print_kind(console: Console, kind: str) -> None:
     key, purpose = KINDS[kind]
     table = plain_table("component", "what it is", show_header=False, padding=(0, 1, 0, 2))
-    table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
-    table.title_style, table.columns[0].no_wrap = "none", True
+    table.title = Text.assemble((kind, "bold"), f" (key {key}): {purpose}")
+    table.title_justify = "left"
+    table.title_style = "none"
+    table.columns[0].no_wrap = True
     listed = entries(kind).items()
     print_rows(console, table, [(Text(name, style="cyan"), summary(entry.doc)) for name, entry in listed])
     console.print()
@@ -351,8 +444,9 @@ def _print_entry(console: Console, entry: Entry) -> None:
     line = inspect.getsourcelines(entry.function)[1]
     source = f"{entry.function.__module__.replace('.', '/')}.py:{line}"
     _print_heading(console, entry.name, f"{entry.kind}, {source}", without_arguments(entry.doc) or "(no docstring)")
-    # an engine that does not follow training samples for `posttrain evaluate --engine` alone
-    key = KINDS[entry.kind][0] if entry.traits.get("follows_training", True) else entry.kind
+    key = KINDS[entry.kind][0]
+    if not entry.traits.get("follows_training", True):  # an engine for `posttrain evaluate --engine` alone
+        key = entry.kind
     _print_options(console, component_options(entry), key)
     users = recipes_by_component().get((entry.kind, entry.name), [])
     console.print(Text.assemble(("recipes that use it: ", "bold"), ", ".join(users) or "none that ships"))
@@ -363,7 +457,8 @@ def _print_recipe(console: Console, name: str) -> None:
     recipe = load_recipe(name).resolve()
     _print_heading(console, name, "recipe", recipe.description.strip())
     components = {kind: getattr(recipe, key) for key, kind in COMPONENT_KINDS.items() if kind in _IN_A_METHOD}
-    components |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
+    if recipe.rollout is not None:
+        components |= {"selection": recipe.rollout.select}
     rows = []
     for kind, component in components.items():
         if component is not None and component.name != "every":

@@ -8,13 +8,14 @@ import sys
 from rich.console import Console
 
 from posttrain.api.measure import Answer, answers_to
-from posttrain.commands.console import Text, open_console, say_template
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_components
 from posttrain.data.base import build_task, choose_task
+from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
+from posttrain.terminal.console import Text, open_console, say_template
 from posttrain.types import Example, Message
 from posttrain.untrusted import harmless, kind_of_file
 
@@ -26,22 +27,24 @@ def run_generate(arguments: argparse.Namespace) -> int:
     notes: tuple[str, ...] = ()
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
-        if other := "--task" if "task" in components else "--limit" if arguments.limit else "":
-            raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
+        for other, is_given in (("--task", "task" in components), ("--limit", arguments.limit)):
+            if is_given:
+                raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         if kind_of_file(arguments.prompt) == "file":
             raise UsageError(f"PROMPT {arguments.prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
-        examples = [Example("prompt", (Message("user", arguments.prompt),))]
+        examples, where = [Example("prompt", (Message("user", arguments.prompt),))], "PROMPT"
     else:
         task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
         notes = task.warnings
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
-        examples = [task.examples[place % len(task.examples)] for place in places]
+        examples, where = [task.examples[place % len(task.examples)] for place in places], "--task"
     template = complete_template(components.get("template"), source)
     say_template(source, template)
     sampler = open_model(source, template)
-    for line in notes:  # about the rows, and no part of what was asked
+    examples, taken = take_rendered_prompts(examples, sampler.grader.template, sampler.tokenizer, where)
+    for line in (*notes, *taken):  # about the rows, and no part of what was asked
         print(harmless(f"note: {line}"), file=sys.stderr)
     steered, change = steering_of(arguments, sampler.model)
     with steered:
@@ -66,14 +69,21 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _print_answer(console: Console, answer: Answer, example: Example) -> None:
-    verdict = "right" if answer.outcome == "right" else f"wrong, it is {example.answer}"
-    info = (
-        f"{answer.num_tokens} tokens",
-        "cut off" if answer.finish == "length" else "ended by itself",
-        "" if answer.logprob is None else f"mean log-prob {answer.logprob:.3f}",
-        "no answer found" if answer.answer is None else f"answer {answer.answer}",
-        "" if answer.outcome is None else verdict,
-    )
+    info = [f"{answer.num_tokens} tokens"]
+    if answer.finish == "length":
+        info.append("cut off")
+    else:
+        info.append("ended by itself")
+    if answer.logprob is not None:
+        info.append(f"mean log-prob {answer.logprob:.3f}")
+    if answer.answer is None:
+        info.append("no answer found")
+    else:
+        info.append(f"answer {answer.answer}")
+    if answer.outcome == "right":
+        info.append("right")
+    elif answer.outcome is not None:
+        info.append(f"wrong, it is {example.answer}")
     console.print()
     console.print(Text(answer.text))
-    console.print(Text(" · ".join(part for part in info if part), style="dim"))
+    console.print(Text(" · ".join(info), style="dim"))

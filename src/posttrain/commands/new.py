@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.commands.options import Options, new_place, option
+from posttrain.commands.options import CommandOptions, new_place, option
 from posttrain.data.base import build_task
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
@@ -96,7 +96,7 @@ posttrain train grpo.yaml --model.name runs/sft --run grpo-after-sft
 }
 
 
-OPTIONS = Options(option("folder", metavar="DIR", type=new_place, help="a new or empty folder"))
+OPTIONS = CommandOptions(option("folder", metavar="DIR", type=new_place, help="a new or empty folder"))
 
 
 def run_new(arguments: argparse.Namespace) -> int:
@@ -134,7 +134,8 @@ def _demonstrations() -> Rows:
 def _preferences() -> Rows:
     """Yield pairs of an answer with its steps and a wrong guess."""
     for story in _stories("train", 12, "pair"):
-        chosen, guess = f"{story.solution} The answer is {story.answer}.", f"The answer is {story.responses[1].answer}."
+        chosen = f"{story.solution} The answer is {story.answer}."
+        guess = f"The answer is {story.responses[1].answer}."
         yield {"prompt": story.messages[0].content, "chosen": chosen, "rejected": guess}
 
 

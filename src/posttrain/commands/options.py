@@ -1,4 +1,4 @@
-"""Options of the command line: their types, those of ``posttrain runs``, and components (``--task NAME``).
+"""Options of the command line: their types, those that several commands have, and components (``--task NAME``).
 
 A value that cannot be read is refused with one that works. Only the standard library is imported here, as in ``cli``.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import other_names
 from posttrain.errors import UsageError, nearest
 from posttrain.other_names import short_dtype
 from posttrain.untrusted import ALLOW_CODE, TRUST_REMOTE_CODE
@@ -29,7 +29,7 @@ _LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
 
 
 Argument = tuple[str, dict[str, Any]]
-Groups = Mapping[str, Sequence[Argument]]
+ArgumentGroups = Mapping[str, Sequence[Argument]]
 
 
 def option(name: str, **settings: object) -> Argument:
@@ -37,20 +37,30 @@ def option(name: str, **settings: object) -> Argument:
     return name, settings
 
 
-class Options:
+class CommandOptions:
     """The arguments of a command, those in groups by the title of the group; usage and epilog of its help."""
 
     def __init__(
-        self, *arguments: Argument, usage: str | None = None, epilog: str | None = None, groups: Groups | None = None
+        self,
+        *arguments: Argument,
+        usage: str | None = None,
+        epilog: str | None = None,
+        groups: ArgumentGroups | None = None,
     ) -> None:
-        self.groups: Groups = {"": arguments, **(groups or {})}
-        self.usage, self.epilog = usage, epilog
+        self.groups: dict[str, Sequence[Argument]] = {"": arguments}
+        if groups is not None:
+            self.groups.update(groups)
+        self.usage = usage
+        self.epilog = epilog
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Add all of them."""
-        parser.usage, parser.epilog = self.usage, self.epilog
+        parser.usage = self.usage
+        parser.epilog = self.epilog
         for title, arguments in self.groups.items():
-            group = parser.add_argument_group(title) if title else parser
+            group: argparse._ActionsContainer = parser
+            if title:
+                group = parser.add_argument_group(title)
             for name, settings in arguments:
                 group.add_argument(name, **settings)
 
@@ -74,14 +84,18 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = action.choices or ()
-        if value not in choices and (near := nearest(str(value), map(str, choices))):
-            raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")
+        if value not in choices:
+            near = nearest(str(value), map(str, choices))
+            if near:
+                raise argparse.ArgumentError(action, f"there is no {shown(str(value))}. Did you mean {near}?")
         super()._check_value(action, value)
 
     def error(self, message: str) -> Any:
         """End with the usage, the message and exit code 2."""
         message = message.replace("ignored explicit argument", "it takes no value, so leave out")
-        super().error(message if len(message) < 2000 else f"{message[:1000]} ... {message[-500:]}")
+        if len(message) >= 2000:
+            message = f"{message[:1000]} ... {message[-500:]}"
+        super().error(message)
 
 
 class _StoreOnce(argparse._StoreAction):
@@ -97,7 +111,9 @@ class _StoreOnce(argparse._StoreAction):
 
 def shown(text: str) -> str:
     """The text in quotes, the end of a long one left out."""
-    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+    if len(text) > _SHOWN_CHARS:
+        text = f"{text[:_SHOWN_CHARS]}..."
+    return repr(text)
 
 
 def new_place(text: str) -> str:
@@ -139,14 +155,17 @@ def refuse_open_host(host: str, is_guarded: bool, option: str) -> None:
         raise UsageError(f"--host {host!r}: others than this machine could ask; add {option}, or leave --host out")
 
 
-def names(text: str) -> list[str]:
+def names_between_commas(text: str) -> list[str]:
     """``a,b``: the names between the commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _whole(least: int, most: int | None) -> Callable[[str], int]:
     def read(text: str) -> int:
-        value = int(text) if text.isascii() and text.strip().isdigit() and len(text) < 4000 else -1
+        if text.isascii() and text.strip().isdigit() and len(text) < 4000:
+            value = int(text)
+        else:
+            value = -1
         if value < least:
             raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {shown(text)}")
         if most is not None and value > most:
@@ -165,18 +184,21 @@ port = _whole(1, 65_535)
 
 def positives(text: str) -> list[int]:
     """``1,4,8``: whole numbers of at least 1."""
-    return [positive(part) for part in names(text)]
+    return [positive(part) for part in names_between_commas(text)]
 
 
 def naturals(text: str) -> list[int]:
     """``0,1``: whole numbers of at least 0."""
-    return [natural(part) for part in names(text)]
+    return [natural(part) for part in names_between_commas(text)]
 
 
 def nonnegative_float(text: str) -> float:
     """A number of at least 0."""
     try:
-        value = float(text) if text.isascii() else -1.0
+        if text.isascii():
+            value = float(text)
+        else:
+            value = -1.0
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
@@ -190,6 +212,24 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"a number above 0 and at most 1 is needed, not {shown(text)}")
     return value
+
+
+def read_changes(text: str) -> dict[int, float | None]:
+    """Read ``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
+    changes: dict[int, float | None] = {}
+    for part in names_between_commas(text):
+        feature, equals, strength = part.partition("=")
+        try:
+            if strength.strip() == "off":
+                number = None
+            else:
+                number = float(strength)
+        except ValueError:
+            number = math.nan
+        if not equals or (number is not None and not math.isfinite(number)):
+            raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12=off, not {part!r}")
+        changes[natural(feature.strip())] = number
+    return changes
 
 
 def runs_dir(default: str = "runs") -> Argument:
@@ -233,6 +273,17 @@ TEMPLATE = option(
 )
 MAX_TOKENS = option("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
 
+# Options of a model that is steered, by the title of their group.
+STEERING = {
+    "steered by features of a sparse autoencoder": (
+        option("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder"),
+        option(
+            "--steer", type=read_changes, action="append", default=[], metavar="FEATURE=STRENGTH",
+            help="add this length of a feature's direction at every token, or take the feature out: 12=8,40=off",
+        ),
+    )
+}  # fmt: skip
+
 
 def chosen_components(arguments: argparse.Namespace) -> dict[str, Component]:
     """Return the components ``task`` and ``template`` of a command that takes one of each."""
@@ -250,12 +301,20 @@ def read_components(
     Raises:
         UsageError: an option that belongs to none, or might belong to several.
     """
-    from posttrain.recipes.document import apply_override
+    from posttrain.recipes.overriding import apply_override
     from posttrain.recipes.sections import read_component
 
-    given = {section: getattr(arguments, section, None) for section in sections}
-    named = {s: [value] if isinstance(value, str) else [*dict.fromkeys(value or ())] for s, value in given.items()}
-    data = {section: {name: {"name": name} for name in names or [""]} for section, names in named.items()}
+    named: dict[str, list[str]] = {}
+    data: dict[str, dict[str, Any]] = {}  # by section, the component of each name; of the name "" where none is given
+    for section in sections:
+        given = getattr(arguments, section, None)
+        if isinstance(given, str):
+            named[section] = [given]
+        elif given is not None:
+            named[section] = list(dict.fromkeys(given))
+        else:
+            named[section] = []
+        data[section] = {name: {"name": name} for name in named[section] or [""]}
     for key, value in arguments.overrides:
         section, _, rest = key.partition(".")
         own = sorted(named[section], key=len, reverse=True)
@@ -263,18 +322,23 @@ def read_components(
         if owner is None and len(own) > 1:
             options = ", ".join(f"--{section}.{name}.{rest}" for name in named[section])
             raise UsageError(f"--{section}.{rest}: several are named, so say whose option this is: {options}")
-        rest = rest if owner is None else rest.removeprefix(f"{owner}.")
-        owner = owner or (own[0] if own else "")
+        if owner is not None:
+            rest = rest.removeprefix(f"{owner}.")
+        elif own:
+            owner = own[0]
+        else:
+            owner = ""
         wrapped: dict[str, object] = {section: data[section][owner]}
         apply_override(wrapped, f"{section}.{rest}", value)
-    components = {
-        section: [read_component(component, f"--{section}") for component in own.values()]
-        for section, own in data.items()
-    }
-    return {  # a name that is empty was given, and is refused where it is looked up
-        section: [component for component in own if component.name or component.options or named[section]]
-        for section, own in components.items()
-    }
+    components: dict[str, list[Component]] = {}
+    for section, by_name in data.items():
+        components[section] = []
+        for content in by_name.values():
+            component = read_component(content, f"--{section}")
+            # a name that is empty was given, and is refused where it is looked up
+            if component.name or component.options or named[section]:
+                components[section].append(component)
+    return components
 
 
 _REMOVAL = (
@@ -285,7 +349,7 @@ _REMOVAL = (
 _NAME = option("name", metavar="NAME", help="the run")
 # Options of the actions of ``posttrain runs``.
 RUNS = {
-    "list": Options(
+    "list": CommandOptions(
         option(
             "names", metavar="PATTERN", nargs="*", help="only runs whose name fits: 'tiny-*', or 'sweep-ppo/cells/*'"
         ),
@@ -299,9 +363,9 @@ RUNS = {
             help="at most so many of a table, the last of them; 0: all (default: 50)",
         ),
     ),
-    "show": Options(option("name", metavar="NAME", nargs="?", help="the run or sweep")),
-    "compare": Options(option("names", metavar="NAME", nargs="*", help="two runs or more")),
-    "prune": Options(
+    "show": CommandOptions(option("name", metavar="NAME", nargs="?", help="the run or sweep")),
+    "compare": CommandOptions(option("names", metavar="NAME", nargs="*", help="two runs or more")),
+    "prune": CommandOptions(
         *_REMOVAL,
         option("--all", action="store_true", help="every run, those of sweeps included"),
         option(
@@ -309,7 +373,7 @@ RUNS = {
             help="best (kept in any case), last, a number of newest ones (default: best,last)",
         ),
     ),
-    "delete": Options(
+    "delete": CommandOptions(
         *_REMOVAL,
         option(
             "--step", type=natural, metavar="N", action="append",
@@ -317,97 +381,17 @@ RUNS = {
         ),
         option("--force", action="store_true", help="even if other runs were trained from it or with it"),
     ),
-    "export": Options(
+    "export": CommandOptions(
         _NAME,
         option("--to", type=new_place, metavar="PLACE", required=True, help="a new folder"),
         option("--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"),
         option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
     ),
-    "resume": Options(
+    "resume": CommandOptions(
         _NAME,
         option("--steps", type=positive, metavar="N", help="go on to this step (train.steps)"),
         option("--accept-changes", action="store_true", help=ACCEPT_HELP),
         option("--quiet", action="store_true", help="no progress, only notices and the result"),
     ),
-    "manage": Options(),
+    "manage": CommandOptions(),
 }  # fmt: skip
-
-
-def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the arguments with ``--max_tokens`` written as ``--max-tokens``, where that is a known option."""
-    components, end = list(arguments), len(arguments)
-    for at, component in enumerate(components[: components.index("--") if "--" in components else end]):
-        name, equals, value = component.partition("=")
-        if name.startswith("--") and name not in known and name.replace("_", "-") in known:
-            components[at] = f"{name.replace('_', '-')}{equals}{value}"
-    return components
-
-
-def with_own_template_option(arguments: Sequence[str], known: Collection[str], *, trains: bool) -> list[str]:
-    """Return the arguments with the option of the prompt template as the command names it.
-
-    A recipe has the key ``prompt.template`` (``trains``), other commands the option ``--template``; both take both.
-    """
-    if not trains and "--template" not in known:
-        return list(arguments)
-    written, own = "--prompt.template", "--template"
-    if trains:
-        written, own = own, written
-    renamed = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name == written or name.startswith(f"{written}."):
-            argument = f"{own}{name.removeprefix(written)}{equals}{value}"
-        renamed.append(argument)
-    return renamed
-
-
-def refuse_command(command: str, known: Sequence[str]) -> None:
-    """Refuse what is no command, with the one that is meant: a name elsewhere, an action, a slip, or a recipe.
-
-    Raises:
-        UsageError: always.
-    """
-    if command in (meant := other_names.COMMANDS):
-        hint = f" Did you mean `posttrain {meant[command]}`?"
-    elif near := [name for name in known if name.endswith(f" {command}")]:
-        hint = f" Did you mean `posttrain {near[0]}`?"
-    else:
-        commands = [name for name in known if " " not in name]
-        hint = f" Did you mean {found}?" if (found := nearest(command, commands)) else ""
-    if not hint:
-        from posttrain.recipes.document import recipe_hint  # pydantic, for errors alone
-
-        hint = recipe_hint(command, "posttrain train ") or hint
-    listed = ", ".join(name for name in known if " " not in name)
-    raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {listed}")
-
-
-def refuse_action(command: str, components: Sequence[str], actions: Sequence[str]) -> None:
-    """Refuse a word after a command with actions that is none of them.
-
-    Raises:
-        UsageError: with the action that is meant.
-    """
-    component = next(iter(components), "-")
-    if component.startswith("-") or component in actions:
-        return
-    own, _, elsewhere = other_names.COMMANDS.get(component, "").partition(" ")
-    meant = nearest(component, actions) or (elsewhere if own == command else "")
-    meant = meant or (f"show {component}" if "show" in actions else "")
-    hint = f" Did you mean `posttrain {command} {meant}`?" if meant else ""
-    raise UsageError(
-        f"there is no action {shown(component)} of `posttrain {command}`.{hint} Actions: {', '.join(actions)}"
-    )
-
-
-def complete_action(arguments: Sequence[str]) -> list[str]:
-    """Return the words after ``runs`` as argparse is to read them: without an action, ``list`` is meant."""
-    components, start = list(arguments), 0
-    while start < len(components) and (
-        components[start] == "--traceback" or components[start].startswith("--runs-dir")
-    ):
-        start += 2 if components[start] == "--runs-dir" else 1
-    if start >= len(components) or (components[start].startswith("-") and components[start] not in ("-h", "--help")):
-        return [*components[:start], "list", *components[start:]]
-    return components

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.commands.console import Text, open_console, plain_table, print_rows, write_json
 from posttrain.errors import UsageError
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.file import sweep_names, training_recipe_names
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows, write_json
 
 _SIZE = re.compile(r"(?i)\b(\d+(?:\.\d+)?)([bm])\b")
 _END_OF_SENTENCE = re.compile(r"(?<!\bal)(?<!\bDr)\.\s+(?=[A-Z])")

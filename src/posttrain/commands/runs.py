@@ -13,17 +13,6 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 
 from posttrain.commands import options
-from posttrain.commands.console import (
-    Text,
-    counted,
-    open_console,
-    plain_table,
-    print_rows,
-    say,
-    show_bytes,
-    write_json,
-)
-from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
@@ -55,9 +44,20 @@ from posttrain.runs.removal import (
 )
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metric_names import ACCURACY, METRICS, metric_of
-from posttrain.store.metrics import MetricsLog
+from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RolloutStore
+from posttrain.terminal.console import (
+    Text,
+    counted,
+    open_console,
+    plain_table,
+    print_rows,
+    say,
+    show_bytes,
+    write_json,
+)
+from posttrain.terminal.training import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.untrusted import fitting, harmless
 
 STYLES = {
@@ -78,17 +78,29 @@ MAX_VALUE_CHARACTERS = 60
 
 def run_list(arguments: argparse.Namespace) -> int:
     """List runs and sweeps: as a table, or as data."""
-    root, limit = arguments.runs_dir, NUM_LISTED if arguments.limit is None else arguments.limit
+    root = arguments.runs_dir
+    limit = arguments.limit
+    if limit is None:
+        limit = NUM_LISTED
     runs = list_runs(root, patterns=arguments.names, states=arguments.state, sort=arguments.sort)
-    sweeps = [] if arguments.names or arguments.state else [summarize_sweep(root, name) for name in sweep_names(root)]
+    is_filtered = bool(arguments.names or arguments.state)
+    sweeps = []
+    if not is_filtered:
+        sweeps = [summarize_sweep(root, name) for name in sweep_names(root)]
     if write_json({"runs": [asdict(run) for run in runs], "sweeps": [asdict(sweep) for sweep in sweeps]}):
         return 0
     if not runs and not sweeps:
-        hint = "of these" if arguments.names or arguments.state else "yet. Start one: posttrain train tiny/grpo"
+        hint = "yet. Start one: posttrain train tiny/grpo"
+        if is_filtered:
+            hint = "of these"
         print(f"no runs in {root} {hint}")
         return 0
     console = open_console()
-    shown = runs[-limit:] if arguments.sort == "created" else runs[: limit or None]
+    shown = runs
+    if limit and arguments.sort == "created":
+        shown = runs[-limit:]
+    elif limit:
+        shown = runs[:limit]
     print_runs(console, shown, sweeps)
     if len(shown) < len(runs):
         more = f"and {len(runs) - len(shown):,} more runs; --limit 0 shows all, PATTERN and --state some"
@@ -100,21 +112,29 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[SweepSummary] = ()) -> None:
     """Print a table with a row per run and sweep, and what is wrong with damaged ones."""
-    rows: list[tuple[str, ...]] = [
-        (r.name, r.state, f"{r.step}/{r.steps}", r.model, r.objective, r.result or "–", show_bytes(r.disk_bytes))
-        for r in runs
-    ]
+    rows = []
+    for run in runs:
+        step = f"{run.step}/{run.steps}"
+        size = show_bytes(run.disk_bytes)
+        name = Text(run.name, style="bold")
+        state = Text(run.state, style=STYLES[run.state])
+        rows.append((name, state, step, run.model, run.objective, run.result or "–", size))
     for sweep in sweeps:
-        state, finished = "running" if sweep.is_running else "sweep", f"{sweep.num_finished}/{sweep.num_runs} runs"
-        rows.append((sweep.name, state, finished, "", "", "–", show_bytes(sweep.disk_bytes)))
+        state_of_sweep = "sweep"
+        if sweep.is_running:
+            state_of_sweep = "running"
+        name = Text(sweep.name, style="bold")
+        state = Text(state_of_sweep, style=STYLES[state_of_sweep])
+        finished = f"{sweep.num_finished}/{sweep.num_runs} runs"
+        rows.append((name, state, finished, "", "", "–", show_bytes(sweep.disk_bytes)))
     table = plain_table()
-    for name in ("run", "state", "step", "model", "objective", "held-out", "size"):
-        is_name = name in ("run", "model", "held-out")  # broken into several lines in a narrow terminal
-        justify: JustifyMethod = "right" if name in ("step", "size") else "left"
-        table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify)
-    print_rows(
-        console, table, [(Text(row[0], style="bold"), Text(row[1], style=STYLES[row[1]]), *row[2:]) for row in rows]
-    )
+    for label in ("run", "state", "step", "model", "objective", "held-out", "size"):
+        is_name = label in ("run", "model", "held-out")  # broken into several lines in a narrow terminal
+        justify: JustifyMethod = "left"
+        if label in ("step", "size"):
+            justify = "right"
+        table.add_column(label, no_wrap=not is_name, overflow="fold", justify=justify)
+    print_rows(console, table, rows)
     for run in runs:
         if run.problem:
             console.print(Text(f"{run.name}: {run.problem}", style="red"))
@@ -122,7 +142,8 @@ def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[Sw
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Show one run, or a sweep."""
-    console, root = open_console(), Path(arguments.runs_dir)
+    console = open_console()
+    root = Path(arguments.runs_dir)
     if arguments.name is None:
         raise UsageError(f"give the run's name: posttrain runs show NAME. {list_names(run_names(root))} in {root}")
     name = arguments.name.rstrip("/").removeprefix(f"{arguments.runs_dir}/")
@@ -133,7 +154,8 @@ def run_show(arguments: argparse.Namespace) -> int:
     if folder.resolve().is_relative_to(root.resolve()):
         name = folder.resolve().relative_to(root.resolve()).as_posix()
     else:
-        name, root = folder.name, folder.parent
+        name = folder.name
+        root = folder.parent
     links = [link for link in find_links(root) if name in (link.child, link.parent)]
     info = show_run(folder) | {"name": name, "links": [asdict(link) for link in links]}
     if not write_json(info):
@@ -142,10 +164,13 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def _show_sweep(console: Console, root: Path, name: str) -> None:
-    sweep, runs = summarize_sweep(root, name), list_runs(root, patterns=[f"{name}/*", f"{name}/cells/*"])
+    sweep = summarize_sweep(root, name)
+    runs = list_runs(root, patterns=[f"{name}/*", f"{name}/cells/*"])
     if write_json(asdict(sweep) | {"runs": [asdict(run) for run in runs]}):
         return
-    state = "running" if sweep.is_running else "not running"
+    state = "not running"
+    if sweep.is_running:
+        state = "running"
     say(console, f"{name}: {state}, {sweep.num_finished} of {counted(sweep.num_runs, 'run')} finished\n", "bold")
     table = sweep.path / "table.md"
     if table.is_file():
@@ -159,37 +184,17 @@ def _show_sweep(console: Console, root: Path, name: str) -> None:
 
 def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: Sequence[Link]) -> None:
     """Print one run in full: state, lineage, curves, evaluations, the last episode."""
-    name = info["name"]
-    children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
-    checkpoints = ", ".join(f"{c['step']}{' (best)' if c['best'] else ''}" for c in info["checkpoints"])
-    lines = [
-        ("state", info["state"]),
-        ("step", f"{info['step']} of {info['steps']}"),
-        ("recipe", info["recipe"]),
-        ("model", info["model"]),
-        ("objective", info["objective"]),
-        ("created", info["created"] or "?"),
-        *((link.role, describe_link(link)) for link in links if link.child == name),
-        ("used by", children),
-        ("checkpoints", checkpoints or "none"),
-        ("rollouts", f"{sum(info['rollouts'].values()):,} in {len(info['rollouts'])} steps"),
-        ("size", show_bytes(info["disk_bytes"])),
-        ("message", info["message"]),
-        ("problem", info["problem"]),
-    ]
-    console.print(Text(name, style="bold"))
+    console.print(Text(info["name"], style="bold"))
     table = plain_table("fact", "value", show_header=False, padding=(0, 2))
-    print_rows(console, table, [(Text(label, style="dim"), value) for label, value in lines if value])
+    facts = _facts(info, links)
+    print_rows(console, table, [(Text(label, style="dim"), value) for label, value in facts if value])
     for warning in info["warnings"]:
         say(console, f"warning: {warning}", "yellow")
     is_damaged = bool(info["problem"])
-    rows = [] if is_damaged else MetricsLog(folder / "metrics.jsonl").read()
-    for metric in map(METRICS.__getitem__, CURVES):
-        series = [row.metrics[metric.name] for row in rows if metric.name in row.metrics]
-        if series:
-            first, last = metric.show(series[0]), metric.show(series[-1])
-            console.print(Text(f"{metric.label:>17}  {first:>9} {sparkline(series) or BARS[0]} {last}"))
-    primary = ACCURACY if is_damaged else RunDirectory(folder).primary_metric()
+    primary = ACCURACY
+    if not is_damaged:
+        primary = RunDirectory(folder).primary_metric()
+        _print_curves(console, MetricsLog(folder / "metrics.jsonl").read())
     for item in info["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         about = {"name": item["name"], "step": item["step"], "primary_metric": primary, "results": results}
@@ -198,9 +203,47 @@ def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: S
     for task, item in newest.items():
         for line in show_kinds(item):
             say(console, f"{task} {line}", "dim")
-    for line in [] if is_damaged else _last_episode(folder):
-        say(console, line, "dim")
+    if not is_damaged:
+        for line in _last_episode(folder):
+            say(console, line, "dim")
     say(console, f"\nsee {folder / 'report.html'}", "dim")
+
+
+def _facts(info: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[str, str | None]]:
+    """Return what is known of a run, by label."""
+    name = info["name"]
+    children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
+    checkpoints = []
+    for checkpoint in info["checkpoints"]:
+        shown = str(checkpoint["step"])
+        if checkpoint["best"]:
+            shown = f"{shown} (best)"
+        checkpoints.append(shown)
+    return [
+        ("state", info["state"]),
+        ("step", f"{info['step']} of {info['steps']}"),
+        ("recipe", info["recipe"]),
+        ("model", info["model"]),
+        ("objective", info["objective"]),
+        ("created", info["created"] or "?"),
+        *((link.role, describe_link(link)) for link in links if link.child == name),
+        ("used by", children),
+        ("checkpoints", ", ".join(checkpoints) or "none"),
+        ("rollouts", f"{sum(info['rollouts'].values()):,} in {len(info['rollouts'])} steps"),
+        ("size", show_bytes(info["disk_bytes"])),
+        ("message", info["message"]),
+        ("problem", info["problem"]),
+    ]
+
+
+def _print_curves(console: Console, rows: Sequence[MetricsRow]) -> None:
+    for name in CURVES:
+        metric = METRICS[name]
+        series = [row.metrics[name] for row in rows if name in row.metrics]
+        if series:
+            first = metric.show(series[0])
+            last = metric.show(series[-1])
+            console.print(Text(f"{metric.label:>17}  {first:>9} {sparkline(series) or BARS[0]} {last}"))
 
 
 def _last_episode(folder: Path) -> list[str]:
@@ -219,15 +262,22 @@ def _last_episode(folder: Path) -> list[str]:
 
 def describe_link(link: Link) -> str:
     """``demo-sft, step 60``."""
-    return link.parent + ("" if link.step is None else f", step {link.step}") + ("" if link.is_there else " (deleted)")
+    text = link.parent
+    if link.step is not None:
+        text = f"{text}, step {link.step}"
+    if not link.is_there:
+        text = f"{text} (deleted)"
+    return text
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Print results of several runs, and the keys in which their recipes differ."""
     root = arguments.runs_dir
     known = every_run_name(root)
-    matching = [[run for run in known if fits(run, name)] or [name.rstrip("/")] for name in arguments.names]
-    names = list(dict.fromkeys(name for group in matching for name in group))
+    matching = []
+    for name in arguments.names:
+        matching += [run for run in known if fits(run, name)] or [name.rstrip("/")]
+    names = list(dict.fromkeys(matching))
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
     side_by_side = put_side_by_side([find_run(root, name) for name in names])
@@ -247,7 +297,8 @@ def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, object]
 
 def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequence[str]) -> None:
     labels = [name.rpartition("/")[2] for name in names]
-    labels = labels if len(set(labels)) == len(labels) else list(names)
+    if len(set(labels)) != len(labels):
+        labels = list(names)
     recipe: list[tuple[str, list[str]]] = []
     alone: dict[str, list[str]] = {}
     for key, values in sorted(side_by_side.recipe.items()):
@@ -265,28 +316,45 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
             console.print()
     for which, keys in alone.items():
         say(console, f"only in {which}: {', '.join(keys)}\n")
-    say(console, f"the recipes are equal in {side_by_side.num_equal_keys} {'further ' * bool(recipe)}keys", "dim")
+    keys_alike = "keys"
+    if recipe:
+        keys_alike = "further keys"
+    say(console, f"the recipes are equal in {side_by_side.num_equal_keys} {keys_alike}", "dim")
     say(console, "one run of each is an impression; `posttrain sweep` trains several seeds", "dim")
 
 
 def _shorten(value: object) -> str:
     text = harmless(str(value))
-    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
+    if len(text) <= MAX_VALUE_CHARACTERS:
+        return text
+    return f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
 
 
 def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     runs = side_by_side.runs
     lines = []
     for name, results in side_by_side.last.items():
-        primaries = [metric_of(run.primary_metric or "accuracy") for run in runs]
-        pairs = zip(results, primaries, strict=True)
-        columns = ["–" if r is None else f"{primary.describe(r)} at step {r['step']}" for r, primary in pairs]
+        columns = []
+        for run, result in zip(runs, results, strict=True):
+            if result is None:
+                columns.append("–")
+            else:
+                primary = metric_of(run.primary_metric or "accuracy")
+                columns.append(f"{primary.describe(result)} at step {result['step']}")
         lines.append((f"{name}, last", columns))
-    for metric in map(METRICS.__getitem__, SHOWN):
-        values = [run.metrics.get(metric.name) for run in runs]
-        if any(value is not None for value in values):
-            lines.append((metric.label, ["–" if value is None else metric.show(value) for value in values]))
-    lines += [("state", [str(run.state) for run in runs]), ("step", [f"{run.step} of {run.steps}" for run in runs])]
+    for name in SHOWN:
+        if not any(name in run.metrics for run in runs):
+            continue
+        metric = METRICS[name]
+        columns = []
+        for run in runs:
+            if name in run.metrics:
+                columns.append(metric.show(run.metrics[name]))
+            else:
+                columns.append("–")
+        lines.append((metric.label, columns))
+    lines.append(("state", [str(run.state) for run in runs]))
+    lines.append(("step", [f"{run.step} of {run.steps}" for run in runs]))
     lines.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     return lines
 
@@ -323,10 +391,13 @@ def _may_delete(console: Console, what: str, arguments: argparse.Namespace) -> b
 
 def run_prune(arguments: argparse.Namespace) -> int:
     """Print which checkpoints would go, ask, delete. With ``--all``, a run at work is left out."""
-    root, keep, console = arguments.runs_dir, parse_keep(arguments.keep), open_console()
+    root = arguments.runs_dir
+    keep = parse_keep(arguments.keep)
+    console = open_console()
     if not arguments.names and not arguments.all:
         raise UsageError("give --all for every run, or names. Nothing was changed")
-    links, plans = find_links(root), list[tuple[Place, list[int]]]()
+    links = find_links(root)
+    plans = list[tuple[Place, list[int]]]()
     for place in locate_all(root, arguments.names or every_run_name(root)):
         for run in runs_of(root, place):
             try:
@@ -336,7 +407,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
                 if run.name in arguments.names:
                     raise
                 say(console, f"left out: {error}", "yellow")
-    _prune_all(console, root, [(run, steps) for run, steps in plans if steps or find_leftovers(run)], arguments)
+    with_something = [(run, steps) for run, steps in plans if steps or find_leftovers(run)]
+    _prune_all(console, root, with_something, arguments)
     return 0
 
 
@@ -347,12 +419,14 @@ def _prune_all(
     for run, steps in plans:
         folder = run.path / "checkpoints"
         leftovers = [item for item in find_leftovers(run) if not item.is_symlink()]
-        size = sum(map(disk_bytes, [*(step_folder(folder, step) for step in steps), *leftovers]))
-        count, freed = count + len(steps), freed + size
+        size = sum(disk_bytes(place) for place in [*(step_folder(folder, step) for step in steps), *leftovers])
+        count += len(steps)
+        freed += size
         kept = [step for step in checkpoint_steps(folder) if step not in steps]
         going = [*map(str, steps), *(item.name for item in leftovers)]
         say(console, f"{run.name}: delete {', '.join(going)} ({show_bytes(size)}); keep {', '.join(map(str, kept))}")
-        if (best := best_step(folder)) in steps:
+        best = best_step(folder)
+        if best in steps:
             say(console, f"{run.name}: {best} is the best checkpoint; the run's name means its newest one without it")
     what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
@@ -365,7 +439,8 @@ def _prune_all(
 
 def run_delete(arguments: argparse.Namespace) -> int:
     """Delete runs and sweeps, or checkpoints of one run."""
-    root, console = arguments.runs_dir, open_console()
+    root = arguments.runs_dir
+    console = open_console()
     if not arguments.names:
         raise UsageError("give the names of runs. Nothing was changed")
     if not arguments.step:
@@ -388,7 +463,9 @@ def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments
     used = check_unused(root, places)
     if used and not arguments.force:
         lines = "\n".join(f"  {link.child}: its {link.role} is {describe_link(link)}" for link in used[:NUM_NAMED])
-        more = f"\n  and {len(used) - NUM_NAMED} more" if len(used) > NUM_NAMED else ""
+        more = ""
+        if len(used) > NUM_NAMED:
+            more = f"\n  and {len(used) - NUM_NAMED} more"
         raise RunConflict(
             f"other runs were trained from or with what would go:\n{lines}{more}\n"
             "They can then no longer be resumed, nor loaded if they are adapters. Nothing was changed; name them as "
@@ -396,23 +473,36 @@ def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments
         )
     sizes = [disk_bytes(place.path) for place in places]
     for place, size in zip(places, sizes, strict=True):
-        run = summarize_run(place.path)
-        about = f"{run.state} at step {run.step} of {run.steps}{', ' * bool(run.result)}{run.result}"
-        about = f"a sweep with {counted(len(runs_of(root, place)), 'run')}" if place.is_sweep else about
-        say(console, f"{place.name}: {about}, {show_bytes(size)}")
-    what = f"{counted(len(places), 'sweep' if sweeps else 'run')}, {show_bytes(sum(sizes))}"
+        say(console, f"{place.name}: {_describe_place(root, place)}, {show_bytes(size)}")
+    kind = "run"
+    if sweeps:
+        kind = "sweep"
+    what = f"{counted(len(places), kind)}, {show_bytes(sum(sizes))}"
     if _may_delete(console, what, arguments):
         for place in places:
             delete(root, place)
         say(console, f"deleted {what}")
 
 
+def _describe_place(root: str, place: Place) -> str:
+    if place.is_sweep:
+        return f"a sweep with {counted(len(runs_of(root, place)), 'run')}"
+    run = summarize_run(place.path)
+    about = f"{run.state} at step {run.step} of {run.steps}"
+    if run.result:
+        about = f"{about}, {run.result}"
+    return about
+
+
 def run_export(arguments: argparse.Namespace) -> int:
     """Copy a run to a place outside."""
-    root, console = arguments.runs_dir, open_console()
+    root = arguments.runs_dir
+    console = open_console()
     place = locate_run(root, arguments.name)
     done = export_run(root, place.path, arguments.to, weights=arguments.weights, merge=arguments.merge)
-    what = "no weights" if done.step is None else f"the weights after step {done.step}"
+    what = "no weights"
+    if done.step is not None:
+        what = f"the weights after step {done.step}"
     say(console, f"{done.target}: {what}, {done.num_files} files, {show_bytes(done.num_bytes)}")
     for notice in done.warnings:
         say(console, f"note: {notice}", "yellow")
@@ -425,21 +515,24 @@ def run_resume(arguments: argparse.Namespace) -> int:
     Raises:
         RunConflict: a process works in it.
     """
-    from posttrain.commands.interpret.sae import train_sae
+    from posttrain.commands.interpret.sae import train_sae_recipe
     from posttrain.commands.train import check_recipe, train_recipe
     from posttrain.runs.models import read_run_recipe  # torch, which a list of the runs does without
 
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
     run = RunDirectory(place.path)
-    changes = [] if arguments.steps is None else [("train.steps", str(arguments.steps))]
-    name, runs_dir = str(run.recipe_path), str(place.path.parent)
+    changes = []
+    if arguments.steps is not None:
+        changes.append(("train.steps", str(arguments.steps)))
+    name = str(run.recipe_path)
+    runs_dir = str(place.path.parent)
     how = {"resume": True, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
     if "dictionary" in run.read_recipe():
         from posttrain.interpret.saes.recipe import load_sae_recipe
 
         recipe = load_sae_recipe(name, changes).resolve()
-        return train_sae(recipe, name, runs_dir, place.path.name, **how, allow_large=True)
+        return train_sae_recipe(recipe, name, runs_dir, place.path.name, **how, allow_large=True)
     read_run_recipe(place.path).resolve(to_read=True)
     return train_recipe(check_recipe(name, changes), name, runs_dir, place.path.name, **how)
 
@@ -465,7 +558,8 @@ def run_manage(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "runs manage asks in a terminal, and there is none; `posttrain runs --help` lists the commands"
         )
-    console, line = open_console(), "list"
+    console = open_console()
+    line = "list"
     while line not in ("q", "quit", "exit"):
         try:
             if line:
@@ -473,8 +567,11 @@ def run_manage(arguments: argparse.Namespace) -> int:
             line = input(f"\n{' · '.join(ACTIONS)} · quit; ACTION -h prints its options\nruns> ").strip()
         except EOFError:
             return 0
-        except (PosttrainError, ValueError, SystemExit) as error:  # of the action, shlex or argparse
-            say(console, "" if isinstance(error, SystemExit) else str(error), "red")
+        except SystemExit:  # of argparse, which has said why
+            say(console, "")
+            line = ""
+        except (PosttrainError, ValueError) as error:  # of the action or shlex
+            say(console, str(error), "red")
             line = ""
         except KeyboardInterrupt:
             say(console, "\nstopped", "yellow")

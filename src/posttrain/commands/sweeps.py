@@ -10,10 +10,10 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options import Options, names, option, positive, repetitions, shown
+from posttrain.commands.options import CommandOptions, names_between_commas, option, positive, repetitions, shown
 
 if TYPE_CHECKING:
-    from posttrain.sweeps.plan import Plan
+    from posttrain.sweeps.plan import SweepPlan
 
 EPILOG = """\
 the same command again goes on where it stopped; finished trials are kept:
@@ -37,7 +37,7 @@ def read_over(text: str) -> tuple[str, list[str]]:
     return key.strip().removeprefix("--"), values
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option(
         "recipe", metavar="SWEEP_OR_RECIPE",
         help="a sweep that `posttrain recipes` lists, a file, or a recipe of one run",
@@ -46,7 +46,10 @@ OPTIONS = Options(
         "--over", type=read_over, metavar="KEY=A,B",
         help="a row for each value of one key, of a recipe of one run: train.lr=1e-4,3e-4",
     ),
-    option("--rows", type=names, metavar="A,B", help="only these rows and what they need (default: all)"),
+    option(
+        "--rows", type=names_between_commas, metavar="A,B",
+        help="only these rows and what they need (default: all)",
+    ),
     option("--seeds", type=repetitions, metavar="N", help="runs of each row (default: the file's)"),
     option("--jobs", type=positive, metavar="N", help="trials at a time (default: cores; 1 on a GPU)"),
     option("--run", metavar="NAME", help="name of the directory (default: the sweep's name)"),
@@ -59,13 +62,15 @@ OPTIONS = Options(
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Check every trial, make those that are not finished, and write results, tables, picture and page."""
-    from posttrain.api.sweep import carry_out, folder_of
-    from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
+    from posttrain.api.sweep import folder_of, make_sweep
     from posttrain.errors import INTERRUPTED
     from posttrain.sweeps.plan import load_sweep
+    from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say
 
     options = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
-    over = None if arguments.over is None else arguments.over[0]
+    over = None
+    if arguments.over is not None:
+        over = arguments.over[0]
     folder = folder_of(arguments.run, arguments.recipe, over, arguments.runs_dir)
     plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **options)
     console = open_console()
@@ -76,12 +81,12 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         _check_rows(plan)
         return 0
 
-    done = carry_out(plan, command_of(arguments), arguments.jobs, quiet=arguments.quiet)
+    done = make_sweep(plan, command_of(arguments), arguments.jobs, quiet=arguments.quiet)
     if done.results is not None and not leaves_out_tables(arguments.quiet):
         for table in done.results.tables:
             print_table(console, table)
-        lines = done.results
-        for line in (*lines.problems, *lines.findings, *lines.notes, *lines.differences):
+        results = done.results
+        for line in (*results.problems, *results.findings, *results.notes, *results.differences):
             say(console, line)
         say(console, f"report: {done.report}")
         say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
@@ -90,15 +95,19 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         say(console, f"read on: {plan.content.page}")
     if done.is_interrupted:
         return INTERRUPTED
-    return 1 if done.failures else 0
+    if done.failures:
+        return 1
+    return 0
 
 
-def _check_rows(plan: Plan) -> None:
+def _check_rows(plan: SweepPlan) -> None:
     """Check the recipe of every row as a run does before it trains, and say what is missing."""
     from posttrain.api.training import refuse_tasks
     from posttrain.commands.train import check_data, check_tools, tell_missing
 
-    starts = [plan.start.recipe] if plan.start is not None else []
+    starts = []
+    if plan.start is not None:
+        starts = [plan.start.recipe]
     for recipe in [*starts, *(row.recipe for row in plan.rows if "labelled" not in row.needs)]:
         refuse_tasks(recipe)
         check_data(recipe)
@@ -106,24 +115,37 @@ def _check_rows(plan: Plan) -> None:
     tell_missing([*starts, *(trial.recipe for trial in plan.trainings)], plan.folder)
 
 
-def describe_plan(plan: Plan) -> list[str]:
+def describe_plan(plan: SweepPlan) -> list[str]:
     """Describe the trials and what each needs, and how rows differ from their base, a line each."""
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
-        after = f" (after {', '.join(trial.needs)})" if trial.needs else ""
+        after = ""
+        if trial.needs:
+            after = f" (after {', '.join(trial.needs)})"
         lines.append(f"{trial.name}: posttrain {shlex.join(trial.command)}{after}")
-    for row in plan.rows if plan.base is not None else ():
-        changes = ", ".join(sorted(row.differs)) or "nothing but the method"
-        lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
+    if plan.base is not None:
+        for row in plan.rows:
+            changes = ", ".join(sorted(row.differs)) or "nothing but the method"
+            lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
     return lines
 
 
 def command_of(arguments: argparse.Namespace) -> str:
     """The command line that makes this sweep again."""
-    rows = None if arguments.rows is None else ",".join(arguments.rows)
-    over = None if arguments.over is None else f"{arguments.over[0]}={','.join(arguments.over[1])}"
-    options = {"--rows": rows, "--over": over, "--seeds": arguments.seeds, "--jobs": arguments.jobs}
-    options |= {"--run": arguments.run, "--runs-dir": None if arguments.runs_dir == "runs" else arguments.runs_dir}
-    given = [(option, str(value)) for option, value in options.items() if value is not None]
-    given += [(f"--{key}", value) for key, value in arguments.overrides]
-    return shlex.join(["posttrain", "sweep", arguments.recipe, *(word for pair in given for word in pair)])
+    words = ["posttrain", "sweep", arguments.recipe]
+    if arguments.rows is not None:
+        words += ["--rows", ",".join(arguments.rows)]
+    if arguments.over is not None:
+        key, values = arguments.over
+        words += ["--over", f"{key}={','.join(values)}"]
+    if arguments.seeds is not None:
+        words += ["--seeds", str(arguments.seeds)]
+    if arguments.jobs is not None:
+        words += ["--jobs", str(arguments.jobs)]
+    if arguments.run is not None:
+        words += ["--run", arguments.run]
+    if arguments.runs_dir != "runs":
+        words += ["--runs-dir", arguments.runs_dir]
+    for key, value in arguments.overrides:
+        words += [f"--{key}", value]
+    return shlex.join(words)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from posttrain.api.inputs import Override
 from posttrain.api.training import carry_out, read_recipe
-from posttrain.commands.progress import choose_progress
 from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
@@ -17,6 +16,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import task_components
 from posttrain.runs.directory import check_run_name
 from posttrain.runs.processes import follow, is_follower
+from posttrain.terminal.training import choose_progress
 from posttrain.untrusted import harmless
 
 
@@ -66,7 +66,9 @@ def train_recipe(
         print(f"report: {report}")
         if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")
-    return 0 if result.reason == "finished" else INTERRUPTED
+    if result.reason == "finished":
+        return 0
+    return INTERRUPTED
 
 
 def check_data(recipe: Recipe) -> None:
@@ -79,7 +81,8 @@ def check_data(recipe: Recipe) -> None:
     from posttrain.data.reading import HUB
     from posttrain.data.render.rows import refuse_untrained
 
-    components, lines = {"task": recipe.task}, dict[str, None]()
+    components = {"task": recipe.task}
+    lines = dict[str, None]()
     if recipe.eval.every:
         components |= {f"eval.tasks.{i}": component for i, component in enumerate(eval_components(recipe))}
     for key, named in components.items():
@@ -110,9 +113,10 @@ def check_tools(recipe: Recipe) -> None:
     if recipe.environment is not None or recipe.tools:
         from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
 
-        refuse_unpaid(
-            build_toolset(recipe.environment, recipe.tools or ()), [component.name for component in recipe.rewards]
-        )
+        tools: Sequence[str] = ()
+        if recipe.tools is not None:
+            tools = recipe.tools
+        refuse_unpaid(build_toolset(recipe.environment, tools), [component.name for component in recipe.rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
@@ -140,7 +144,7 @@ def _note(text: str) -> None:
 
 def _print_memory(recipe: Recipe) -> None:
     """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
-    from posttrain.commands.console import show_bytes
+    from posttrain.terminal.console import show_bytes
     from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
 
     estimate = estimate_memory(recipe)

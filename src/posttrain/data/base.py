@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from posttrain import registry
 from posttrain.activity import Phase, phase
@@ -15,6 +15,8 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS, Component, map_tasks, task_components
 from posttrain.types import Example, Response
+
+Split = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class ExamplesOnDemand(Sequence[Example]):
     """
 
     def __init__(self, size: int, make: Callable[[int], Example]) -> None:
-        self.size, self.make = size, make
+        self.size = size
+        self.make = make
 
     def __len__(self) -> int:
         return self.size
@@ -81,15 +84,17 @@ def num_repeated(examples: Sequence[Example]) -> int:
     """Return the number of examples that repeat an earlier one but for id and meta; 0 for examples on demand."""
     if isinstance(examples, ExamplesOnDemand):
         return 0
-    return len(examples) - len(
-        {(e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses, e.conversation) for e in examples}
-    )
+    distinct = set()
+    for e in examples:
+        distinct.add((e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses, e.conversation))
+    return len(examples) - len(distinct)
 
 
 def build_task(component: Component, where: str = "task") -> Task:
     """Build the task that a recipe names."""
     with phase(f"reading task {component.name}"):
-        task = registry.call(where, registry.find("task", component.name, where).bind(component.options, where))
+        bound = registry.find("task", component.name, where).bind(component.options, where)
+        task = registry.call(where, bound)
     if not isinstance(task, Task):
         what = "the function must return a posttrain.data.base.Task. Rows are given as a list, or as a file"
         raise UsageError(f"{where}: {component.name} returned {registry.describe_result(task)}; {what}")
@@ -125,7 +130,8 @@ def _held_out(component: Component) -> Component:
         raise RecipeError(
             f"eval.tasks: task {component.name!r} names no held-out split; give eval.tasks, or eval.every: 0"
         )
-    return Component(name=component.name, **(_without_size(component) | {"split": split}))
+    options = {**_without_size(component), "split": split}
+    return Component(name=component.name, **options)
 
 
 def _without_size(component: Component) -> dict[str, object]:
@@ -135,7 +141,9 @@ def _without_size(component: Component) -> dict[str, object]:
     """
     size = registry.find("task", component.name, "--task").options_model.model_fields.get("size")
     reads_rows = size is not None and size.default is None
-    return {key: value for key, value in component.options.items() if not (reads_rows and key in ("size", "seed"))}
+    if not reads_rows:
+        return dict(component.options)
+    return {key: value for key, value in component.options.items() if key not in ("size", "seed")}
 
 
 def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> Component:
@@ -148,7 +156,9 @@ def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> C
     Raises:
         UsageError: a model that is no run, and no task named.
     """
-    options: dict[str, object] = dict(named.options) if named is not None else {}
+    options: dict[str, object] = {}
+    if named is not None:
+        options = dict(named.options)
     if named is not None and named.name:
         name = named.name
     elif recipe is not None:
@@ -166,13 +176,18 @@ def _own_task(component: Component, options: Mapping[str, object]) -> Component:
     traits = registry.find("task", component.name).traits
     learns_from_test = own.get(traits.get("learns_from_test", ""))
     is_of_training = own.get("path") is not None and "path" not in options and not traits.get("splits_file")
-    split = _held_out(component).options["split"] if is_of_training or learns_from_test else "test"
+    split = "test"
+    if is_of_training or learns_from_test:
+        split = _held_out(component).options["split"]
     return _with_split(Component(name=component.name, **{**own, **options}), split)
 
 
 def _with_split(component: Component, split: str) -> Component:
-    has_splits = "split" in registry.find("task", component.name, "--task").options_model.model_fields
-    return Component(name=component.name, **(({"split": split} if has_splits else {}) | component.options))
+    """The task with this split, unless it has no splits or its options name one."""
+    if "split" not in registry.find("task", component.name, "--task").options_model.model_fields:
+        return component
+    options = {"split": split, **component.options}
+    return Component(name=component.name, **options)
 
 
 MAX_KINDS = 30  # a key of meta with more values than this, such as a title, is no breakdown
@@ -254,7 +269,8 @@ def _add_answers(stats: Description, example: Example, measure: Callable[[str], 
         lengths["response"] = [measure(example.demonstration)]
     if is_pair(example.responses):
         better, worse = sorted(example.responses, key=lambda r: r.score, reverse=True)
-        chosen, rejected = measure(better.text), measure(worse.text)
+        chosen = measure(better.text)
+        rejected = measure(worse.text)
         lengths |= {"chosen": [chosen], "rejected": [rejected]}
         stats.longer_chosen += 0.5 if chosen == rejected else float(chosen > rejected)
         stats.num_pairs += 1
@@ -267,7 +283,8 @@ def _add_answers(stats: Description, example: Example, measure: Callable[[str], 
                 stats.labels.setdefault("steps", Counter()).update(str(label) for label in response.step_labels)
             stats.labels.setdefault("answers", Counter())[f"{response.score:g}"] += 1
     prompt = sum(measure(message.content) for message in example.messages)
-    stats.longest.append(prompt + max((value for values in lengths.values() for value in values), default=0))
+    longest = max((max(values) for values in lengths.values()), default=0)
+    stats.longest.append(prompt + longest)
     for part, values in {"prompt": [prompt], **lengths}.items():
         stats.lengths.setdefault(part, []).extend(values)
 

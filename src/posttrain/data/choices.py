@@ -6,15 +6,18 @@ column, next to a gold answer that in every row is a label, one of the texts, a 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from posttrain.data.messages import last_of_user, with_content
 from posttrain.data.reading import Row, are_messages
 from posttrain.errors import DataError
 from posttrain.graders.choice import LETTERS
+from posttrain.option_types import shorten
 from posttrain.types import Example, Message
 
 GoldKind = Literal["label", "text", "letter", "index"]
@@ -67,18 +70,21 @@ class ChoiceColumns:
         if self.kind == "boolean":
             names = " and ".join(BOOLEAN_OPTIONS)
             return f"multiple choice: {self.gold!r} is true or false, which are the options {names}"
-        counted = f", counted from {self.first_index}{self.why}" if self.kind == "index" else ""
-        shown = ", which the prompts show already" if self.is_shown else ""
+        kind: str = self.kind
+        if self.kind == "index":
+            kind += f", counted from {self.first_index}{self.why}"
+        options = ", ".join(self.keys)
+        if self.is_shown:
+            options += ", which the prompts show already"
         return (
-            f"multiple choice: options {', '.join(self.keys)}{shown}; right one {self.gold} ({self.kind}{counted}). "
-            'task.choices_key: "" reads no options'
+            f'multiple choice: options {options}; right one {self.gold} ({kind}). task.choices_key: "" reads no options'
         )
 
     def options_of(self, row: Row) -> tuple[str, ...]:
         """Return the options of a row, in order, without labels."""
         if self.kind == "boolean":
             return BOOLEAN_OPTIONS
-        found = _list_of(row, self.keys[0]) if len(self.keys) == 1 else _spread_options(row, self.keys)
+        found = _options(row, self.keys)
         if found is None:
             raise row.fail(f"{', '.join(map(repr, self.keys))} must hold 2 to {len(LETTERS)} options as in other rows")
         row.used.update(self.keys)
@@ -88,7 +94,8 @@ class ChoiceColumns:
         """Return the letter of the right option."""
         row.used.add(self.gold)
         if self.kind == "boolean":
-            return LETTERS[0 if row.data[self.gold] is True else 1]
+            is_true = row.data[self.gold] is True
+            return LETTERS[int(not is_true)]
         place = _place(row, self.keys, self.gold, self.kind, self.first_index)
         if place is None:
             value = row.data.get(self.gold)
@@ -125,7 +132,10 @@ def candidate_columns(
     """
     is_named = rows[0].has(answer_key)
     is_wanted = choices_key is not None or first_index is not None
-    golds = [answer_key] if is_named else _scalar_columns(rows, excluded)
+    if is_named:
+        golds = [answer_key]
+    else:
+        golds = _scalar_columns(rows, excluded)
     if choices_key is None:
         groups = [*_list_columns(rows, excluded), *_spread_columns(rows, excluded | {answer_key})]
     else:
@@ -135,12 +145,14 @@ def candidate_columns(
             raise bad.fail(
                 f"task.choices_key: {choices_key!r} must be a list of 2 to {len(LETTERS)} texts in every row"
             )
-    found = [
-        ChoiceColumns(keys, gold, kind)
-        for keys in groups
-        for gold in golds
-        if gold not in keys and (kind := _kind_of(rows, keys, gold, is_wanted=is_wanted)) is not None
-    ]
+    found = []
+    for keys in groups:
+        for gold in golds:
+            if gold in keys:
+                continue
+            kind = _kind_of(rows, keys, gold, is_wanted=is_wanted)
+            if kind is not None:
+                found.append(ChoiceColumns(keys, gold, kind))
     if choices_key is not None and not found:
         raise rows[0].fail(
             f"task.choices_key: no gold answer is an index, a letter or a text of {choices_key!r} in every row. Name "
@@ -148,8 +160,9 @@ def candidate_columns(
         )
     if groups or found or not is_named:
         return found
-    is_boolean = all(isinstance(_value(row, answer_key), bool) for row in rows)
-    return [ChoiceColumns((), answer_key, "boolean")] if is_boolean else []
+    if all(isinstance(_value(row, answer_key), bool) for row in rows):
+        return [ChoiceColumns((), answer_key, "boolean")]
+    return []
 
 
 def choose_columns(
@@ -177,39 +190,48 @@ def choose_columns(
 
 def has_options(row: Row, answer_key: str, excluded: frozenset[str]) -> bool:
     """Return whether a row has columns that may be options, or a gold answer that is true or false."""
-    columns = [*_list_columns([row], excluded), *_spread_columns([row], excluded | {answer_key})]
-    columns += [(key,) for key in row.data if key not in excluded and _WRONG_OPTIONS.match(key)]
-    return (
-        bool(columns)
-        or isinstance(_value(row, answer_key), bool)
-        or any(isinstance(value, list | tuple) for value in row.data.values() if not are_messages(value))
-    )
+    if _list_columns([row], excluded) or any(_spread_columns([row], excluded | {answer_key})):
+        return True
+    if _wrong_options(row, excluded) or isinstance(_value(row, answer_key), bool):
+        return True
+    return any(isinstance(value, list | tuple) for value in row.data.values() if not are_messages(value))
+
+
+def _wrong_options(row: Row, excluded: frozenset[str]) -> list[str]:
+    """The columns that hold wrong options by their names: ``distractors``, ``incorrect_answers``."""
+    return [key for key in row.data if key not in excluded and _WRONG_OPTIONS.match(key)]
 
 
 def describe_near_miss(rows: Sequence[Row], answer_key: str, excluded: frozenset[str]) -> tuple[str, ...]:
-    """Return a line about lists that are options to at least half of the rows and not to all, or about too many."""
-    keys = [key for key, value in rows[0].data.items() if key not in excluded and isinstance(value, list | tuple)]
+    """Return lines about lists that are options to at least half of the rows and not to all, or about too many."""
     lines = []
-    wrong = [key for key in rows[0].data if key not in excluded and _WRONG_OPTIONS.match(key)]
+    wrong = _wrong_options(rows[0], excluded)
     if wrong:
         names = ", ".join(wrong)
         lines.append(f"{names}: wrong options of a question, which no prompt shows; task.meta: [{names}] silences this")
-    for key in keys:
-        texts = [_value(row, key) for row in rows]
-        if any(_is_among_many(_value(row, answer_key), values) for row, values in zip(rows, texts, strict=True)):
-            lines.append(f"{key!r} has more than {len(LETTERS)} options of a question, which no prompt shows")
-            continue
-        kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
-        bad = {kind: [row for row in rows if _place(row, (key,), answer_key, kind, 0) is None] for kind in kinds}
-        kind = min(kinds, key=lambda one: len(bad[one]))
-        if 2 * len(bad[kind]) <= len(rows) and bad[kind]:
-            first = bad[kind][0]
-            gold = repr(_value(first, answer_key))[:60]
-            lines.append(
-                f"{key!r} looks like the options of a question, and in row {first.number} the gold answer {gold} is "
-                f"none of them, so that no prompt shows them. Correct the row, or silence this by task.meta: [{key}]"
-            )
+    for key, value in rows[0].data.items():
+        if key not in excluded and isinstance(value, list | tuple):
+            line = _describe_list(rows, key, answer_key)
+            if line:
+                lines.append(line)
     return tuple(lines)
+
+
+def _describe_list(rows: Sequence[Row], key: str, answer_key: str) -> str:
+    """A line about a column of lists that may be options; empty if they are too unlike options."""
+    for row in rows:
+        if _is_among_many(_value(row, answer_key), _value(row, key)):
+            return f"{key!r} has more than {len(LETTERS)} options of a question, which no prompt shows"
+    kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
+    unfit = [[row for row in rows if _place(row, (key,), answer_key, kind, 0) is None] for kind in kinds]
+    fewest = min(unfit, key=len)
+    if not fewest or 2 * len(fewest) > len(rows):
+        return ""
+    gold = shorten(_value(fewest[0], answer_key))
+    return (
+        f"{key!r} looks like the options of a question, and in row {fewest[0].number} the gold answer {gold} is "
+        f"none of them, so that no prompt shows them. Correct the row, or silence this by task.meta: [{key}]"
+    )
 
 
 def _is_among_many(gold: object, values: object) -> bool:
@@ -222,12 +244,14 @@ def with_choices(example: Example, columns: ChoiceColumns, row: Row, *, shows: b
 
     ``shows``: the question has the options already.
     """
-    options, letter = columns.options_of(row), columns.letter_of(row)
+    options = columns.options_of(row)
+    letter = columns.letter_of(row)
     messages = example.messages
     if not (shows or columns.is_shown):
-        place = max(n for n, message in enumerate(messages) if message.role == "user")
+        place = last_of_user(messages)
+        assert place is not None, "every row of a choice has a question"
         content = f"{messages[place].content.rstrip()}\n{lettered_lines(options)}"
-        messages = (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
+        messages = with_content(messages, place, content)
     meta = {**example.meta, "choices": list(options)}
     return replace(example, messages=messages, answer=letter, grader="multiple_choice", meta=meta)
 
@@ -239,23 +263,31 @@ def lettered_lines(options: Sequence[str]) -> str:
 
 def last_question(messages: Sequence[Message]) -> str:
     """Return the content of the last message of the user; empty if there is none."""
-    return next((message.content for message in reversed(messages) if message.role == "user"), "")
+    place = last_of_user(messages)
+    if place is None:
+        return ""
+    return messages[place].content
 
 
 def _value(row: Row, key: str) -> object:
     """The value under a key, which does not count as used."""
-    return dict.get(row.data, key) if isinstance(row.data, dict) else None
+    if isinstance(row.data, dict):
+        return dict.get(row.data, key)
+    return None
 
 
 def _texts(values: object) -> tuple[tuple[str, ...], bool] | None:
     """The texts of a list of 2 to 10 texts or numbers, and whether they are numbers; None for anything else."""
     if not isinstance(values, list | tuple) or not 2 <= len(values) <= len(LETTERS):
         return None
-    are_numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in values)
-    if not are_numbers and not all(isinstance(one, str) for one in values):
+    if all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
+        return tuple(map(_number_text, values)), True
+    if not all(isinstance(one, str) for one in values):
         return None
-    texts = tuple(_number_text(one) if are_numbers else str(one).strip() for one in values)
-    return (texts, are_numbers) if all(texts) else None
+    texts = tuple(one.strip() for one in values)
+    if all(texts):
+        return texts, False
+    return None
 
 
 def _number_text(value: object) -> str:
@@ -266,19 +298,22 @@ def _number_text(value: object) -> str:
 
 def _list_of(row: Row, key: str) -> _Options | None:
     """The options under a key: a list of texts, its JSON text, or an object of texts and labels."""
-    if not row.has(key):
-        return None
-    was_used = key in row.used
-    value = row.nested(key)
-    if not was_used:
-        row.used.discard(key)
+    value = row.peek(key)
     if isinstance(value, Mapping):
         return _labelled(value)
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):  # OpenBookQA of 2018
         columns = {name: [one.get(name) for one in value] for name in value[0]}
         return _labelled(columns)
-    read = _texts(value)
-    return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
+    return _unlabelled(value)
+
+
+def _unlabelled(values: object) -> _Options | None:
+    """The options of a list of texts or numbers, without labels of their own."""
+    read = _texts(values)
+    if read is None:
+        return None
+    texts, are_numbers = read
+    return _Options(_without_labels(texts), are_numbers=are_numbers)
 
 
 def _labelled(value: Mapping[str, object]) -> _Options | None:
@@ -287,16 +322,19 @@ def _labelled(value: Mapping[str, object]) -> _Options | None:
     if len({len(one) for one in lists.values()}) != 1:
         return None
     if len(lists) == 1:
-        read = _texts(next(iter(lists.values())))
-        return None if read is None else _Options(_without_labels(read[0]), are_numbers=read[1])
+        return _unlabelled(next(iter(lists.values())))
     if len(lists) != 2:
         return None
     found = [name for name, one in lists.items() if _are_labels(one)]
     if not found:
         return None
-    labels = next((name for name in found if _LABELS_NAME.search(name)), found[-1])  # texts may look like labels
-    read = _texts(next(one for name, one in lists.items() if name != labels))
-    return None if read is None else _Options(read[0], tuple(str(one).strip() for one in lists[labels]), read[1])
+    labels_key = next((name for name in found if _LABELS_NAME.search(name)), found[-1])  # texts may look like labels
+    labels = lists.pop(labels_key)
+    (texts,) = lists.values()
+    read = _texts(texts)
+    if read is None:
+        return None
+    return _Options(read[0], tuple(str(one).strip() for one in labels), read[1])
 
 
 def _are_labels(values: Sequence[object]) -> bool:
@@ -308,13 +346,17 @@ def _are_labels(values: Sequence[object]) -> bool:
 
 
 def _without_labels(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts without ``A)``, ``B)``, ... where each begins with its own label."""
-    matches = [_LABEL.match(text) for text in texts]
-    own = [match is not None and match[1].upper() == LETTERS[n] for n, match in enumerate(matches)]
-    if not all(own):
-        return texts
-    stripped = tuple(text[match.end() :].strip() for text, match in zip(texts, matches, strict=True) if match)
-    return stripped if all(stripped) else texts
+    """The texts without ``A)``, ``B)``, ... if each begins with its label."""
+    stripped = []
+    for letter, text in zip(LETTERS, texts, strict=False):
+        match = _LABEL.match(text)
+        if match is None or match[1].upper() != letter:
+            return texts
+        rest = text[match.end() :].strip()
+        if not rest:
+            return texts
+        stripped.append(rest)
+    return tuple(stripped)
 
 
 def _spread_options(row: Row, keys: Sequence[str]) -> _Options | None:
@@ -325,11 +367,15 @@ def _spread_options(row: Row, keys: Sequence[str]) -> _Options | None:
     read = _texts(values)
     if read is None and all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
         read = _texts([one if isinstance(one, str) else _number_text(one) for one in values])
-    return None if read is None else _Options(read[0], are_numbers=read[1])
+    if read is None:
+        return None
+    return _Options(read[0], are_numbers=read[1])
 
 
 def _options(row: Row, keys: Sequence[str]) -> _Options | None:
-    return _list_of(row, keys[0]) if len(keys) == 1 else _spread_options(row, keys)
+    if len(keys) == 1:
+        return _list_of(row, keys[0])
+    return _spread_options(row, keys)
 
 
 def _scalar_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[str]:
@@ -351,19 +397,20 @@ def _list_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[tuple[s
 
 def _spread_columns(rows: Sequence[Row], excluded: frozenset[str]) -> Iterator[tuple[str, ...]]:
     """Yield the columns of one beginning that end in A, B, ... or in 0, 1, ... or 1, 2, ..., each a short text."""
-    names = [key for key in rows[0].data if key not in excluded]
-    names += [key for row in rows[1:50] for key in row.data if key not in excluded and key not in names]
-    names = list(dict.fromkeys(names))
+    names = dict.fromkeys(key for row in rows[:50] for key in row.data if key not in excluded)
     for pattern, orders in _SPREAD:
         stems: dict[str, dict[str, str]] = {}
         for name in names:
-            if (match := pattern.fullmatch(name)) is not None:
-                stems.setdefault(match[1], {})[match[2]] = name
+            match = pattern.fullmatch(name)
+            if match is not None:
+                stem, end = match.groups()
+                stems.setdefault(stem, {})[end] = name
         for stem, ends in stems.items():
-            if _QUESTION_PART.fullmatch(stem.strip("_- .")) or (stem == "" and orders[0][0] == "0"):
+            is_number_alone = stem == "" and orders[0][0] == "0"
+            if is_number_alone or _QUESTION_PART.fullmatch(stem.strip("_- .")):
                 continue
             for order in orders:
-                keys = [ends[end] for n, end in enumerate(order) if all(other in ends for other in order[: n + 1])]
+                keys = [ends[end] for end in itertools.takewhile(ends.__contains__, order)]
                 if len(keys) >= 2 and all(_spread_options(row, keys) is not None for row in rows):
                     yield tuple(keys)
                     break
@@ -374,16 +421,16 @@ def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_wanted
 
     ``is_wanted``: the recipe says that there are options.
     """
-    kinds: tuple[GoldKind, ...] = ("label", "text", "letter", "index")
-    is_about = len(keys) == 1 and _ABOUT_QUESTION.fullmatch(keys[0])
+    kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
     for kind in kinds:
-        if kind != "index":
-            if all(_place(row, keys, gold, kind, 0) is not None for row in rows):
-                return kind
-        elif not is_about:
-            fitting = [first for first in (0, 1) if _fits_from(rows, keys, gold, first)]
-            is_sure = is_wanted or len(fitting) == 1 or len(keys) > 1 or _OPTIONS_NAME.search(keys[0])
-            return kind if fitting and is_sure else None
+        if all(_place(row, keys, gold, kind, 0) is not None for row in rows):
+            return kind
+    if len(keys) == 1 and _ABOUT_QUESTION.fullmatch(keys[0]):
+        return None
+    fitting = [first for first in (0, 1) if _fits_from(rows, keys, gold, first)]
+    is_sure = is_wanted or len(fitting) == 1 or len(keys) > 1 or _OPTIONS_NAME.search(keys[0])
+    if fitting and is_sure:
+        return "index"
     return None
 
 
@@ -396,21 +443,25 @@ def _place(
     row: Row, keys: Sequence[str], gold: str, kind: GoldKind | Literal["boolean"], first_index: int
 ) -> int | None:
     """The place of the right option, read as ``kind``; None where the gold answer is nothing of that kind."""
-    found, value = _options(row, keys), _value(row, gold)
+    found = _options(row, keys)
+    value = _value(row, gold)
     if found is None or value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
-    text, count = _number_text(value).strip(), len(found.options)
+    text = _number_text(value).strip()
     if kind == "label":
-        return found.labels.index(text) if text in found.labels else None
-    if kind == "text":
-        fits = isinstance(value, str) or found.are_numbers
-        return _place_of_text(text, found.options) if fits else None
-    if kind == "letter":
-        return _place_of_letter(text, found.options) if isinstance(value, str) else None
-    if not re.fullmatch(r"[0-9]{1,2}", text):
-        return None
-    place = int(text) - first_index
-    return place if 0 <= place < count else None
+        if text in found.labels:
+            return found.labels.index(text)
+    elif kind == "text":
+        if isinstance(value, str) or found.are_numbers:
+            return _place_of_text(text, found.options)
+    elif kind == "letter":
+        if isinstance(value, str):
+            return _place_of_letter(text, found.options)
+    elif re.fullmatch(r"[0-9]{1,2}", text):
+        place = int(text) - first_index
+        if 0 <= place < len(found.options):
+            return place
+    return None
 
 
 def _place_of_text(text: str, options: Sequence[str]) -> int | None:
@@ -419,7 +470,9 @@ def _place_of_text(text: str, options: Sequence[str]) -> int | None:
         return options.index(text)
     plain = [" ".join(option.split()).rstrip(".").casefold() for option in options]
     wanted = " ".join(text.split()).rstrip(".").casefold()
-    return plain.index(wanted) if wanted and plain.count(wanted) == 1 else None
+    if wanted and plain.count(wanted) == 1:
+        return plain.index(wanted)
+    return None
 
 
 def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
@@ -429,8 +482,9 @@ def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
         return None
     place = LETTERS.index(match[1].upper())
     rest = text[match.end() :].strip()
-    is_own = place < len(options) and rest in ("", options[place])
-    return place if is_own else None
+    if place < len(options) and rest in ("", options[place]):
+        return place
+    return None
 
 
 def _choose(row: Row, found: Sequence[ChoiceColumns]) -> ChoiceColumns:
@@ -466,7 +520,7 @@ def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: 
     fits = {first: _fits_from(rows, columns.keys, columns.gold, first) for first in firsts}
     if first_index is not None:
         if not fits[first_index]:
-            bad = next(r for r in rows if _place(r, columns.keys, columns.gold, "index", first_index) is None)
+            bad = _unfit_row(rows, columns, first_index)
             raise bad.fail(
                 f"task.first_index={first_index}: {columns.gold!r} is {_value(bad, columns.gold)!r}, which is the "
                 "index of no option"
@@ -480,11 +534,15 @@ def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: 
             f"{columns.gold!r} is an index of the options {keys}, and in no row it is 0 or the number of options: it "
             'may count from 0 or from 1. Set task.first_index to 0 or 1 (task.choices_key: "" reads no options)',
         )
-    first = fitting[0]
-    other = 1 - first
-    shown = next(r for r in rows if _place(r, columns.keys, columns.gold, "index", other) is None)
-    why = f": it is {_number_text(_value(shown, columns.gold))} in row {shown.number}"
+    (first,) = fitting
+    deciding = _unfit_row(rows, columns, 1 - first)
+    why = f": it is {_number_text(_value(deciding, columns.gold))} in row {deciding.number}"
     return replace(columns, first_index=first, why=why)
+
+
+def _unfit_row(rows: Sequence[Row], columns: ChoiceColumns, first_index: int) -> Row:
+    """The first row whose gold answer is no index that counts from ``first_index``; there must be one."""
+    return next(row for row in rows if _place(row, columns.keys, columns.gold, "index", first_index) is None)
 
 
 def _shows(prompt: str, options: Sequence[str]) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
 from posttrain.data.choices import lettered_lines
-from posttrain.data.reading import Row, shown
+from posttrain.data.messages import last_of_user, with_content
+from posttrain.data.reading import Row
 from posttrain.errors import RecipeError
+from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.types import Example, Message
 
@@ -57,8 +59,8 @@ class PromptFormat:
             parts.append(literal)
             if name is None:
                 continue
-            if name in (options or {}):
-                parts.append(lettered_lines((options or {})[name]))
+            if options is not None and name in options:
+                parts.append(lettered_lines(options[name]))
             elif name == PROMPT and question is not None:  # also where its column holds messages
                 parts.append(question)
             else:
@@ -77,15 +79,14 @@ class PromptFormat:
         Raises:
             DataError: the user says nothing, or the format leaves the question out.
         """
-        place = max((n for n, message in enumerate(messages) if message.role == "user"), default=None)
+        place = last_of_user(messages)
         if place is None:
             raise row.fail("task.prompt_format writes the user's last message, and the conversation has none")
         row.refuse_if(
             not {PROMPT, *question_keys}.intersection(self.fields),
             "task.prompt_format leaves the question out; write {prompt} where it belongs",
         )
-        content = self.fill(row, messages[place].content, options)
-        return (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
+        return with_content(messages, place, self.fill(row, messages[place].content, options))
 
 
 def read_format(text: str | None) -> PromptFormat | None:
@@ -99,29 +100,29 @@ def read_format(text: str | None) -> PromptFormat | None:
     if text is None:
         return None
     where = "task.prompt_format"
-    text = text if "\n" in text else text.replace("\\n", "\n")
+    if "\n" not in text:
+        text = text.replace("\\n", "\n")
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:
         raise RecipeError(f"{where}: {error}; a brace that is text is written twice, {{{{ or }}}}") from None
-    names = [name for _, name, _, _ in parsed if name is not None]
-    unusable = next((name for _, name, spec, how in parsed if _is_unusable(name, spec, how)), None)
-    if unusable is not None or not names:
-        what = "it names no column" if not names else f"{{{unusable}}} is no name of a column"
-        raise RecipeError(f'{where}: {what}. Write names of columns in braces: "{{article}}\\n\\n{{question}}"')
+    way_out = 'Write names of columns in braces: "{article}\\n\\n{question}"'
+    names = []
+    for _, name, spec, conversion in parsed:
+        if name is None:
+            continue
+        if spec or conversion is not None or not name.strip():
+            raise RecipeError(f"{where}: {{{name}}} is no name of a column. {way_out}")
+        names.append(name)
+    if not names:
+        raise RecipeError(f"{where}: it names no column. {way_out}")
     return PromptFormat(text, tuple(dict.fromkeys(names)))
-
-
-def _is_unusable(name: str | None, spec: str | None, conversion: str | None) -> bool:
-    """Return whether a field is not the plain name of a column; attributes and indices of values are none."""
-    if name is None:
-        return False
-    return bool(spec) or conversion is not None or not name.strip()
 
 
 def _text_of(row: Row, name: str) -> str:
     if not row.has(name):
-        near, known = suggest(name, row.data), ", ".join(row.data)
+        near = suggest(name, row.data)
+        known = ", ".join(row.data)
         raise row.fail(f"task.prompt_format names {name!r}, and the row has no such key.{near} There are: {known}")
     value = row.data[name]
     if not isinstance(value, str):
@@ -130,7 +131,9 @@ def _text_of(row: Row, name: str) -> str:
         return "\n".join(value)
     if isinstance(value, str | int | float):
         return str(value).strip()
-    raise row.fail(f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown(value)}")
+    raise row.fail(
+        f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown_with_type(value)}"
+    )
 
 
 @dataclass(slots=True)
@@ -179,14 +182,20 @@ class UnshownColumns:
             return ()
         plain = next((name for name in names if not re.search(r"[{}:!]", name)), None)
         silence = f"task.meta: [{', '.join(names)}] carries them along without this line"
-        show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, ' if plain is not None else ""
-        show = f"task.prompt_format leaves {{{question}}} out; " if plain == question else show
+        if plain is None:
+            show = ""
+        elif plain == question:
+            show = f"task.prompt_format leaves {{{question}}} out; "
+        else:
+            show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, '
         return (f"columns that the prompt does not show: {', '.join(names)}. {show}{silence}",)
 
 
 def _parts(value: object) -> list[str]:
     """A text, or the texts of a list; none of anything else, and no blank ones."""
-    values = value if isinstance(value, list | tuple) else [value]
+    values: Sequence[object] = [value]
+    if isinstance(value, list | tuple):
+        values = value
     return [one.strip() for one in values if isinstance(one, str) and one.strip()]
 
 
@@ -206,5 +215,6 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], place: str, optio
     there = sorted(known)
     for name in names:
         if name not in there:
-            near, known_keys = suggest(name, there), ", ".join(there)
+            near = suggest(name, there)
+            known_keys = ", ".join(there)
             raise RecipeError(f"{option}: no row of {place} has the key {name!r}.{near} There are: {known_keys}")

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 
-from posttrain.data.reading import Row, shown
+from posttrain.data.reading import Row
+from posttrain.option_types import shown_with_type
 
 # Objects of question answering: an answer with its other spellings, or with its places in a passage.
 _FURTHER_SPELLINGS = ("aliases",)
@@ -25,10 +26,10 @@ def golds_of(row: Row, key: str) -> list[str]:
     """
     row.need(key)
     value = row.data[key]
-    if not isinstance(value, str):
-        found = [_text(row, key, one) for one in _entries(row, key, value)]
-    else:
+    if isinstance(value, str):
         found = _of_text(row, key, row.checked(value, key))
+    else:
+        found = [_text(row, key, one) for one in _entries(row, key, value)]
     return list(dict.fromkeys(found))
 
 
@@ -40,14 +41,20 @@ def _of_text(row: Row, key: str, text: str) -> list[str]:
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
     if isinstance(value, str):  # no JSON text, or that of a text
-        return [value] if value.strip() else [text]
-    entries = _entries_of_object(value) if isinstance(value, Mapping) else value
+        if value.strip():
+            return [value]
+        return [text]
+    entries = value
+    if isinstance(value, Mapping):
+        entries = _entries_of_object(value)
     if not isinstance(entries, list) or not entries or not all(_is_plain(one) for one in entries):
         return [text]
     if len(entries) > 1 and not any(isinstance(one, str) for one in entries):
         return [text]
     found = [_text(row, key, one) for one in entries]
-    return found if len(found) == 1 and isinstance(value, list) else [*found, text]
+    if len(found) == 1 and isinstance(value, list):
+        return found
+    return [*found, text]
 
 
 def _entries(row: Row, key: str, value: object) -> list[object]:
@@ -59,22 +66,27 @@ def _entries(row: Row, key: str, value: object) -> list[object]:
     else:
         found = [value]
     if not found:
-        raise row.fail(f"{key!r} must be a text, a number or a list of these; got {shown(value)}")
+        raise row.fail(f"{key!r} must be a text, a number or a list of these; got {shown_with_type(value)}")
     return found
 
 
 def _entries_of_object(value: Mapping[str, object]) -> list[object]:
     """The answers of an object: of its one key, or of a key that is called so, with its other spellings."""
+    answer = None
     if len(value) == 1:
-        own = next(iter(value.values()))
+        (answer,) = value.values()
     elif any(key in value for key in (*_FURTHER_SPELLINGS, "answer_start")):
-        own = next((value[key] for key in _OF_OBJECTS if key in value), None)
-    else:
-        own = None
-    if own is None:
+        answer = next((value[key] for key in _OF_OBJECTS if key in value), None)
+    if answer is None:
         return []
-    further = [one for key in _FURTHER_SPELLINGS if isinstance(one := value.get(key), list)]
-    return [*(own if isinstance(own, list) else [own]), *(one for ones in further for one in ones)]
+    found = [answer]
+    if isinstance(answer, list):
+        found = list(answer)
+    for key in _FURTHER_SPELLINGS:
+        spellings = value.get(key)
+        if isinstance(spellings, list):
+            found += spellings
+    return found
 
 
 def _is_plain(value: object) -> bool:

@@ -10,11 +10,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
-from posttrain.data.base import Task
+from posttrain.data.base import Split, Task
 from posttrain.data.reader import (
-    Collected,
+    CollectedExamples,
     Share,
-    Split,
     choose_split,
     collect,
     drop_if,
@@ -83,8 +82,7 @@ def hh_rlhf(
         test = _read(test_path, "test", subset, "test", strip_thinking)
         examples = _mix_prompts(examples, test, test_share, collected)
     if half is not None:
-        # by the 40th bit of the hash, which says nothing of the split: so two models never learn the same prompts
-        kept = [e for e in examples if (int(_opening(e) * 2**40) & 1) == (half == "second")]
+        kept = [example for example in examples if _half_of(example) == half]
         collected.dropped["of the other half"] += len(examples) - len(kept)
         examples = kept
     return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
@@ -93,28 +91,49 @@ def hh_rlhf(
 _opening = partial(prompt_hash, by_opening=True)
 
 
-def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
+def _half_of(example: Example) -> Half:
+    """The half of a dialogue, by the 40th bit of its hash.
+
+    The split says nothing about this bit, so two models never learn the same prompts.
+    """
+    if int(_opening(example) * 2**40) & 1:
+        return "second"
+    return "first"
+
+
+def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> CollectedExamples:
     """All dialogues of a file, or of a split on the hub, that can be used."""
 
-    def rows() -> Iterator[Row]:
-        if path is None:
-            for name in SUBSETS if subset == "all" else (subset,):
-                for row in read_file(f"hf:{HUB}/{name}/{source}.jsonl.gz"):
-                    yield Row(row.place, row.line, {**row.data, "subset": name})
-            return
-        for row in read_file(path):
-            row.refuse_if(
-                subset != "all" and not row.has("subset"),
-                "the row does not say of which subset it is ('subset'); set task.subset to all",
-            )
-            if subset in ("all", row.data.get("subset")):
-                yield row
-
+    if path is None:
+        rows = _hub_rows(source, subset)
+    else:
+        rows = _file_rows(path, subset)
     read = partial(read_example, strip_thinking=strip_thinking)
-    collected = collect(rows(), read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
+    collected = collect(rows, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
         raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
     return collected
+
+
+def _hub_rows(source: str, subset: Subset) -> Iterator[Row]:
+    """The rows of a split on the hub, with their subset as a key."""
+    names: Sequence[Subset] = (subset,)
+    if subset == "all":
+        names = SUBSETS
+    for name in names:
+        for row in read_file(f"hf:{HUB}/{name}/{source}.jsonl.gz"):
+            yield Row(row.place, row.line, {**row.data, "subset": name})
+
+
+def _file_rows(path: str, subset: Subset) -> Iterator[Row]:
+    """The rows of a local file that belong to the subset."""
+    for row in read_file(path):
+        row.refuse_if(
+            subset != "all" and not row.has("subset"),
+            "the row does not say of which subset it is ('subset'); set task.subset to all",
+        )
+        if subset in ("all", row.data.get("subset")):
+            yield row
 
 
 def parse_turns(text: str) -> tuple[Message, ...]:
@@ -136,12 +155,12 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     Raises:
         Dropped: a blank turn that stands alone.
     """
-    merged = tuple(
-        Message(role, "\n\n".join(turn.content for turn in same if turn.content))
-        for role, same in groupby(turns, key=attrgetter("role"))
-    )
-    drop_if(any(not turn.content for turn in merged), "a blank turn")
-    return merged
+    merged = []
+    for role, same in groupby(turns, key=attrgetter("role")):
+        content = "\n\n".join(turn.content for turn in same if turn.content)
+        drop_if(not content, "a blank turn")
+        merged.append(Message(role, content))
+    return tuple(merged)
 
 
 def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
@@ -151,26 +170,28 @@ def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
         Dropped: the row cannot be used.
         DataError: a key is missing or of the wrong type.
     """
-    chosen, rejected = parse_turns(row.text("chosen")), parse_turns(row.text("rejected"))
-    drop_if(
-        any(turns[-1].role != "assistant" for turns in (chosen, rejected)),
-        "the dialogue does not end with the assistant's turn",
-    )
+    chosen = parse_turns(row.text("chosen"))
+    rejected = parse_turns(row.text("rejected"))
+    ends_with_reply = chosen[-1].role == rejected[-1].role == "assistant"
+    drop_if(not ends_with_reply, "the dialogue does not end with the assistant's turn")
     drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' part before their last turn")
-    better, worse = merge_turns(chosen), merge_turns(rejected)
-    drop_if(better[0].role != "user", "the dialogue begins with the assistant's turn")
-    answers = [answer_text(turns[-1].content, strip_thinking=strip_thinking) for turns in (better, worse)]
-    drop_if(answers[0] == answers[1], "'chosen' and 'rejected' are the same")
-    subset = row.text("subset") if row.has("subset") else None
-    return Example(
-        "" if subset is None else f"{subset}/{row.line}",
-        better[:-1],
-        responses=(Response(answers[0], 1.0), Response(answers[1], 0.0)),
-        meta={} if subset is None else {"subset": subset},
-    )
+    chosen = merge_turns(chosen)
+    rejected = merge_turns(rejected)
+    prompt = chosen[:-1]
+    drop_if(chosen[0].role != "user", "the dialogue begins with the assistant's turn")
+    better = answer_text(chosen[-1].content, strip_thinking=strip_thinking)
+    worse = answer_text(rejected[-1].content, strip_thinking=strip_thinking)
+    drop_if(better == worse, "'chosen' and 'rejected' are the same")
+    responses = (Response(better, 1.0), Response(worse, 0.0))
+    if not row.has("subset"):
+        return Example("", prompt, responses=responses)
+    subset = row.text("subset")
+    return Example(f"{subset}/{row.line}", prompt, responses=responses, meta={"subset": subset})
 
 
-def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole: Collected) -> list[Example]:
+def _mix_prompts(
+    train: Sequence[Example], tests: CollectedExamples, share: float, whole: CollectedExamples
+) -> list[Example]:
     """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
 
     Test dialogues that begin as a held-out one (of ``whole``, not of ``train``) are left out. The side that is too many
@@ -183,15 +204,22 @@ def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole
         whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
     num_train = round(min(len(train), len(test) * (1 - share) / share))
     num_test = round(min(len(test), len(train) * share / (1 - share)))
+    if num_train < len(train):
+        whole.dropped["training prompts left out to keep task.test_share"] += len(train) - num_train
+    if num_test < len(test):
+        whole.dropped["test prompts left out to keep task.test_share"] += len(test) - num_test
     kept: list[Example] = []
-    for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
-        if n < len(examples):
-            whole.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
-        lowest = sorted(sorted(range(len(examples)), key=lambda i: prompt_hash(examples[i]))[:n])
-        for example in (examples[i] for i in lowest):
-            changed = replace(example, responses=()) if name == "test" else example
-            kept.append(replace(changed, meta={**example.meta, "source": "test" if name == "test" else "train"}))
+    for example in _of_lowest_hash(train, num_train):
+        kept.append(replace(example, meta={**example.meta, "source": "train"}))
+    for example in _of_lowest_hash(test, num_test):
+        kept.append(replace(example, responses=(), meta={**example.meta, "source": "test"}))
     return kept
+
+
+def _of_lowest_hash(examples: Sequence[Example], count: int) -> list[Example]:
+    """So many examples whose prompts have the lowest hashes, in their order."""
+    by_hash = sorted(range(len(examples)), key=lambda place: prompt_hash(examples[place]))
+    return [examples[place] for place in sorted(by_hash[:count])]
 
 
 def answer_text(text: str, *, strip_thinking: bool) -> str:
@@ -205,12 +233,15 @@ def answer_text(text: str, *, strip_thinking: bool) -> str:
     """
     if not strip_thinking:
         return text
-    kept, depth = "", 0
+    kept = ""
+    depth = 0
     for part in re.split(r"(</?think>)", text):
         if part == "<think>":
             depth += 1
+        elif part == "</think>" and depth:
+            depth -= 1
         elif part == "</think>":
-            kept, depth = (kept, depth - 1) if depth else ("", 0)
+            kept = ""
         elif depth == 0:
             kept += part
     drop_if(depth, "a <think> that never closes")

@@ -29,13 +29,14 @@ from posttrain.data.messages import (
     read_variables,
     refuse_two_replies,
 )
-from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
-from posttrain.data.reading import Row, read_file, shown
+from posttrain.data.reader import CollectedExamples, FileSplit, Share, collect, reads_rows
+from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
 from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade
+from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import find, register
 from posttrain.types import Example, Message, Turn
 
@@ -116,8 +117,8 @@ def jsonl(
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    layout, asked = Layout(keys, read_format(prompt_format)), (choices_key, first_index)
-    collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or (), *asked)
+    layout = Layout(keys, read_format(prompt_format), choices_key=choices_key, first_index=first_index)
+    collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or ())
     warnings = _settle_grader(collected, grader, layout)
     if correct_only:
         _keep_correct(collected, path)
@@ -126,17 +127,11 @@ def jsonl(
 
 
 def _collect(
-    path: str,
-    name: str,
-    layout: Layout,
-    silenced: Sequence[str],
-    ignored: Sequence[str],
-    choices_key: str | None,
-    first_index: FirstIndex | None,
-) -> tuple[Collected, Layout]:
+    path: str, name: str, layout: Layout, silenced: Sequence[str], ignored: Sequence[str]
+) -> tuple[CollectedExamples, Layout]:
     """The examples of a file, and the layout that its rows have."""
-    rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)), choices_key, first_index)
-    if first_index is not None and layout.choices is None:
+    rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)))
+    if layout.first_index is not None and layout.choices is None:
         raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
     collected = collect(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
@@ -150,6 +145,8 @@ class Layout:
     keys: Mapping[str, str]
     prompt_format: PromptFormat | None = None
     choices: ChoiceColumns | None = None
+    choices_key: str | None = None  # as the recipe has it, and so the next
+    first_index: FirstIndex | None = None
     question: str = PROMPT  # how ``task.prompt_format`` names it
     notes: tuple[str, ...] = ()
 
@@ -161,70 +158,79 @@ class Layout:
         """
         if self.choices is None:
             return read_example(row, self.keys, self.prompt_format)
-        is_shown = self.prompt_format is not None and not set(self.choices.keys).isdisjoint(self.prompt_format.fields)
-        options = {key: self.choices.options_of(row) for key in self.choices.keys if is_shown}
+        shows_options = self.names_any_of(self.choices.keys)
+        options: dict[str, Sequence[str]] = {}
+        if shows_options:
+            options = {key: self.choices.options_of(row) for key in self.choices.keys}
         example = read_example(row, {**self.keys, "answer": ""}, self.prompt_format, options)
-        return with_choices(example, self.choices, row, shows=is_shown)
+        return with_choices(example, self.choices, row, shows=shows_options)
+
+    def names_any_of(self, columns: Sequence[str]) -> bool:
+        """Return whether ``task.prompt_format`` names one of these columns."""
+        return self.prompt_format is not None and not set(columns).isdisjoint(self.prompt_format.fields)
 
     def question_of(self, row: Row) -> str:
         """Return the question of a row as its prompt shows it."""
         return last_question(_prompt_messages(replace(row, used=set()), self.keys, self.prompt_format))
 
 
-def _with_choices(
-    rows: Iterable[Row],
-    layout: Layout,
-    excluded: frozenset[str],
-    choices_key: str | None,
-    first_index: FirstIndex | None,
-) -> tuple[Iterable[Row], Layout]:
+def _with_choices(rows: Iterable[Row], layout: Layout, excluded: frozenset[str]) -> tuple[Iterable[Row], Layout]:
     """The rows, and the layout with the columns of the multiple choice that they are; rows are kept only for that."""
     following = iter(rows)
     first = next(following, None)
     if first is None:
         return (), layout
-    of_prompt = _key_of(first, "prompt", layout.keys)
-    if first.has(of_prompt) and not first.has(_key_of(first, "messages", layout.keys)):
-        layout = replace(layout, question=of_prompt)
+    keys = {part: _key_of(first, part, layout.keys) for part in ("prompt", "messages", "solution", "response")}
+    if first.has(keys["prompt"]) and not first.has(keys["messages"]):
+        layout = replace(layout, question=keys["prompt"])
+    excluded |= {*keys.values(), *ALIASES["response"], "system", "tools"}
     answer_key = layout.keys["answer"]
-    if choices_key == "" or not answer_key:
-        return chain((first,), following), layout
-    excluded |= {_key_of(first, part, layout.keys) for part in ("prompt", "messages", "solution", "response")}
-    excluded |= {*ALIASES["response"], "system", "tools"}
-    has_response = first.has(_key_of(first, "response", layout.keys)) or _ends_with_reply(first, layout.keys)
-    if has_response and not first.has(answer_key):  # such a row needs no gold answer, so that none is looked for
-        return chain((first,), following), layout
-    if choices_key is None and not has_options(first, answer_key, excluded):
+    if not _may_be_choice(first, layout, excluded):
         return chain((first,), following), layout
     kept = [first, *following]
     seen = kept
     if answer_key == "answer" and not first.has(answer_key) and all(map(_has_ground_truth, kept)):
-        seen, answer_key = [_with_ground_truth(row) for row in kept], "ground_truth"
-    candidates = candidate_columns(seen, answer_key, excluded, choices_key, first_index)
+        seen = [_with_ground_truth(row) for row in kept]
+        answer_key = "ground_truth"
+    candidates = candidate_columns(seen, answer_key, excluded, layout.choices_key, layout.first_index)
     if not candidates:
         return kept, replace(layout, notes=describe_near_miss(seen, answer_key, excluded))
-    found = choose_columns(seen, candidates, layout.question_of, first_index)
-    fields = layout.prompt_format.fields if layout.prompt_format is not None else ()
-    are_texts = len(found.keys) > 1 and not set(found.keys).isdisjoint(fields)
+    found = choose_columns(seen, candidates, layout.question_of, layout.first_index)
+    are_texts = len(found.keys) > 1 and layout.names_any_of(found.keys)
     if are_texts and not found.is_shown:  # the format shows two columns that are no lettered options
         return kept, layout
     return seen, replace(layout, choices=found)
 
 
+def _may_be_choice(first: Row, layout: Layout, excluded: frozenset[str]) -> bool:
+    """Return whether a file with this first row may be a multiple choice, for which all of its rows are kept."""
+    answer_key = layout.keys["answer"]
+    if layout.choices_key == "" or not answer_key:
+        return False
+    has_response = first.has(_key_of(first, "response", layout.keys)) or _ends_with_reply(first, layout.keys)
+    if has_response and not first.has(answer_key):  # such a row needs no gold answer, so that none is looked for
+        return False
+    return layout.choices_key is not None or has_options(first, answer_key, excluded)
+
+
 def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:
     """Return whether the row is a conversation that ends with the assistant's message."""
-    found = [_key_of(row, part, keys) for part in ("messages", "prompt")]
-    values = [row.nested(key) for key in found if row.has(key)]
-    row.used.difference_update(found)
-    ends = [value[-1] for value in values if isinstance(value, list) and value and isinstance(value[-1], Mapping)]
-    return any(str(one.get("role", one.get("from"))) in ("assistant", "gpt", "chatgpt") for one in ends)
+    for part in ("messages", "prompt"):
+        key = _key_of(row, part, keys)
+        value = row.peek(key)
+        if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+            role = str(value[-1].get("role", value[-1].get("from")))
+            if role in ("assistant", "gpt", "chatgpt"):
+                return True
+    return False
 
 
-def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> tuple[str, ...]:
+def _settle_grader(collected: CollectedExamples, grader: str | None, layout: Layout) -> tuple[str, ...]:
     """Give every example its grader, and return the lines about graders, choices and columns."""
     lines: tuple[str, ...] = ()
     if layout.choices is not None:
-        chosen, lines = grader or "multiple_choice", (layout.choices.describe(),)
+        chosen = grader or "multiple_choice"
+        lines = (layout.choices.describe(),)
     elif grader is not None:
         chosen = grader
     else:
@@ -240,32 +246,40 @@ def _settle_grader(collected: Collected, grader: str | None, layout: Layout) -> 
         lines += (f"task.grader: {ANY} for {how_many}, which have several gold answers, each right",)
     ids = {example.id for example in several}
     collected.examples = [
-        replace(example, grader=ANY if example.id in ids else chosen) for example in collected.examples
+        example if example.id in ids else replace(example, grader=chosen) for example in collected.examples
     ]
     return (*lines, *layout.notes, *collected.unshown.describe(layout.question))
 
 
 def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
-    """The key of a part in a row; another name counts only where the option is left at its default."""
+    """The key of a part in a row; another name counts only if the option is left at its default."""
     named = keys[part]
-    others = ALIASES.get(part, ()) if named == part and not row.has(named) else ()
-    if part == "response":  # ``output`` is what is wanted only where Alpaca's instruction stands
-        others = () if row.has(_key_of(row, "messages", keys)) else others if row.has("instruction") else others[:1]
+    others: Sequence[str] = ()
+    if named == part and not row.has(named):
+        others = ALIASES.get(part, ())
+    if part == "response":  # ``output`` is what is wanted only next to Alpaca's instruction
+        if row.has(_key_of(row, "messages", keys)):
+            others = ()
+        elif not row.has("instruction"):
+            others = others[:1]
     return next((key for key in others if row.has(key)), named)
 
 
 def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
-    """The grader that gold answers need, and a line that says so (none where there are no gold answers)."""
+    """The grader that gold answers need, and a line that says so (no line without gold answers)."""
     golds = [(example.id, example.answer) for example in examples if example.answer is not None]
-    formulas = [(name, gold) for name, gold in golds if _FORMULA.search(gold) and parse_quantity(gold) is None]
+    not_numbers = [(name, gold) for name, gold in golds if parse_quantity(gold) is None]
+    formulas = [(name, gold) for name, gold in not_numbers if _FORMULA.search(gold)]
     if formulas:
         name, first = formulas[0]
         how_many = f"{len(formulas):,} of {len(golds):,} gold answers are formulas"
-        return "math", (f"task.grader: math, because {how_many}, such as {first[:60]!r} ({name})",)
-    words = [gold for _, gold in golds if parse_quantity(gold) is None]
-    shown_words = f" or words ({len(words):,}, such as {words[0][:60]!r})" if words else ""
-    line = f"task.grader: numeric, because all {len(golds):,} gold answers are numbers{shown_words}"
-    return "numeric", (line,) if golds else ()
+        return "math", (f"task.grader: math, because {how_many}, such as {shorten(first)} ({name})",)
+    if not golds:
+        return "numeric", ()
+    words = ""
+    if not_numbers:
+        words = f" or words ({len(not_numbers):,}, such as {shorten(not_numbers[0][1])})"
+    return "numeric", (f"task.grader: numeric, because all {len(golds):,} gold answers are numbers{words}",)
 
 
 def read_example(
@@ -284,49 +298,85 @@ def read_example(
     if prompt_format is None and _is_text_alone(row, keys):
         return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
     messages = add_system(row, _prompt_messages(row, keys, prompt_format, options))
-    of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
-    solution = row.text(of_solution) if row.has(of_solution) else None
-    parts = {} if solution is None else {repr(of_solution): solution}
-    if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
-        messages += read_messages(row, of_response, before=messages, ends_with_calls=True)
-    elif row.has(of_response):
-        thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
-        reasoning = next((row.text(key) for key in thoughts), None)
-        parts[repr(of_response)] = Message("assistant", row.text(of_response), reasoning).text
+    solution = row.text(keys["solution"]) if row.has(keys["solution"]) else None
+    given: dict[str, str] = {}  # what is to be imitated, by the place where it was found
+    response_key = _key_of(row, "response", keys)
+    if row.has(response_key):
+        if row.is_text(response_key):
+            given[repr(response_key)] = _read_response(row, response_key)
+        else:  # a completion in messages
+            messages += read_messages(row, response_key, before=messages, ends_with_calls=True)
     conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     if messages[-1].role == "assistant":
-        row.refuse_if(
-            len(messages) == 1,
-            f"{keys['messages']!r} holds nothing but the assistant's message; a prompt must come before it",
-        )
-        of_messages = next(k for p in ("messages", "prompt") if row.has(k := _key_of(row, p, keys)) or p == "prompt")
-        calls = (f"{call.tool} {call.raw_arguments}" for call in messages[-1].calls)
-        parts[f"an assistant's message at the end of {of_messages!r}"] = "\n".join((messages[-1].text, *calls)).lstrip()
-        refuse_two_replies(row, messages)
-        conversation, (messages, turns) = messages, split_turns(messages[:-1])
-    if len(parts) > 1:
-        raise row.fail(f"both {' and '.join(parts)}: give one; task.ignore_keys leaves the other out")
-    demonstration = next((text for text in parts.values() if text is not solution), None)
-    if demonstration is not None:
+        given[f"an assistant's message at the end of {_conversation_key(row, keys)!r}"] = _reply_text(messages[-1])
+        conversation = messages
+        messages, turns = _before_reply(row, keys, messages)
+    places = list(given)
+    if solution is not None:
+        places.insert(0, repr(keys["solution"]))
+    if len(places) > 1:
+        raise row.fail(f"both {' and '.join(places)}: give one; task.ignore_keys leaves the other out")
+    demonstration = None
+    if given:
+        demonstration = given[places[0]]
         _refuse_reasoning(row)
-        _refuse_judged(row, of_response)
-    working, golds = _gold_answers(row, keys["answer"], needed=demonstration is None)
+        _refuse_judged(row, response_key)
+    working, golds = _gold_answers(row, keys["answer"], needed=not given)
+    if not places:
+        solution = working or None
     meta = row.meta()
+    grader = "numeric"
     if len(golds) > 1:
         meta["answers"] = golds
+        grader = ANY
     return Example(
         "",
         messages,
         answer=next(iter(golds), None),
-        solution=solution if parts else working or None,
+        solution=solution,
         demonstration=demonstration,
         turns=turns,
         conversation=conversation,
         variables=read_variables(row),
         meta=meta,
-        grader=ANY if len(golds) > 1 else "numeric",
+        grader=grader,
     )
+
+
+def _read_response(row: Row, key: str) -> str:
+    """The response under a key, behind the row's own reasoning."""
+    thoughts = [name for name in REASONING_KEYS if row.has(name) and not is_only_space(str(row.data[name]))]
+    reasoning = None
+    if thoughts:
+        reasoning = row.text(thoughts[0])
+    return Message("assistant", row.text(key), reasoning).text
+
+
+def _conversation_key(row: Row, keys: Mapping[str, str]) -> str:
+    """The key of the conversation: that of messages, or of a prompt that holds them."""
+    messages_key = _key_of(row, "messages", keys)
+    if row.has(messages_key):
+        return messages_key
+    return _key_of(row, "prompt", keys)
+
+
+def _before_reply(
+    row: Row, keys: Mapping[str, str], messages: tuple[Message, ...]
+) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
+    """The prompt before the assistant's last message, and the turns before it in which tools are used."""
+    row.refuse_if(
+        len(messages) == 1,
+        f"{keys['messages']!r} holds nothing but the assistant's message; a prompt must come before it",
+    )
+    refuse_two_replies(row, messages)
+    return split_turns(messages[:-1])
+
+
+def _reply_text(message: Message) -> str:
+    """The text of the assistant's last message, with a line for each of its calls."""
+    calls = [f"{call.tool} {call.raw_arguments}" for call in message.calls]
+    return "\n".join([message.text, *calls]).lstrip()
 
 
 def _refuse_reasoning(row: Row) -> None:
@@ -350,11 +400,13 @@ def _refuse_judged(row: Row, of_response: str) -> None:
 def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[str]]:
     """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answers."""
     if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
-        row, of_answer = _with_ground_truth(row), "ground_truth"
+        row = _with_ground_truth(row)
+        of_answer = "ground_truth"
     if not of_answer or not (needed or row.has(of_answer)):
         return "", []
     otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
-    otherwise += "; pairs are read by task preferences" if row.has("chosen") else ""
+    if row.has("chosen"):
+        otherwise += "; pairs are read by task preferences"
     row.need(of_answer, f". Name the right one as {otherwise}")
     golds = golds_of(row, of_answer)
     if len(golds) > 1:
@@ -371,21 +423,25 @@ def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[
 
 def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
     """Return True for a row of a ``text`` to read, where no option names a part and no other part is there."""
-    parts = {*(_key_of(row, part, keys) for part in keys), *("label", "labels", "reward_model")}
     are_named = keys["prompt"] != "prompt" or keys["messages"] != "messages" or keys["answer"] not in ("answer", "")
-    return row.has("text") and not are_named and not any(row.has(key) for key in parts)
+    if are_named or not row.has("text"):
+        return False
+    others = {"label", "labels", "reward_model", *(_key_of(row, part, keys) for part in keys)}
+    return not any(row.has(key) for key in others)
 
 
 def _has_ground_truth(row: Row) -> bool:
     """Return True for a row of verl's layout; the key does not count as used."""
-    given = next((value for key, value in row.data.items() if key == "reward_model"), None)
-    return isinstance(given, Mapping | str) and "ground_truth" in given
+    for key, value in row.data.items():
+        if key == "reward_model":
+            return isinstance(value, Mapping | str) and "ground_truth" in value
+    return False
 
 
 def _with_ground_truth(row: Row) -> Row:
     """The row with the ``ground_truth`` of verl's ``reward_model`` next to its other keys."""
     inside = row.nested("reward_model")
-    row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown(inside)}")
+    row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown_with_type(inside)}")
     row.refuse_if(row.has("ground_truth"), "the row has 'ground_truth' twice, once in 'reward_model'; give one")
     return replace(row, data={**row.data, "ground_truth": inside.get("ground_truth")})
 
@@ -398,37 +454,44 @@ def _prompt_messages(
 ) -> tuple[Message, ...]:
     """The prompt of a row; ``prompt_format`` writes the user's last message, or all of a row without one."""
     if prompt_format is None:
-        return _question_messages(row, keys)
-    of_prompt = _key_of(row, "prompt", keys)
-    is_text = row.has(of_prompt) and not row.has(_key_of(row, "messages", keys)) and row.is_text(of_prompt)
-    if not row.has(of_prompt) and not row.has(_key_of(row, "messages", keys)):
+        return _given_messages(row, keys)
+    prompt_key = _key_of(row, "prompt", keys)
+    has_messages = row.has(_key_of(row, "messages", keys))
+    has_prompt = row.has(prompt_key)
+    if not has_prompt and not has_messages:
         return (Message("user", prompt_format.fill(row, None, options)),)
-    if is_text:
-        if not {PROMPT, of_prompt}.intersection(prompt_format.fields):
-            row.used.discard(of_prompt)  # then the prompt does not show it
-            return (Message("user", prompt_format.fill(row, None, options)),)
-        question = row.text(of_prompt) if PROMPT in prompt_format.fields and of_prompt != PROMPT else None
-        return (Message("user", prompt_format.fill(row, question, options)),)
-    return prompt_format.rewrite(row, _question_messages(row, keys), (of_prompt,), options)
+    if has_messages or not row.is_text(prompt_key):
+        return prompt_format.rewrite(row, _given_messages(row, keys), (prompt_key,), options)
+    question = None
+    if not {PROMPT, prompt_key}.intersection(prompt_format.fields):
+        row.used.discard(prompt_key)  # then the prompt does not show it
+    elif PROMPT in prompt_format.fields and prompt_key != PROMPT:
+        question = row.text(prompt_key)
+    return (Message("user", prompt_format.fill(row, question, options)),)
 
 
-def _question_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
-    of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
-    if row.has(of_messages):
-        return read_messages(row, of_messages, ends_with_calls=True)
-    if of_prompt == "instruction":
+def _given_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """The conversation or the prompt of a row as it stands there."""
+    messages_key = _key_of(row, "messages", keys)
+    prompt_key = _key_of(row, "prompt", keys)
+    if row.has(messages_key):
+        return read_messages(row, messages_key, ends_with_calls=True)
+    if prompt_key == "instruction":
         return read_instruction(row)
     option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
-    row.need(of_prompt, f". Name the right one as {option}")
-    value = row.data[of_prompt]
-    is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
-    is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
-    if is_messages:
-        return read_messages(row, of_prompt, ends_with_calls=True)
-    return (Message("user", row.text(of_prompt)),)
+    row.need(prompt_key, f". Name the right one as {option}")
+    value = row.data[prompt_key]
+    if isinstance(value, str):
+        is_conversation = not row.is_text(prompt_key)
+    else:
+        is_list = isinstance(value, list) and bool(value)
+        is_conversation = is_list and all(isinstance(one, Mapping) for one in value)
+    if is_conversation:
+        return read_messages(row, prompt_key, ends_with_calls=True)
+    return (Message("user", row.text(prompt_key)),)
 
 
-def _keep_correct(collected: Collected, place: str) -> None:
+def _keep_correct(collected: CollectedExamples, place: str) -> None:
     """Keep the examples whose demonstration is right, and count the others by the grader's word."""
     graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
     if not graded:
@@ -436,8 +499,11 @@ def _keep_correct(collected: Collected, place: str) -> None:
             f"{place}: task.correct_only compares responses with gold answers, and no row has both; name their keys as "
             "task.response_key and task.answer_key"
         )
-    texts = [e.demonstration or "" for e in graded]
-    submissions = [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
+    submissions = []
+    for example in graded:
+        text = example.demonstration or ""
+        _, extracted = split_response(text)
+        submissions.append(Submission(text, extracted, example.answer, example.meta))
     outcomes: list[Outcome] = ["ungraded"] * len(graded)
     for grader in dict.fromkeys(example.grader for example in graded):
         own = [number for number, example in enumerate(graded) if example.grader == grader]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from posttrain.data.reading import OTHER_ROLES, ROLES, Row, shown
+from posttrain.data.reading import OTHER_ROLES, ROLES, Row, is_only_space
+from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.types import Call, Message
 
@@ -45,12 +47,26 @@ def read_messages(
     """
     row.need(key)
     value = row.nested(key)
-    value = [value] if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
+        raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown_with_type(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
-    _check_results(row, key, messages, before[-1].role if before else "", ends_with_calls)
+    previous_role = ""
+    if before:
+        previous_role = before[-1].role
+    _check_results(row, key, messages, previous_role, ends_with_calls)
     return tuple(_in_order(row, key, value, messages))
+
+
+def last_of_user(messages: Sequence[Message]) -> int | None:
+    """The place of the user's last message."""
+    return max((place for place, message in enumerate(messages) if message.role == "user"), default=None)
+
+
+def with_content(messages: tuple[Message, ...], place: int, content: str) -> tuple[Message, ...]:
+    """The messages with another content at one place."""
+    return (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
 
 
 def refuse_two_replies(row: Row, messages: Sequence[Message]) -> None:
@@ -64,63 +80,113 @@ def refuse_two_replies(row: Row, messages: Sequence[Message]) -> None:
 
 def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     where = f"{key!r}, message {number}"
-    fields = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
-    row.used.update(f"{key}[].{k}" for k in fields)
-    fields = {k: v for k, v in fields.items() if k not in row.ignored}
-    of_role, of_content = ("role", "content") if "role" in fields else ("from", "value")
-    calls = fields.get("tool_calls")
-    if isinstance(calls, str) and isinstance(decoded := _decoded(calls), list):
-        calls = decoded
-    if fields.get("from") == "function_call":  # the call is the value
-        calls, fields["value"] = _decoded(fields.get("value")), ""
-        calls = calls if isinstance(calls, list) else [calls]
-    old = ". A call is written as 'tool_calls', not 'function_call'" if "function_call" in fields else ""
-    if of_role not in fields or (of_content not in fields and not calls and fields[of_role] != "tool"):
-        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}{old}")
-    role = row.checked(fields[of_role], f"{key} {number} {of_role}")
-    role = OTHER_ROLES[of_role].get(role, role)
+    place = f"{key} {number}"
+    fields = _fields_of(row, item, key)
+    if "role" in fields:
+        role_key = "role"
+        content_key = "content"
+    else:
+        role_key = "from"
+        content_key = "value"
+    calls = _calls_in(fields)
+    if fields.get("from") == "function_call":
+        fields["value"] = ""  # the value is the call
+    needs_content = not calls and fields.get(role_key) != "tool"
+    if role_key not in fields or (content_key not in fields and needs_content):
+        hint = ""
+        if "function_call" in fields:
+            hint = ". A call is written as 'tool_calls', not 'function_call'"
+        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown_with_type(item)}{hint}")
+    role = row.checked(fields[role_key], f"{place} {role_key}")
+    role = OTHER_ROLES[role_key].get(role, role)
     if role not in ROLES:
         raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
-    known = ("role", "content", *_OTHER_KEYS)
-    unknown = next((k for k in fields if k not in (of_role, of_content, *_OTHER_KEYS)), None)
-    if unknown is not None:
-        raise row.fail(
-            f"{where}: unknown key {unknown!r}.{suggest(unknown, known)} Known: {', '.join(known)}. Rename it, "
-            "take it out of the row, or name it in task.ignore_keys"
-        )
-    text = _text(row, fields.get(of_content, ""), f"{key} {number} {of_content}", needed=not calls and role != "tool")
-    thoughts = [k for k in REASONING_KEYS if k in fields and str(fields[k]).strip()]
-    reasoning = next((row.checked(fields[k], f"{key} {number} {k}") for k in thoughts), None)
-    if any(fields[k] != reasoning for k in thoughts):
-        raise row.fail(f"{where}: {' and '.join(map(repr, thoughts))} differ; give one of them")
+    for name in fields:
+        if name not in (role_key, content_key, *_OTHER_KEYS):
+            raise row.fail(_unknown_key(where, name, ("role", "content", *_OTHER_KEYS)))
+    content = fields.get(content_key, "")
+    text = _text(row, content, f"{place} {content_key}", needed=not calls and role != "tool")
+    reasoning = _reasoning_in(row, fields, where, place)
     if role != "assistant" and (calls or reasoning):
         what = "'tool_calls'" if calls else "reasoning"
         raise row.fail(f"{where}: only a message of the assistant has {what}, and this is of the role {role!r}")
     row.refuse_if(calls and not isinstance(calls, list), f"{where}: 'tool_calls' is a list of calls")
-    return Message(
-        role,
-        text,
-        reasoning=reasoning,
-        calls=tuple(_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls or (), 1)),
-        name=row.checked(fields["name"], f"{key} {number} name") if "name" in fields else None,
-        is_trained=_is_trained(row, where, fields),
+    read_calls = []
+    for call_number, call in enumerate(calls or (), start=1):
+        read_calls.append(_read_call(row, f"{place} tool_calls {call_number}", call))
+    speaker = None
+    if "name" in fields:
+        speaker = row.checked(fields["name"], f"{place} name")
+    is_trained = _is_trained(row, where, fields)
+    return Message(role, text, reasoning=reasoning, calls=tuple(read_calls), name=speaker, is_trained=is_trained)
+
+
+def _fields_of(row: Row, item: object, key: str) -> dict[str, Any]:
+    """The keys of a message that have a value and are not ignored; all that have a value count as used."""
+    if not isinstance(item, Mapping):
+        return {}
+    given = {name: value for name, value in item.items() if value is not None and value != []}
+    row.used.update(f"{key}[].{name}" for name in given)
+    return {name: value for name, value in given.items() if name not in row.ignored}
+
+
+def _calls_in(fields: Mapping[str, Any]) -> Any:
+    """The calls of a message as it has them: a list, its JSON text, or ShareGPT's ``function_call`` as the value."""
+    if fields.get("from") == "function_call":
+        calls = _decoded(fields.get("value"))
+        if isinstance(calls, list):
+            return calls
+        return [calls]
+    calls = fields.get("tool_calls")
+    if isinstance(calls, str):
+        decoded = _decoded(calls)
+        if isinstance(decoded, list):
+            return decoded
+    return calls
+
+
+def _reasoning_in(row: Row, fields: Mapping[str, Any], where: str, place: str) -> str | None:
+    """The reasoning of a message, which may stand under several keys if they hold the same text."""
+    given = [key for key in REASONING_KEYS if key in fields and str(fields[key]).strip()]
+    if not given:
+        return None
+    reasoning = row.checked(fields[given[0]], f"{place} {given[0]}")
+    if any(fields[key] != reasoning for key in given):
+        raise row.fail(f"{where}: {' and '.join(map(repr, given))} differ; give one of them")
+    return reasoning
+
+
+def _unknown_key(where: str, key: str, known: Sequence[str], of_what: str = "") -> str:
+    """The message about a key of a message or a call that nothing reads."""
+    return (
+        f"{where}: unknown key {key!r}{of_what}.{suggest(key, known)} Known: {', '.join(known)}. Rename it, "
+        "take it out of the row, or name it in task.ignore_keys"
     )
 
 
 def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
     """A content: a text, or a list of parts that are texts."""
     if isinstance(value, list):
-        for part in value:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
-                raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
-            for key in (k for k, v in part.items() if v is not None and k not in {"type", "text", *row.ignored}):
-                raise row.fail(
-                    f"{name!r}: unknown key {key!r} of a part. Known: type, text. Take it out of the row, or "
-                    "name it in task.ignore_keys"
-                )
-        value = "".join(part["text"] for part in value)
-    return str(value) if not needed and is_blank(value) else row.checked(value, name)
+        value = "".join(_text_of_part(row, part, name) for part in value)
+    if not needed and is_only_space(value):
+        return str(value)
+    return row.checked(value, name)
+
+
+def _text_of_part(row: Row, part: object, name: str) -> str:
+    kind = part
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        text = part.get("text")
+        if kind == "text" and isinstance(text, str):
+            for key, value in part.items():
+                if value is not None and key not in {"type", "text", *row.ignored}:
+                    raise row.fail(
+                        f"{name!r}: unknown key {key!r} of a part. Known: type, text. Take it out of the row, or "
+                        "name it in task.ignore_keys"
+                    )
+            return text
+    raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
 
 
 def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
@@ -129,31 +195,29 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
         if not isinstance(value, int | float) or value not in (0, 1):
             allowed = "0 or 1" if key == "weight" else "true or false"
             raise row.fail(f"{where}: {key!r} must be {allowed}; got {value!r}")
-    row.refuse_if(
-        len({bool(value) for value in values.values()}) > 1,
-        f"{where}: 'weight' and 'train' say the opposite; give one of them",
-    )
-    return all(values.values())
+    verdicts = {bool(value) for value in values.values()}
+    row.refuse_if(len(verdicts) > 1, f"{where}: 'weight' and 'train' say the opposite; give one of them")
+    return False not in verdicts
 
 
 def _read_call(row: Row, place: str, fields: object) -> Call:
     """A call: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
-    fields = fields if isinstance(fields, Mapping) else {}
+    if not isinstance(fields, Mapping):
+        fields = {}
     function = fields.get("function", fields)
-    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
+    arguments = None
+    if isinstance(function, Mapping):
+        arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _decoded(arguments or "{}")
-    elif arguments is None and row.is_arrow:
+    elif arguments is None and row.is_arrow and isinstance(function, Mapping):
         arguments = {}
     row.refuse_if(
         not isinstance(arguments, dict), f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}'
     )
-    for part, known in ((fields, _CALL_KEYS), (function, _CALL_KEYS if function is fields else _FUNCTION_KEYS)):
-        for key in (k for k, v in part.items() if v is not None and k not in {*known, *row.ignored}):
-            raise row.fail(
-                f"{place!r}: unknown key {key!r} of a call.{suggest(key, known)} Known: {', '.join(known)}. Rename it, "
-                "take it out of the row, or name it in task.ignore_keys"
-            )
+    _refuse_other_keys(row, place, fields, _CALL_KEYS)
+    if function is not fields:
+        _refuse_other_keys(row, place, function, _FUNCTION_KEYS)
     kind = fields.get("type") or "function"
     row.refuse_if(kind != "function", f"{place!r}: only functions are called here; got the type {kind!r}")
     name = row.checked(function.get("name"), f"{place} name")
@@ -164,6 +228,12 @@ def _read_call(row: Row, place: str, fields: object) -> Call:
     return Call(name, row.checked(written, f"{place} arguments"), "", "ok")
 
 
+def _refuse_other_keys(row: Row, place: str, part: Mapping[str, object], known: Sequence[str]) -> None:
+    for key, value in part.items():
+        if value is not None and key not in known and key not in row.ignored:
+            raise row.fail(_unknown_key(repr(place), key, known, " of a call"))
+
+
 def _decoded(text: Any) -> Any:
     try:
         return json.loads(text)
@@ -172,37 +242,48 @@ def _decoded(text: Any) -> Any:
 
 
 def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Message]) -> list[Message]:
-    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have their own."""
+    """The messages with results in the order of their calls, by ``tool_call_id`` if all calls have different ids."""
     ordered = list(messages)
-    for at, message in enumerate(messages):
-        calls = items[at].get("tool_calls") if message.calls else None
-        if not isinstance(calls, list) or at == len(messages) - 1:
+    for at, message in enumerate(messages[:-1]):
+        if not message.calls:
             continue
+        calls = items[at].get("tool_calls")
+        if not isinstance(calls, list):
+            continue
+        first = at + 1  # the place of the first result
+        stop = first + len(message.calls)
         ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
-        named = [items[i].get("tool_call_id") for i in range(at + 1, at + 1 + len(message.calls))]
+        named = [item.get("tool_call_id") for item in items[first:stop]]
         row.refuse_if(
             not all(isinstance(one, str | int | None) for one in [*ids, *named]),
             f"{key!r}, message {at + 1}: the ids of calls and of their results are texts",
         )
-        if None in ids or None in named or len(set(ids)) < len(ids):  # by their places, which no id may contradict
-            for place, (own, name) in enumerate(zip(ids, named, strict=True), start=at + 2):
-                row.refuse_if(
-                    name is not None and name != own and (own is not None or name in ids),
-                    f"{key!r}, message {place}: 'tool_call_id' {name!r} is not that of the call in its place, and not "
-                    "all calls and results have an id of their own",
-                )
+        if None in ids or None in named or len(set(ids)) < len(ids):
+            _check_places(row, key, first, ids, named)
             continue
         if set(ids) != set(named):
             wrong = next((name for name in named if name not in ids), named[0])
             what = f"{wrong!r} must name one of the calls before it ({', '.join(map(repr, ids))}), each once"
-            raise row.fail(f"{key!r}, message {at + 2 + named.index(wrong)}: 'tool_call_id' {what}")
-        ordered[at + 1 : at + 1 + len(ids)] = [messages[at + 1 + named.index(name)] for name in ids]
+            raise row.fail(f"{key!r}, message {first + 1 + named.index(wrong)}: 'tool_call_id' {what}")
+        ordered[first:stop] = [messages[first + named.index(name)] for name in ids]
     return ordered
+
+
+def _check_places(row: Row, key: str, first: int, ids: Sequence[object], named: Sequence[object]) -> None:
+    """Refuse results in the order of their calls if an id says otherwise; ``first``: the place of the first result."""
+    for number, (call_id, name) in enumerate(zip(ids, named, strict=True), start=first + 1):
+        is_of_other_call = name is not None and name != call_id and (call_id is not None or name in ids)
+        row.refuse_if(
+            is_of_other_call,
+            f"{key!r}, message {number}: 'tool_call_id' {name!r} is not that of the call in its place, and not "
+            "all calls and results have an id of their own",
+        )
 
 
 def _check_results(row: Row, key: str, messages: Sequence[Message], previous: str, ends_with_calls: bool) -> None:
     """Refuse calls without results, results without calls, and what stands between them; ``previous``: a role."""
-    missing, has_called = 0, False
+    missing = 0
+    has_called = False
     for number, message in enumerate([*messages, None], start=1):
         where = f"{key!r}, message {number}"
         if message is not None and message.role == "tool":
@@ -212,9 +293,11 @@ def _check_results(row: Row, key: str, messages: Sequence[Message], previous: st
                 "before results",
             )
             missing -= 1
+            previous = message.role
             continue
+        is_last_call = message is None and ends_with_calls and messages[-1].calls
         row.refuse_if(
-            missing and not (message is None and ends_with_calls and messages[-1].calls),
+            missing and not is_last_call,
             f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call",
         )
         if message is None:
@@ -224,10 +307,12 @@ def _check_results(row: Row, key: str, messages: Sequence[Message], previous: st
             f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message",
         )
         row.refuse_if(
-            message.calls and (messages[number - 2].role if number > 1 else previous) not in ("user", "tool"),
+            message.calls and previous not in ("user", "tool"),
             f"{where}: tools are used in answer to a message of the user",
         )
-        missing, has_called = len(message.calls), bool(message.calls)
+        missing = len(message.calls)
+        has_called = bool(message.calls)
+        previous = message.role
 
 
 def read_variables(row: Row) -> dict[str, object]:
@@ -238,19 +323,34 @@ def read_variables(row: Row) -> dict[str, object]:
     Raises:
         DataError: of another form, or a variable that is not the row's to set.
     """
-    given = row.nested("chat_template_kwargs") if row.has("chat_template_kwargs") else {}
+    given: Any = {}
+    if row.has("chat_template_kwargs"):
+        given = row.nested("chat_template_kwargs")
     if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
         form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
-        raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
-    tools = row.nested("tools") if row.has("tools") and row.data["tools"] != "" else []
+        raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown_with_type(given)}")
+    tools: Any = []
+    if row.has("tools") and row.data["tools"] != "":
+        tools = row.nested("tools")
     if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
         form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
-        raise row.fail(f"'tools' must be {form}; got {shown(row.data['tools'])}")
-    for number, one in enumerate(tools, start=1):
-        function = one.get("function", one)
-        row.checked(function.get("name") if isinstance(function, Mapping) else None, f"tools {number} name")
-    schemas = [dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools]
-    return {**given, "tools": schemas} if tools else dict(given)
+        raise row.fail(f"'tools' must be {form}; got {shown_with_type(row.data['tools'])}")
+    if not tools:
+        return dict(given)
+    schemas = [_read_schema(row, number, tool) for number, tool in enumerate(tools, start=1)]
+    return {**given, "tools": schemas}
+
+
+def _read_schema(row: Row, number: int, tool: Mapping[str, Any]) -> dict[str, object]:
+    """The schema of a tool as ``{"function": ...}``; its function must have a name."""
+    function = tool.get("function", tool)
+    name = None
+    if isinstance(function, Mapping):
+        name = function.get("name")
+    row.checked(name, f"tools {number} name")
+    if "function" in tool:
+        return dict(tool)
+    return {"type": "function", "function": dict(tool)}
 
 
 def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -280,8 +380,12 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
         DataError: of the wrong type.
     """
     earlier: list[Message] = []
-    history = row.nested("history") if row.has("history") else []
-    for pair in history if isinstance(history, list) else [history] if history else []:
+    history: Any = []
+    if row.has("history"):
+        history = row.nested("history") or []
+    if not isinstance(history, list):
+        history = [history]
+    for pair in history:
         row.refuse_if(
             not isinstance(pair, list | tuple) or len(pair) != 2,
             "'history' must be a list of pairs: what was asked, and what was answered",
@@ -290,10 +394,6 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
         earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
     for key in QUESTION_KEYS:
         row.refuse_if(row.has(key), f"'instruction' and {key!r} are both there; leave one out by task.ignore_keys")
-    further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]
-    return (*earlier, Message("user", "\n\n".join(row.text(key) for key in ("instruction", *further))))
-
-
-def is_blank(value: object) -> bool:
-    """Return True if a value is a text of nothing but white space."""
-    return isinstance(value, str) and not value.strip()
+    further = [key for key in ("input", "context") if row.has(key) and not is_only_space(row.data[key])]
+    parts = [row.text(key) for key in ("instruction", *further)]
+    return (*earlier, Message("user", "\n\n".join(parts)))

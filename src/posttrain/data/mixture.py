@@ -17,12 +17,12 @@ PART = "part"  # the key of ``meta`` with the name of an example's part
 
 
 def _complete(options: dict[str, object], where: str) -> dict[str, object]:
-    """The options of a mixture with those of every part's task filled in and checked."""
-    plain = [
-        part.model_copy(update={"task": complete_component(part.task, "task", f"{where}.parts.{i}.task")}).model_dump()
-        for i, part in enumerate(read_parts(options["parts"], where))
-    ]
-    return options | {"parts": plain}
+    """The options of a mixture with the options of every part's task filled in and checked."""
+    completed = []
+    for number, part in enumerate(read_parts(options["parts"], where)):
+        task = complete_component(part.task, "task", f"{where}.parts.{number}.task")
+        completed.append(part.model_copy(update={"task": task}).model_dump())
+    return {**options, "parts": completed}
 
 
 @register("task", complete=_complete)
@@ -50,16 +50,26 @@ def mixture(*, parts: list[dict[str, Any]]) -> Task:
             f"task.parts: the parts of a mixture are of one kind, and these are not ({found}). Train on one kind after "
             "the other, with a recipe for each"
         )
-    working = {task.worked for task in tasks.values()}
+    order = take_turns([part.weight for part in read], [len(task.examples) for task in tasks.values()])
+    dropped: dict[str, int] = {}
+    warnings: list[str] = []
+    for name, task in tasks.items():
+        dropped |= {f"{name}: {reason}": count for reason, count in task.dropped.items()}
+        warnings += [f"{name}: {line}" for line in task.warnings]
+    splits = dict.fromkeys(task.split for task in tasks.values())
+    ways_to_show_working = {task.worked for task in tasks.values()}
+    worked = None
+    if len(ways_to_show_working) == 1:
+        (worked,) = ways_to_show_working
     return Task(
         name="mixture",
-        split="+".join(dict.fromkeys(task.split for task in tasks.values())),
-        examples=_mixed(tasks, take_turns([p.weight for p in read], [len(t.examples) for t in tasks.values()])),
-        dropped={f"{name}: {why}": n for name, task in tasks.items() for why, n in task.dropped.items()},
-        worked=working.pop() if len(working) == 1 else None,
+        split="+".join(splits),
+        examples=_mixed(tasks, order),
+        dropped=dropped,
+        worked=worked,
         shares=lambda items: _shares(items, tasks),
         parts=tuple(TaskPart(part.name, part.weight) for part in read),
-        warnings=tuple(f"{name}: {line}" for name, task in tasks.items() for line in task.warnings),
+        warnings=tuple(warnings),
     )
 
 
@@ -82,12 +92,15 @@ def _kind(example: Example) -> str:
         return "pairs of answers"
     if example.responses:
         return "judged answers"
-    return "questions" if example.messages else "texts to read"
+    if example.messages:
+        return "questions"
+    return "texts to read"
 
 
 def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
     """The examples of all parts in the given order of parts; an id has the part's name before it."""
-    names, turns = list(tasks), [0] * len(tasks)
+    names = list(tasks)
+    turns = [0] * len(tasks)
     places: list[tuple[str, int]] = []
     for part in order:
         places.append((names[part], turns[part]))
@@ -113,23 +126,26 @@ def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Seq
         own = [item for item in items if item.meta.get(PART) == name]
         if any(item.samples and not item.is_ungraded for item in own):
             shares[f"{name}:accuracy"] = [item.share for item in own if not item.is_ungraded]
-        found = task.shares(own) if task.shares is not None else {}
-        shares |= {f"{name}:{measure}": values for measure, values in found.items()}
+        if task.shares is not None:
+            shares |= {f"{name}:{measure}": values for measure, values in task.shares(own).items()}
     return shares
 
 
 def next_turn(weights: Sequence[float], turns: Sequence[int]) -> int:
-    """The part whose turn is next, after each had t ``turns``: that of the largest w / (2 t + 1), of equals the first.
+    """The part whose turn is next, after each had t ``turns``: the largest w / (2 t + 1), of equal ones the first.
 
     So t_k is the number of seats of a party with w_k votes (Webster 1832, Sainte-Laguë 1910). Wherever n w_k / Σw are
     whole numbers, these are the turns after n; else they are next to them. A part of weight 0 has no turn.
     """
-    return max(range(len(weights)), key=lambda k: (weights[k] / (2 * turns[k] + 1), -k))
+    quotients = [weight / (2 * num_turns + 1) for weight, num_turns in zip(weights, turns, strict=True)]
+    return quotients.index(max(quotients))
 
 
 def take_turns(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     """The part of each example, in turns by weight; a part that has none left is passed over."""
-    turns, left, order = [0] * len(weights), list(weights), list[int]()
+    turns = [0] * len(weights)
+    left = list(weights)
+    order = list[int]()
     while len(order) < sum(sizes):
         part = next_turn(left, turns)
         if turns[part] == sizes[part]:

@@ -6,23 +6,23 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.data.base import Task
-from posttrain.data.columns import PROMPT, FormatText, read_format, refuse_unknown
+from posttrain.data.columns import PROMPT, FormatText, PromptFormat, read_format, refuse_unknown
 from posttrain.data.messages import (
     QUESTION_KEYS,
     add_system,
-    is_blank,
     read_instruction,
     read_messages,
     read_prompt,
     read_variables,
     refuse_two_replies,
 )
-from posttrain.data.reader import Dropped, FileSplit, Share, collect, drop_if, reads_rows, row_task
-from posttrain.data.reading import Row, read_file, shown
+from posttrain.data.reader import FileSplit, Share, collect, drop_if, reads_rows, row_task
+from posttrain.data.reading import Row, is_only_space, read_file
+from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
 
@@ -59,10 +59,16 @@ def judged_rows(
     """One row per judged answer of an item, under these keys with the item's meta."""
 
     def split_up(row: Row, answers: list[Judged]) -> Iterator[Mapping[str, object]]:
+        shared: dict[str, object] = {}
         meta = row.plain("meta")
-        shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
+        if isinstance(meta, Mapping):
+            shared |= meta
+        shared[problem_key] = row.data["question"]
         for text, is_correct, ids in answers:
-            yield {**shared, solution_key: text, verdict_key: is_correct, **({RESPONSE_IDS: ids} if ids else {})}
+            made = {**shared, solution_key: text, verdict_key: is_correct}
+            if ids:
+                made[RESPONSE_IDS] = ids
+            yield made
 
     return _rows_of_items(rows, dropped, split_up)
 
@@ -74,14 +80,23 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
     """
 
     def split_up(row: Row, answers: list[Judged]) -> list[Mapping[str, object]]:
-        dropped.update("a blank answer" for text, _, _ in answers if is_blank(text))
-        correct, wrong = ([t for t, v, _ in answers if v is kind and not is_blank(t)] for kind in (True, False))
-        for one, more, other in (("right", correct, wrong), ("wrong", wrong, correct)):
-            if len(more) > len(other):
-                without = "wrong" if one == "right" else "right"
-                dropped[f"a {one} answer without a {without} one to the same question"] += len(more) - len(other)
-        shared = {"prompt": row.data["question"]}
-        return [shared | {"chosen": good, "rejected": bad} for good, bad in zip(correct, wrong, strict=False)]
+        correct = list[str]()
+        wrong = list[str]()
+        for text, is_correct, _ in answers:
+            if is_only_space(text):
+                dropped["a blank answer"] += 1
+            elif is_correct:
+                correct.append(text)
+            else:
+                wrong.append(text)
+        surplus = len(correct) - len(wrong)
+        if surplus > 0:
+            dropped["a right answer without a wrong one to the same question"] += surplus
+        elif surplus < 0:
+            dropped["a wrong answer without a right one to the same question"] -= surplus
+        question = row.data["question"]
+        pairs = zip(correct, wrong, strict=False)
+        return [{"prompt": question, "chosen": good, "rejected": bad} for good, bad in pairs]
 
     return _rows_of_items(rows, dropped, split_up)
 
@@ -96,17 +111,19 @@ def _judged(row: Row, dropped: Counter[str]) -> list[Judged]:
         dropped["no answer was sampled (a prompt that did not fit)"] += 1
     judged = []
     for number, sample in enumerate(samples, start=1):
-        fields = sample if isinstance(sample, Mapping) else {}
-        text, outcome, ids = fields.get("text"), str(fields.get("outcome")), fields.get(RESPONSE_IDS)
-        if not isinstance(text, str):
+        if not isinstance(sample, Mapping) or not isinstance(sample.get("text"), str):
             raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
+        outcome = str(sample.get("outcome"))
         if outcome in UNJUDGED:
             dropped[f"an answer that was not judged: {UNJUDGED[outcome]}"] += 1
         elif outcome in OUTCOMES:
-            judged.append((text, OUTCOMES[outcome], ids if isinstance(ids, list) else []))
+            ids = sample.get(RESPONSE_IDS)
+            if not isinstance(ids, list):
+                ids = []
+            judged.append((sample["text"], OUTCOMES[outcome], ids))
         else:
             known = ", ".join((*OUTCOMES, *UNJUDGED))
-            raise row.fail(f"samples {number}: 'outcome' must be one of {known}; got {outcome[:60]!r}")
+            raise row.fail(f"samples {number}: 'outcome' must be one of {known}; got {shorten(outcome)}")
     return judged
 
 
@@ -130,7 +147,8 @@ LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "steps": (("completions", "labels"),),
 }
 OPENAI_KEYS = ("input", "preferred_output", "non_preferred_output")
-TrainerState = tuple[tuple[Message, ...], tuple[Response, ...]]
+PromptAndResponses = tuple[tuple[Message, ...], tuple[Response, ...]]
+ReadParts = Callable[[Row], PromptAndResponses]  # of a row, in the layout of its file
 NumClasses = Literal[2, 3]
 # From a rating of a step in the data to a class, by the number of classes.
 CLASSES: dict[int, dict[int, int]] = {2: {0: 0, 1: 1}, 3: {-1: 0, 0: 1, 1: 2}}
@@ -178,26 +196,42 @@ def preferences(
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
     """
-    first: list[tuple[Callable[[Row], TrainerState], bool]] = []  # the first row decides for all
-    form = read_format(prompt_format)
-
-    def read(row: Row) -> Example:
-        row = _from_openai(row) if OPENAI_KEYS[1] in row.data else row
-        if not first:
-            first.append((_reader_of(row, CLASSES[num_classes], step_separator), row.has("margin")))
-        read_parts, has_margin = first[0]
-        messages, responses = read_parts(row)
-        messages = messages if form is None else form.rewrite(row, messages, PROMPT_KEYS)
-        margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
-        drop_if(margin is not None and margin < 0, "'margin' is below 0, so the rejected answer is the better one")
-        return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
-
-    rows, keys = paired_rows(read_file(path), dropped := Counter[str]()), (ignore_keys or (), meta or ())
-    about: dict[str, Any] = {"name": f"preferences/{split}", "carries": True, "ignored": keys[0], "silenced": keys[1]}
-    collected = collect(rows, read, path, dropped, **about)
-    refuse_unknown(keys[1], (key for key, _ in collected.keys), path, "task.meta")
+    reader = _FileReader(CLASSES[num_classes], step_separator, read_format(prompt_format))
+    dropped = Counter[str]()
+    rows = paired_rows(read_file(path), dropped)
+    name = f"preferences/{split}"
+    ignored = ignore_keys or ()
+    silenced = meta or ()
+    collected = collect(rows, reader.read, path, dropped, name=name, carries=True, ignored=ignored, silenced=silenced)
+    refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
     task = collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*task.warnings, *collected.unshown.describe(PROMPT)))
+
+
+@dataclass(slots=True)
+class _FileReader:
+    """Reads the rows of a file as examples; the first row decides about the layout, and about margins, of all."""
+
+    classes: Mapping[int, int]
+    separator: str
+    form: PromptFormat | None
+    read_parts: ReadParts | None = None
+    has_margin: bool = False
+
+    def read(self, row: Row) -> Example:
+        if OPENAI_KEYS[1] in row.data:
+            row = _from_openai(row)
+        if self.read_parts is None:
+            self.read_parts = _reader_of(row, self.classes, self.separator)
+            self.has_margin = row.has("margin")
+        messages, responses = self.read_parts(row)
+        if self.form is not None:
+            messages = self.form.rewrite(row, messages, PROMPT_KEYS)
+        margin = None
+        if self.has_margin and len(responses) == 2:
+            margin = read_score(row, "margin")
+            drop_if(margin < 0, "'margin' is below 0, so the rejected answer is the better one")
+        return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
 
 @register("task", held_out="validation")
@@ -217,34 +251,52 @@ def ultrafeedback(row: Row) -> Example:
     return Example("", messages, responses=responses)
 
 
-def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], TrainerState]:
+def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> ReadParts:
     """The reader of all rows of a file that begins with ``first``."""
-    layout, label = _detect_layout(first), _label_key(first)
+    layout = _detect_layout(first)
+    rating_key = _label_key(first)
     scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
-    known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
+    known = {key for keys in LAYOUTS[layout] for key in keys}
+    if layout == "judged":
+        known.update(RATING_KEYS)
 
-    def read(row: Row) -> TrainerState:
+    def read(row: Row) -> PromptAndResponses:
         drop_if(known.isdisjoint(row.data), "a row of another layout than the first")
         if layout == "pair":
             return _read_pair(row, scores)
-        return _read_judged(row, label) if layout == "judged" else _read_steps(row, classes, separator)
+        if layout == "judged":
+            return _read_judged(row, rating_key)
+        return _read_steps(row, classes, separator)
 
     return read
 
 
 def _detect_layout(row: Row) -> Layout:
-    layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
-    if not layouts and any(key in row.data for key in RATING_KEYS):
-        layouts = ["judged"] if "completion" in row.data or "messages" in row.data else []
-    if len(layouts) == 1:
-        return layouts[0]
-    every = [keys for ways in LAYOUTS.values() for keys in ways]
-    layouts_shown = [*(keys if "messages" in keys else ("prompt", *keys) for keys in every), OPENAI_KEYS]
-    wanted = "; ".join(map(", ".join, layouts_shown))
-    known = {*PROMPT_KEYS, *(key for keys in every for key in keys)}
-    near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
-    what = "of no known layout" if not layouts else f"of more than one layout ({', '.join(layouts)})"
+    found = [layout for layout in LAYOUTS if _has_layout(row, layout)]
+    has_answer = "completion" in row.data or "messages" in row.data
+    if not found and has_answer and any(key in row.data for key in RATING_KEYS):
+        found = ["judged"]
+    if len(found) == 1:
+        return found[0]
+    known = set(PROMPT_KEYS)
+    shown_layouts = []
+    for ways in LAYOUTS.values():
+        for keys in ways:
+            known.update(keys)
+            # the messages of a judged conversation hold the prompt as well
+            shown_layouts.append(keys if "messages" in keys else ("prompt", *keys))
+    wanted = "; ".join(", ".join(keys) for keys in (*shown_layouts, OPENAI_KEYS))
+    hints = (suggest(key, known) for key in row.data if key not in known)
+    near = next(filter(None, hints), "")
+    what = "of no known layout"
+    if found:
+        what = f"of more than one layout ({', '.join(found)})"
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
+
+
+def _has_layout(row: Row, layout: Layout) -> bool:
+    """Return whether a row has all keys of one of the ways to write a layout."""
+    return any(all(key in row.data for key in keys) for keys in LAYOUTS[layout])
 
 
 def _from_openai(row: Row) -> Row:
@@ -252,34 +304,44 @@ def _from_openai(row: Row) -> Row:
     for key in OPENAI_KEYS:
         require(row, key)
     given = row.nested("input")
-    inside = {k: v for k, v in given.items() if k not in row.ignored} if isinstance(given, Mapping) else {}
+    inside: dict[str, object] = {}
+    if isinstance(given, Mapping):
+        inside = {key: value for key, value in given.items() if key not in row.ignored}
     known = {"messages", "tools", "parallel_tool_calls"}  # the last says nothing about these answers
     row.refuse_if(
         "messages" not in inside or not inside.keys() <= known,
-        f"'input' must be an object with 'messages' and maybe 'tools'; got {shown(given)}",
+        f"'input' must be an object with 'messages' and maybe 'tools'; got {shown_with_type(given)}",
     )
-    pair = {"prompt": inside.get("messages"), "tools": inside.get("tools")}
-    pair |= {"chosen": row.data["preferred_output"], "rejected": row.data["non_preferred_output"]}
-    twice = next((key for key in pair if row.has(key)), None)
-    row.refuse_if(twice is not None, f"{twice!r} stands next to {', '.join(OPENAI_KEYS)}, which say the same; give one")
-    return replace(row, data={**{k: v for k, v in row.data.items() if k not in OPENAI_KEYS}, **pair})
+    pair = {
+        "prompt": inside.get("messages"),
+        "tools": inside.get("tools"),
+        "chosen": row.data["preferred_output"],
+        "rejected": row.data["non_preferred_output"],
+    }
+    for key in pair:
+        row.refuse_if(row.has(key), f"{key!r} stands next to {', '.join(OPENAI_KEYS)}, which say the same; give one")
+    others = {key: value for key, value in row.data.items() if key not in OPENAI_KEYS}
+    return replace(row, data={**others, **pair})
 
 
-def _read_pair(row: Row, scores: tuple[str, str] | None) -> TrainerState:
-    """The prompt, and the chosen and the rejected answer with their scores."""
-    prompt, answers = _read_answers(row, ("chosen", "rejected"))
-    unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
-    row.refuse_if(
-        unread is not None,
-        f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
-        "row, or name it in task.ignore_keys",
-    )
-    chosen, rejected = answers
+def _read_pair(row: Row, scores: tuple[str, str] | None) -> PromptAndResponses:
+    """The prompt, and the chosen and the rejected answer with their scores, whose keys are ``scores``."""
+    prompt, (chosen, rejected) = _read_answers(row, ("chosen", "rejected"))
+    if scores is None:
+        unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None)
+        row.refuse_if(
+            unread is not None,
+            f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
+            "row, or name it in task.ignore_keys",
+        )
     drop_if(chosen == rejected, "'chosen' and 'rejected' are the same")
-    better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
-    if better <= worse:
-        same = "chosen and rejected have the same score"
-        raise Dropped(same if better == worse else "chosen has a lower score than rejected")
+    better = 1.0
+    worse = 0.0
+    if scores is not None:
+        better = read_score(row, scores[0])
+        worse = read_score(row, scores[1])
+    drop_if(better == worse, "chosen and rejected have the same score")
+    drop_if(better < worse, "chosen has a lower score than rejected")
     return prompt, (Response(chosen, better), Response(rejected, worse))
 
 
@@ -287,21 +349,23 @@ def _read_prompt(row: Row) -> tuple[Message, ...]:
     """``prompt`` (a text is the user's), ShareGPT's ``conversations``, or Alpaca's ``instruction``, as messages."""
     key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
     require(row, key)
-    return add_system(row, read_instruction(row) if key == "instruction" else read_prompt(row, key))
+    if key == "instruction":
+        messages = read_instruction(row)
+    else:
+        messages = read_prompt(row, key)
+    return add_system(row, messages)
 
 
 def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], list[str]]:
-    """The prompt and the answers under the keys: texts, or conversations with the same turns before the answer.
-
-    The prompt of conversations is those turns, or the longer prompt of the row that ends with them.
-    """
+    """The prompt and the answers under the keys: texts, or conversations with the same turns before the answer."""
     for key in keys:
         require(row, key)
     names = " and ".join(map(repr, keys))
     are_texts = {row.is_text(key) for key in keys}
+    has_prompt = any(row.has(key) for key in PROMPT_KEYS)
     is_dialogue = are_texts == {True} and row.text(keys[0]).lstrip().startswith("Human:")
     row.refuse_if(
-        is_dialogue and len(keys) == 2 and not any(row.has(key) for key in PROMPT_KEYS),
+        is_dialogue and len(keys) == 2 and not has_prompt,
         f"{names} hold whole dialogues (Human: ... Assistant: ...); use task hh_rlhf, which takes them apart",
     )
     row.refuse_if(len(are_texts) > 1, f"{names} must both be text, or both lists of messages")
@@ -311,25 +375,33 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
     for messages in conversations.values():
         refuse_two_replies(row, messages)
     turns = conversations[keys[0]][:-1]
-    drop_if(
-        any(messages[:-1] != turns for messages in conversations.values()), f"{names} part before their last message"
-    )
-    row.refuse_if(
-        any(messages[-1].role != "assistant" for messages in conversations.values()),
-        f"{names} must end with the assistant's message",
-    )
-    if not any(row.has(key) for key in PROMPT_KEYS) and turns:
-        prompt = add_system(row, turns)
+    for messages in conversations.values():
+        drop_if(messages[:-1] != turns, f"{names} part before their last message")
+    for messages in conversations.values():
+        row.refuse_if(messages[-1].role != "assistant", f"{names} must end with the assistant's message")
+    if has_prompt or not turns:
+        prompt = _prompt_before(row, turns)
     else:
-        prompt = _read_prompt(row)
-        if prompt[len(prompt) - len(turns) :] != turns:
-            question = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
-            drop_if(
-                all(turns[start : start + len(question)] != question for start in range(len(turns))),
-                "'prompt' is not what the conversations begin with",
-            )
-            prompt = add_system(row, turns)
+        prompt = add_system(row, turns)
     return prompt, [_answer_of(row, key, messages[-1]) for key, messages in conversations.items()]
+
+
+def _prompt_before(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The prompt of conversations with these turns before the answer: the turns, or the row's prompt if it is longer.
+
+    Raises:
+        Dropped: the row's prompt neither ends with the turns nor is a part of them.
+    """
+    prompt = _read_prompt(row)
+    if prompt[len(prompt) - len(turns) :] == turns:
+        return prompt
+    question = prompt
+    if row.has("system") and turns[:1] != prompt[:1]:
+        question = prompt[1:]
+    starts = range(len(turns))
+    is_in_turns = any(turns[start : start + len(question)] == question for start in starts)
+    drop_if(not is_in_turns, "'prompt' is not what the conversations begin with")
+    return add_system(row, turns)
 
 
 def _label_key(row: Row) -> str:
@@ -337,7 +409,7 @@ def _label_key(row: Row) -> str:
     return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
 
 
-def _read_judged(row: Row, key: str) -> TrainerState:
+def _read_judged(row: Row, key: str) -> PromptAndResponses:
     """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
     if row.has("completion") or not row.has("messages"):
         messages, (text,) = _read_answers(row, ["completion"])
@@ -349,12 +421,17 @@ def _read_judged(row: Row, key: str) -> TrainerState:
             "'messages' does not end with the assistant's message, which 'label' would be about",
         )
         drop_if(len(conversation) == 1, "'messages' holds nothing but the assistant's message")
-        messages, text = add_system(row, conversation[:-1]), _answer_of(row, "messages", conversation[-1])
+        messages = add_system(row, conversation[:-1])
+        text = _answer_of(row, "messages", conversation[-1])
     row.refuse_if(
         not row.has(key) and row.has(_label_key(row)),
         f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same",
     )
-    return messages, (Response(text, (read_verdict if key == "label" else read_score)(row, key)),)
+    if key == "label":
+        score = read_verdict(row, key)
+    else:
+        score = read_score(row, key)
+    return messages, (Response(text, score),)
 
 
 def _answer_of(row: Row, key: str, message: Message) -> str:
@@ -364,33 +441,46 @@ def _answer_of(row: Row, key: str, message: Message) -> str:
     return message.text
 
 
-def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> TrainerState:
+def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> PromptAndResponses:
     """A prompt with one solution in steps, each with its class."""
     messages = _read_prompt(row)
-    lists: list[Sequence[object]] = []
-    for key in ("completions", "labels"):
-        value = row.nested(key) if row.has(key) else None
-        drop_if(value is None or value == [], f"{key!r} is {'missing' if value is None else 'empty'}")
-        if not isinstance(value, list | tuple):
-            raise row.fail(f"{key!r} must be a list; got {value!r}"[:200])
-        lists.append(value)
-    steps, labels = lists
+    steps = _read_list(row, "completions")
+    labels = _read_list(row, "labels")
     row.refuse_if(
         len(steps) != len(labels), f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label"
     )
-    texts, step_labels = list[str](), list[int]()
+    texts = list[str]()
+    step_labels = list[int]()
     for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
-        drop_if(step is None or is_blank(step), "a blank step")
+        drop_if(step is None or is_only_space(step), "a blank step")
         drop_if(label is None, "a step without a label")
         texts.append(row.checked(step, f"completions {number}"))
-        if isinstance(label, bool):
-            step_labels.append(classes[1] if label else min(classes.values()))
-        elif isinstance(label, int | float) and label in classes:
-            step_labels.append(classes[int(label)])
-        else:
-            hint = ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes)" if label == -1 else ""
-            raise row.fail(f"'labels' {number} must be true, false or one of {sorted(classes)}; got {label!r}{hint}")
+        step_labels.append(_class_of(row, label, number, classes))
     return messages, (stepwise(texts, step_labels, separator),)
+
+
+def _read_list(row: Row, key: str) -> Sequence[object]:
+    """The list under a key; a row in which it is missing or empty is dropped."""
+    drop_if(not row.has(key), f"{key!r} is missing")
+    value = row.nested(key)
+    drop_if(value == [], f"{key!r} is empty")
+    if not isinstance(value, list | tuple):
+        raise row.fail(f"{key!r} must be a list; got {shown_with_type(value)}")
+    return value
+
+
+def _class_of(row: Row, label: object, number: int, classes: Mapping[int, int]) -> int:
+    """The class of a step by its label: true, false or a rating."""
+    if isinstance(label, bool):
+        if label:
+            return classes[1]
+        return min(classes.values())
+    if isinstance(label, int | float) and label in classes:
+        return classes[int(label)]
+    hint = ""
+    if label == -1:
+        hint = ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes)"
+    raise row.fail(f"'labels' {number} must be true, false or one of {sorted(classes)}; got {label!r}{hint}")
 
 
 def read_verdict(row: Row, key: str) -> float:
@@ -402,10 +492,13 @@ def read_verdict(row: Row, key: str) -> float:
     """
     drop_if(not row.has(key), f"{key!r} is missing")
     value = row.data[key]
-    value = VERDICTS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = VERDICTS.get(value.strip().lower(), value)
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
-        rating = ". A rating stands under 'rating', and data.label_above makes it a label" if key == "label" else ""
-        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{rating}")
+        hint = ""
+        if key == "label":
+            hint = ". A rating stands under 'rating', and data.label_above makes it a label"
+        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{hint}")
     return float(value)
 
 
@@ -421,10 +514,8 @@ def read_score(row: Row, key: str) -> float:
     if isinstance(value, str):  # of a table of texts
         with suppress(ValueError):
             value = float(value)
-    row.refuse_if(
-        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value),
-        f"{key!r} must be a finite number; got {value!r}",
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise row.fail(f"{key!r} must be a finite number; got {value!r}")
     return float(value)
 
 
@@ -432,10 +523,14 @@ def require(row: Row, key: str) -> None:
     """Drop a row whose ``key`` is missing, null, blank or an empty list, or holds a blank message."""
     value = row.data.get(key)
     drop_if(value is None, f"{key!r} is missing")
-    drop_if(value == [] or is_blank(value), f"{key!r} is blank")
-    messages = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
-    replies = [item for item in messages if not item.get("tool_calls") and item.get("role") != "tool"]
-    drop_if(any(is_blank(item.get("content", item.get("value"))) for item in replies), f"{key!r} has a blank message")
+    drop_if(value == [] or is_only_space(value), f"{key!r} is blank")
+    items = [value]
+    if isinstance(value, list):
+        items = value
+    for item in items:
+        if isinstance(item, Mapping) and not item.get("tool_calls") and item.get("role") != "tool":
+            content = item.get("content", item.get("value"))
+            drop_if(is_only_space(content), f"{key!r} has a blank message")
 
 
 def stepwise(
@@ -443,9 +538,10 @@ def stepwise(
 ) -> Response:
     """A solution of these steps, with ``separator`` in front of every step but the first.
 
-    Nothing is learnt at a step whose label is None. Without a ``score`` it is 1 where no label is the lowest class,
+    Nothing is learnt at a step whose label is None. Without a ``score`` it is 1 if no label is the lowest class,
     and otherwise 0.
     """
-    texts = tuple((separator if index else "") + step for index, step in enumerate(steps))
-    score = float(all(label != 0 for label in labels)) if score is None else score
+    texts = (*steps[:1], *(separator + step for step in steps[1:]))
+    if score is None:
+        score = float(0 not in labels)
     return Response("".join(texts), score, texts, tuple(labels))

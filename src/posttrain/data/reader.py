@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.data.base import Task
+from posttrain.data.base import Split, Task
 from posttrain.data.columns import UnshownColumns
 from posttrain.data.messages import SYSTEM_KEYS
-from posttrain.data.reading import FOLDER, HUB, SUFFIXES, Row, read_file
+from posttrain.data.reading import FOLDER, HUB, SUFFIXES, Row, is_only_space, read_file
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.option_types import Seed
 from posttrain.randomness import permutation
@@ -30,7 +30,6 @@ from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 
 Reader = Callable[..., Task]
-Split = Literal["train", "validation", "test"]
 FileSplit = Literal["train", "validation", "test", "all"]  # of one file that holds all of them
 TestSplit = Literal["test"]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -70,16 +69,18 @@ def reads_rows(read: Reader) -> Reader:
 
     Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``), then on the hub.
     """
-    name, own = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
+    name = read.__name__
+    own = dict(inspect.signature(read, eval_str=True).parameters)
     place = _places().get(name, {})
     needs_path = own["path"].default is inspect.Parameter.empty
+    default_split = own["split"].default if "split" in own else "test"
 
     @wraps(read)
     def sized(*, size: int | None = None, seed: int = 0, **options: Any) -> Task:
         try:
             origin = None
             if place and options.get("path") is None:
-                split = options.get("split", own["split"].default if "split" in own else "test")
+                split = options.get("split", default_split)
                 options |= _local_files(name, split, options)
                 origin = options.get("path")
                 if origin is None and needs_path:
@@ -116,21 +117,33 @@ def row_task(
     """
 
     def make(read: Callable[..., Example]) -> Reader:
-        name, parameters = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
-        first = split or ("test" if splits is TestSplit else "train")
-        there = {"train": train, "validation": "validation" if share is None else train, "test": test}
+        name = read.__name__
+        parameters = dict(inspect.signature(read, eval_str=True).parameters)
+        default = split
+        if default is None:
+            default = "test" if splits is TestSplit else "train"
+        there = {"train": train, "validation": train, "test": test}
+        if share is None:
+            there["validation"] = "validation"
         takes_split = parameters.pop("split", None) is not None
         del parameters["row"]
 
-        def task(*, path: str | None = None, split: Any = first, validation_share: Any = share, **options: Any) -> Task:
+        def task(
+            *, path: str | None = None, split: Any = default, validation_share: Any = share, **options: Any
+        ) -> Task:
             place = path or f"{HUB}{hub}@{there[split]}"
-            options |= {"split": split} if takes_split else {}
+            if takes_split:
+                options["split"] = split
             collected = collect(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
             return collected.as_task(name, place, split, validation_share)
 
-        shared = _options(split=(splits, first), path=(str | None, None))
-        shared |= {} if share is None else _options(validation_share=(Share, share))
-        task.__name__, task.__qualname__, task.__module__, task.__doc__ = name, name, read.__module__, read.__doc__
+        shared = _options(split=(splits, default), path=(str | None, None))
+        if share is not None:
+            shared |= _options(validation_share=(Share, share))
+        task.__name__ = name
+        task.__qualname__ = name
+        task.__module__ = read.__module__
+        task.__doc__ = read.__doc__
         _declare(task, shared | parameters)
         return reads_rows(task)
 
@@ -139,8 +152,11 @@ def row_task(
 
 def _options(**options: tuple[Any, Any]) -> dict[str, inspect.Parameter]:
     """Keyword-only parameters from (type, default) by name."""
-    only = inspect.Parameter.KEYWORD_ONLY
-    return {name: inspect.Parameter(name, only, default=d, annotation=kind) for name, (kind, d) in options.items()}
+    parameters = {}
+    for name, (annotation, default) in options.items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters[name] = inspect.Parameter(name, kind, default=default, annotation=annotation)
+    return parameters
 
 
 def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -150,15 +166,22 @@ def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
 
 def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
     """A reader's docstring with what it has in common with all others."""
-    ends = [place for part in ("\n\nRaises:", "\n\nSource:") if (place := doc.find(part)) >= 0]
-    about, rest = doc[: min(ends, default=len(doc))], doc[min(ends, default=len(doc)) :]
-    about += "" if "\n\nArgs:" in about else "\n\nArgs:"
+    ends = [doc.find(part) for part in ("\n\nRaises:", "\n\nSource:") if part in doc]
+    end = min(ends, default=len(doc))
+    about = doc[:end]
+    rest = doc[end:]
+    if "\n\nArgs:" not in about:
+        about += "\n\nArgs:"
     for name, text in _ABOUT.items():
-        if name in options and f"\n    {name}:" not in about:
-            only_test = name == "split" and options[name].annotation is TestSplit
-            about += f"\n    {name}: {'there is nothing but a test split.' if only_test else text}"
+        if name not in options or f"\n    {name}:" in about:
+            continue
+        if name == "split" and options[name].annotation is TestSplit:
+            text = "there is nothing but a test split."
+        about += f"\n    {name}: {text}"
     about += "\n\nRaises:"
-    about += "".join(f"\n    {name}: {text}" for name, text in _ERRORS.items() if f"\n    {name}:" not in rest)
+    for name, text in _ERRORS.items():
+        if f"\n    {name}:" not in rest:
+            about += f"\n    {name}: {text}"
     return about + rest.removeprefix("\n\nRaises:")
 
 
@@ -180,18 +203,27 @@ def _places() -> Mapping[str, Mapping[str, Any]]:
 
 def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The options that name the task's files in the folder POSTTRAIN_DATA; none where there are no such files."""
-    listed = _places()[name].get("files", {})
-    # a validation split is a part of the training rows, unless it has a file of its own
-    source = "train" if split == "validation" and "validation" not in listed else split
-    further = {key: [f"{name}/{of}"] for key, of in _places()[name].get("also", {}).items() if options.get(key) is None}
-    found = {"path": [f"{name}/{source}", *listed.get(source, ())], **further}
     folder = os.environ.get(FOLDER)
-    there = {
-        key: next((str(f) for f in files if kind_of_file(f) == "file"), None)
-        for key, names in found.items()
-        for files in [(Path(folder) / f"{name}{suffix}" for name in names for suffix in SUFFIXES) if folder else ()]
-    }
-    return {key: file for key, file in there.items() if file is not None} if there["path"] else {}
+    if not folder:
+        return {}
+    place = _places()[name]
+    listed = place.get("files", {})
+    source = split
+    if split == "validation" and "validation" not in listed:
+        source = "train"  # a validation split is a part of the training rows, unless it has a file of its own
+    wanted = {"path": [f"{name}/{source}", *listed.get(source, ())]}
+    for key, other in place.get("also", {}).items():
+        if options.get(key) is None:
+            wanted[key] = [f"{name}/{other}"]
+    found: dict[str, str] = {}
+    for key, names in wanted.items():
+        files = (Path(folder) / f"{stem}{suffix}" for stem in names for suffix in SUFFIXES)
+        file = next((file for file in files if kind_of_file(file) == "file"), None)
+        if file is not None:
+            found[key] = str(file)
+    if "path" in found:
+        return found
+    return {}
 
 
 def _where_to_get(name: str, place: Mapping[str, object]) -> str:
@@ -214,7 +246,7 @@ def drop_if(is_useless: object, reason: str) -> None:
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedExamples:
     """Examples in the order of their rows, the number of rows left out, by reason, and the use of their keys."""
 
     examples: list[Example] = field(default_factory=list)
@@ -228,14 +260,19 @@ class Collected:
         Raises:
             DataError: a key that nothing has read would change what is trained, or is a slip of one that would.
         """
+        of_messages = {key for key in row.used if "[]." in key}
+        ignored = {key for key in of_messages if key.rpartition(".")[2] in row.ignored}
+        for key in sorted(row.used - ignored):
+            if key in of_messages or row.has(key):
+                self.keys[key, "read"] += 1
+        for key in sorted(ignored):
+            self.keys[key, LEFT_OUT] += 1
+        use = "carried along (meta)" if carries else "no part of this task"
         carried: dict[str, Any] = {}
-        inside = {key for key in row.used if "[]." in key and key.rpartition(".")[2] in row.ignored}
-        self.keys.update((key, "read") for key in sorted(row.used - inside) if row.has(key) or "[]." in key)
-        self.keys.update((key, LEFT_OUT) for key in sorted(inside))
         for key in row.unused():
             if key not in self.unshown.silenced:
                 _refuse_meant(row, key)
-            self.keys[key, "carried along (meta)" if carries else "no part of this task"] += 1
+            self.keys[key, use] += 1
             if carries:
                 carried[key] = row.plain(key)
         return carried
@@ -263,9 +300,13 @@ class Collected:
             DataError: there is nothing, or nothing is left for the split.
         """
         self.require_examples(place)
-        part: FileSplit = "all" if share is None else split
+        part: FileSplit = split
+        if share is None:
+            part = "all"
         chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening, test_share=test_share)
-        warnings = () if test_share is None else _describe_part(name, split, len(chosen), len(self.examples))
+        warnings: tuple[str, ...] = ()
+        if test_share is not None:
+            warnings = _describe_part(name, split, len(chosen), len(self.examples))
         return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys), warnings=warnings)
 
 
@@ -275,7 +316,9 @@ def _describe_part(name: str, split: FileSplit, size: int, total: int) -> tuple[
         return ()
     line = f"{name}/{split}: {size:,} of {total:,} rows, which split train leaves out; task.split all takes every row"
     if size >= MIN_HELD_OUT:
-        return (line,) if split == "test" else ()
+        if split == "test":
+            return (line,)
+        return ()
     half = 98.0 / math.sqrt(size + 3.84)  # of Wilson's interval at a share of one half, in points
     return (f"{line}. A share of so few has a 95 % interval of up to ±{half:.0f} points: raise task.{split}_share",)
 
@@ -293,24 +336,26 @@ MEANT = frozenset((
 def _refuse_meant(row: Row, key: str) -> None:
     """Refuse a key of ``MEANT`` that was not read, and one that is a slip of such a key."""
     value = row.plain(key)
-    if value in ([], {}) or (isinstance(value, str) and not value.strip()):
+    if value in ([], {}) or is_only_space(value):
+        return
+    if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
         return
     way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
     if key in _OF_INSTRUCTION:
         way_out += f'. task.prompt_format: "{{{key}}}\\n\\n{{prompt}}" shows it in the prompt'
-    if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
-        return
     row.refuse_if(
         key.strip("\ufeff ").lower() in MEANT,
         f"the key {key!r} is not read here, and without it something else would be trained. {way_out}",
     )
-    near = [  # 'height' is no slip of 'weight', and many words are like 'train'
-        name
-        for name in sorted(MEANT - {*_OF_INSTRUCTION, "train"})
-        if name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2 and not row.has(name)
-    ]
+    names = sorted(MEANT - {*_OF_INSTRUCTION, "train"})  # many words are like 'train'
+    near = [name for name in names if _may_be_slip(key, name) and not row.has(name)]
     for slip in get_close_matches(key, near, n=1, cutoff=0.83):
         raise row.fail(f"unknown key {key!r}. Did you mean {slip!r}? {way_out}")
+
+
+def _may_be_slip(key: str, name: str) -> bool:
+    """Return whether a key may be a slip of a name; 'height' is none of 'weight'."""
+    return name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2
 
 
 def collect(
@@ -323,7 +368,7 @@ def collect(
     carries: bool = False,
     ignored: Sequence[str] = (),
     silenced: Sequence[str] = (),
-) -> Collected:
+) -> CollectedExamples:
     """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
 
     Args:
@@ -335,7 +380,9 @@ def collect(
     Raises:
         DataError: a malformed row, or rows of which none can be used.
     """
-    collected = Collected(dropped=Counter() if dropped is None else dropped)
+    collected = CollectedExamples()
+    if dropped is not None:
+        collected.dropped = dropped
     collected.unshown.silenced = frozenset(silenced)
     for row in rows:
         if ignored:
@@ -362,10 +409,14 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
     ``by_opening``: the prompt up to the user's first message, so that a dialogue and a longer one that goes on from it
     have the same. A text without a prompt has its own.
     """
-    first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
-    messages = example.messages[: first if by_opening else None]
-    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
-    text = text if messages else example.demonstration or ""
+    parts = []
+    for message in example.messages:
+        parts.append(f"{message.role}\x1f{message.content}")
+        if by_opening and message.role == "user":
+            break
+    text = "\x1e".join(parts)
+    if not parts:
+        text = example.demonstration or ""
     return int(hashlib.blake2b(text.encode("utf-8"), digest_size=7).hexdigest(), 16) / 2.0**56
 
 
@@ -391,17 +442,21 @@ def choose_split(
     if not examples:
         raise DataError(place, "no usable examples in it; give a file with rows")
     shares = (share, test_share or 0.0)
-    if split == "all" or (split == "test" and test_share is None) or (split == "train" and not any(shares)):
+    is_whole_test = split == "test" and test_share is None
+    is_whole_train = split == "train" and not any(shares)
+    if split == "all" or is_whole_test or is_whole_train:
         return list(examples)
-    if (split, 0) in (("validation", shares[0]), ("test", shares[1])):
+    if (split == "validation" and shares[0] == 0) or (split == "test" and shares[1] == 0):
         raise DataError(place, f"nothing is held out for {split}; set task.{split}_share above 0")
     hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
     if len(set(hashes)) == 1:
-        options = "validation_share" if test_share is None else "validation_share and test_share"
+        options = "validation_share"
+        if test_share is not None:
+            options = "validation_share and test_share"
         raise DataError(place, f"only one distinct prompt: it cannot be parted; to train on it, set {options} to 0")
     first, second = _ends(sorted(set(hashes)), shares)
     begin, end = {"validation": (0.0, first), "test": (first, second), "train": (second, 1.0)}[split]
-    chosen = [e for e, h in zip(examples, hashes, strict=True) if begin <= h < end]
+    chosen = [example for example, value in zip(examples, hashes, strict=True) if begin <= value < end]
     if not chosen:
         raise DataError(place, f"too few distinct prompts to hold some out for {split}; give more rows, or split all")
     return chosen
@@ -409,14 +464,22 @@ def choose_split(
 
 def _ends(hashes: Sequence[float], shares: tuple[float, float]) -> tuple[float, float]:
     """Return where the two held-out parts end among distinct hashes: each with one at least, as far as there are."""
-    ends, total = [0.0], 0.0
-    for number, share in enumerate(shares):
-        total += share
-        left = [value for value in hashes if value >= ends[-1]]
-        kept = 2 if number == 0 and shares[1] and len(left) > 2 else 1  # for the parts that follow
-        is_parted = share and len(left) > 1
-        ends.append(min(max(total, math.nextafter(left[0], 1.0)), left[-kept]) if is_parted else ends[-1])
-    return ends[1], ends[2]
+    validation, test = shares
+    first = 0.0
+    if validation and len(hashes) > 1:
+        num_kept = 2 if test and len(hashes) > 2 else 1  # for the parts that follow
+        first = _end_of_part(hashes, validation, num_kept)
+    left = [value for value in hashes if value >= first]
+    second = first
+    if test and len(left) > 1:
+        second = _end_of_part(left, validation + test, 1)
+    return first, second
+
+
+def _end_of_part(hashes: Sequence[float], end: float, num_kept: int) -> float:
+    """The end of a part that begins with the lowest of these hashes and leaves ``num_kept`` of them to others."""
+    behind_lowest = math.nextafter(hashes[0], 1.0)
+    return min(max(end, behind_lowest), hashes[-num_kept])
 
 
 def strip_calculations(text: str) -> str:

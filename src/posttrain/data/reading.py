@@ -13,7 +13,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
+from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file
 
@@ -90,7 +91,9 @@ class Row:
     @property
     def number(self) -> str:
         """The row's name among the file's others: ``7``, or ``7.2`` for the second of line 7."""
-        return f"{self.line}.{self.part}" if self.part else str(self.line)
+        if self.part:
+            return f"{self.line}.{self.part}"
+        return str(self.line)
 
     def fail(self, what: str) -> DataError:
         """The error to raise about this row."""
@@ -117,6 +120,16 @@ class Row:
                 return _JSON.decode(value)
         return self.as_written(value)
 
+    def peek(self, key: str) -> Any:
+        """The value as ``nested`` gives it, which does not count as used; None if there is none."""
+        if not self.has(key):
+            return None
+        was_used = key in self.used
+        value = self.nested(key)
+        if not was_used:
+            self.used.discard(key)
+        return value
+
     def is_text(self, key: str) -> bool:
         """Return True if a text stands under ``key`` that is not the JSON text of messages."""
         value = self.data.get(key)
@@ -128,7 +141,9 @@ class Row:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
         if self.is_arrow and isinstance(value, Mapping):
             return {key: self.as_written(one) for key, one in value.items() if one is not None}
-        return [self.as_written(one) for one in value] if self.is_arrow and isinstance(value, list) else value
+        if self.is_arrow and isinstance(value, list):
+            return [self.as_written(one) for one in value]
+        return value
 
     def text(self, key: str) -> str:
         """The text under ``key``."""
@@ -153,7 +168,7 @@ class Row:
     def checked(self, value: object, name: str) -> str:
         """``value`` if it is text that can be used."""
         if not isinstance(value, str):
-            raise self.fail(f"{name!r} must be text; got {shown(value)}")
+            raise self.fail(f"{name!r} must be text; got {shown_with_type(value)}")
         if not value.strip():
             raise self.fail(f"{name!r} is empty; give a text, or leave the row out")
         try:
@@ -173,15 +188,19 @@ class Row:
 
     def meta(self) -> dict[str, Any]:
         """The object under ``meta``, or another value there under this name; empty where there is none."""
-        value = self.plain("meta") if self.has("meta") else {}
-        return dict(value) if isinstance(value, Mapping) else {"meta": value}
+        if not self.has("meta"):
+            return {}
+        value = self.plain("meta")
+        if isinstance(value, Mapping):
+            return dict(value)
+        return {"meta": value}
 
     def entries(self, key: str, what: str) -> list[object]:
         """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``."""
         self.need(key)
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value:
-            raise self.fail(f"{key!r} must be a list {what}; got {shown(value)}")
+            raise self.fail(f"{key!r} must be a list {what}; got {shown_with_type(value)}")
         return list(value)
 
 
@@ -195,10 +214,9 @@ def are_messages(value: object) -> bool:
     )
 
 
-def shown(value: object) -> str:
-    """A value for a message: at most 60 characters, and its type."""
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
+def is_only_space(value: object) -> bool:
+    """Return True if a value is a text of nothing but white space."""
+    return isinstance(value, str) and not value.strip()
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
@@ -221,10 +239,13 @@ def read_file(path: str | Path) -> Iterator[Row]:
     kind = kind_of_file(path)
     if kind == "nothing" and not path.is_absolute() and os.environ.get(FOLDER):
         there = Path(os.environ[FOLDER]) / path
-        path, kind = (there, kind_of_file(there)) if kind_of_file(there) != "nothing" else (path, kind)
+        if kind_of_file(there) != "nothing":
+            path = there
+            kind = kind_of_file(there)
     if kind == "nothing":
-        is_folder = kind_of_file(path.parent) == "folder"
-        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if is_folder else ""
+        near = ""
+        if kind_of_file(path.parent) == "folder":
+            near = suggest(path.name, (p.name for p in path.parent.iterdir()))
         raise DataNotThere(path, f"no such file.{near} Give one that is there")
     if kind != "file":
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
@@ -236,20 +257,23 @@ def read_file(path: str | Path) -> Iterator[Row]:
 
 def _read_lines(path: Path) -> Iterator[Row]:
     number = 0
+    is_gzip = path.suffix.lower() == ".gz"
     try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as stream:
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
             for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     size = f"a line of more than {MAX_LINE_BYTES >> 20} MiB"
                     raise DataError(path, f"{size}; write one object to a line, and shorter texts", number)
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                encoding = "utf-8"
+                if number == 1:
+                    encoding = "utf-8-sig"
+                text = line.decode(encoding).strip()
                 if text:
                     yield Row(str(path), number, _parse_object(text, path, number))
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8"
-        with path.open("rb") as stream:
-            if path.suffix.lower() != ".gz" and stream.read(2) == b"\x1f\x8b":
-                remedy = f"it is gzip, so name it {path.name}.gz"
+        if not is_gzip and _begins_as_gzip(path):
+            remedy = f"it is gzip, so name it {path.name}.gz"
         raise DataError(path, f"not UTF-8 text ({error.reason}); {remedy}", number) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
@@ -259,6 +283,11 @@ def _read_lines(path: Path) -> Iterator[Row]:
         raise DataError(path, f"cannot be read ({error.strerror or error})") from None
 
 
+def _begins_as_gzip(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(2) == b"\x1f\x8b"
+
+
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
@@ -266,11 +295,17 @@ def _integer(digits: str) -> int:
 
 
 def _without_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    twice = _first_twice([name for name, _ in pairs])
     if twice is not None:
         raise ValueError(f"the key {twice!r} stands twice in an object")
     return dict(pairs)
+
+
+def _first_twice(names: Sequence[str]) -> str | None:
+    """The first name that comes again."""
+    if len(set(names)) == len(names):
+        return None
+    return next(name for name in names if names.count(name) > 1)
 
 
 _JSON = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_without_twice)
@@ -286,7 +321,7 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, object]:
         what = f"not usable JSON: {error}; give a flatter object with shorter numbers, and each key once"
         raise DataError(path, what, number) from None
     if not isinstance(value, dict):
-        raise DataError(path, f"a line must be one JSON object; got {shown(value)}", number)
+        raise DataError(path, f"a line must be one JSON object; got {shown_with_type(value)}", number)
     return value
 
 
@@ -305,7 +340,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
+            raise DataError(path, f"row {number} must be one JSON object; got {shown_with_type(value)}", number)
         yield Row(str(path), number, value)
 
 
@@ -325,33 +360,43 @@ def _read_table(path: Path) -> Iterator[Row]:
     """The rows of a csv or tsv file: texts by the names in the first line, without empty cells."""
     csv.field_size_limit(MAX_LINE_BYTES)
     stream = io.StringIO(_whole_text(path), newline="")
-    reader = csv.reader(stream, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-    names, begins = list[str](), 1
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    reader = csv.reader(stream, delimiter=delimiter, strict=True)
+    names = list[str]()
+    next_line = 1
     try:
         for values in reader:
-            begins, line = reader.line_num + 1, begins
+            line = next_line
+            next_line = reader.line_num + 1
             if not any(values):
                 continue
-            if not names:  # one without a name, as pandas writes its index, is called by its place
-                names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
-                if len(names) == 1 and ";" in names[0]:
-                    raise DataError(path, "its cells are parted by ';'; write commas, or tabs in a .tsv file", line)
-                twice = next((name for name in names if names.count(name) > 1), None)
-                if twice is not None:
-                    raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
-            elif any(value[:1] == " " and value.strip()[:1] == value.strip()[-1:] == '"' for value in values):
-                what = "a space stands between a comma and a quoted cell, so that its quotes are text; take it out"
-                raise DataError(path, what, line)
-            elif len(values) != len(names):
+            if not names:
+                names = _table_keys(values, path, line)
+                continue
+            for value in values:
+                bare = value.strip()
+                if value[:1] == " " and bare[:1] == bare[-1:] == '"':
+                    what = "a space stands between a comma and a quoted cell, so that its quotes are text; take it out"
+                    raise DataError(path, what, line)
+            if len(values) != len(names):
                 what = f"{len(values)} cells, and the first line names {len(names)} keys; quote cells with commas"
                 raise DataError(path, what, line)
-            else:
-                yield Row(
-                    str(path), line, {name: value for name, value in zip(names, values, strict=True) if value != ""}
-                )
+            cells = {name: value for name, value in zip(names, values, strict=True) if value != ""}
+            yield Row(str(path), line, cells)
     except csv.Error as error:
         what = f"not a readable table ({error}); quote cells that hold quotes or line ends"
-        raise DataError(path, what, begins) from None
+        raise DataError(path, what, next_line) from None
+
+
+def _table_keys(values: Sequence[str], path: Path, line: int) -> list[str]:
+    """The keys in the first line of a table; one without a name, as pandas writes its index, is called by its place."""
+    names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
+    if len(names) == 1 and ";" in names[0]:
+        raise DataError(path, "its cells are parted by ';'; write commas, or tabs in a .tsv file", line)
+    twice = _first_twice(names)
+    if twice is not None:
+        raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
+    return names
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -363,7 +408,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = _first_twice(names)
         if twice is not None:
             raise DataError(path, f"the column {twice!r} is there twice; give each column its own name")
         for batch in file.iter_batches():
@@ -379,11 +424,16 @@ def _read_hub(path: str) -> Iterator[Row]:
     parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
     if parts is None:
         raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
-    name, config, split = parts["name"], parts["config"], parts["split"] or "train"
-    place = f"hub:{name}" if name.endswith(SUFFIXES) else f"hub:{'/'.join(filter(None, (name, config, split)))}"
+    name = parts["name"]
+    config = parts["config"]
+    split = parts["split"] or "train"
+    is_file = name.endswith(SUFFIXES)
+    place = f"hub:{name}"
+    if not is_file:
+        place = f"hub:{'/'.join(filter(None, (name, config, split)))}"
     failures: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, RuntimeError)
     try:
-        if name.endswith(SUFFIXES):
+        if is_file:
             from huggingface_hub import errors, hf_hub_download
 
             failures += (errors.EntryNotFoundError,)
@@ -396,10 +446,13 @@ def _read_hub(path: str) -> Iterator[Row]:
         except ImportError:
             raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
         failures += (getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError),)
-        first = int(parts["rows"]) if parts["rows"] else None
-        streamed = {} if first is None else {"streaming": True}
-        rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, **streamed)
-        for number, row in enumerate(islice(rows, first), start=1):
+        num_rows = None
+        options: dict[str, Any] = {"split": split}
+        if parts["rows"]:
+            num_rows = int(parts["rows"])
+            options["streaming"] = True
+        rows: Iterable[Any] = datasets.load_dataset(name, config, **options)
+        for number, row in enumerate(islice(rows, num_rows), start=1):
             yield Row(place, number, row, is_arrow=True)
     except failures as error:
         way_out = "Without the hub, give a local file in the same layout as task.path"

@@ -16,7 +16,7 @@ from posttrain.data.render.chat_template import mark, render_history
 from posttrain.data.render.encoding import Tokenizer
 from posttrain.data.render.template import Template
 from posttrain.errors import UsageError
-from posttrain.types import Example, Message
+from posttrain.types import Example
 
 _NUM_READ = 64
 # The ends of common forms, where an assistant begins to speak: turn markers, and names with another speaker before.
@@ -38,18 +38,20 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
     if template.name in ("as_is", "document"):
         return task
     texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
-    ends = [end for end in (_end_of(text, template, tokenizer) for text in texts) if end]
-    if not ends or 2 * len(ends) <= len(texts):
+    ends = list(filter(None, (_end_of(text, template, tokenizer) for text in texts)))
+    if 2 * len(ends) <= len(texts):
         return task
-    end, own = max(ends, key=ends.count), _own_end(template)
-    share = f"{len(ends)} of {len(texts)} prompts"
+    end = max(ends, key=ends.count)
+    own = _own_end(template)
     if end != own:
         read = "" if len(texts) == len(task.examples) else "the first "
+        taken_by = _TAKEN_BY.get(end, "as_is, which takes")
         raise UsageError(
             f"{where}: {len(ends)} of {read}{len(texts)} prompts are rendered already: they end in {end!r}, and "
             f"prompt.template {template.name} would render them again. Use prompt.template "
-            f"{_TAKEN_BY.get(end, 'as_is, which takes')} them as they are, or give the questions alone"
+            f"{taken_by} them as they are, or give the questions alone"
         )
+    share = f"{len(ends)} of {len(texts)} prompts"
     line = f"{where}: {share} that were read are rendered already (they end in {end!r}) and are taken as they are"
 
     def take(example: Example) -> Example:
@@ -64,10 +66,49 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
     return replace(task, examples=examples, warnings=(*task.warnings, line))
 
 
+def take_rendered_prompts(
+    examples: Sequence[Example], template: Template, tokenizer: Tokenizer, where: str
+) -> tuple[list[Example], tuple[str, ...]]:
+    """Return prompts that are asked once, those marked that are rendered already, and lines that say so.
+
+    Raises:
+        UsageError: they are rendered in a form other than the template's.
+    """
+    task = take_rendered(Task("prompts", "prompts", list(examples)), template, tokenizer, where)
+    return list(task.examples), task.warnings
+
+
+def note_rendered(task: Task, tokenizer: Tokenizer | None = None) -> str:
+    """Return a line about a task whose prompts are rendered already, in any form; nothing for other tasks."""
+    texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
+    ends = [end for end in (_any_end(text, tokenizer) for text in texts) if end]
+    if not ends or 2 * len(ends) <= len(texts):
+        return ""
+    end = max(ends, key=ends.count)
+    takes = _TAKEN_BY.get(end, "as_is, which takes")
+    return (
+        f"{len(ends)} of the {len(texts)} prompts that were read are rendered already: they end in {end!r}. Use "
+        f"prompt.template {takes} them as they are"
+    )
+
+
+def _any_end(text: str, tokenizer: Tokenizer | None) -> str:
+    """Return the end of a prompt that is rendered in a common form, or in the tokenizer's; empty for any other text."""
+    kept = text.rstrip()
+    turn = _TURN.search(kept)
+    if turn is not None:
+        return turn[0].strip()
+    suffix = "" if tokenizer is None else _chat_end(tokenizer)
+    if suffix and kept.endswith(suffix):
+        return suffix
+    return _named_end(kept)
+
+
 def _prompt_of(example: Example) -> str:
     """The prompt, if it is one text of a user."""
-    message = example.messages[0] if len(example.messages) == 1 else Message("assistant", "")
-    return message.content if message.role == "user" else ""
+    if len(example.messages) == 1 and example.messages[0].role == "user":
+        return example.messages[0].content
+    return ""
 
 
 def _own_end(template: Template) -> str:
@@ -77,7 +118,8 @@ def _own_end(template: Template) -> str:
 
 def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
     """The end of a rendered prompt; empty for any other text."""
-    own, kept = _own_end(template), text.rstrip()
+    own = _own_end(template)
+    kept = text.rstrip()
     if own and kept.endswith(own):
         return own
     turn = _TURN.search(kept)
@@ -86,7 +128,9 @@ def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
     suffix = _chat_end(tokenizer)
     if suffix and kept.endswith(suffix):
         return suffix
-    return _named_end(kept) if own or template.chat else ""
+    if own or template.chat:
+        return _named_end(kept)
+    return ""
 
 
 def _named_end(text: str) -> str:
@@ -95,7 +139,9 @@ def _named_end(text: str) -> str:
     named = _ASSISTANT.fullmatch(before.rpartition("\n")[2])
     if named is None or not _SPEAKER.search(before):
         return ""
-    return named[1] if before == text else f"{named[1]} <think>"
+    if before == text:
+        return named[1]
+    return f"{named[1]} <think>"
 
 
 def _chat_end(tokenizer: Tokenizer) -> str:
@@ -103,6 +149,8 @@ def _chat_end(tokenizer: Tokenizer) -> str:
     if not tokenizer.chat_template:
         return ""
     with suppress(UsageError):
-        end = render_history(tokenizer, [("user", mark(0))], {}, prompt=True).partition(mark(0))[2].strip()
-        return end if re.search(r"[<\[|]", end) else ""
+        rendered = render_history(tokenizer, [("user", mark(0))], {}, prompt=True)
+        end = rendered.partition(mark(0))[2].strip()
+        if re.search(r"[<\[|]", end):
+            return end
     return ""

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from posttrain.data.base import Task
-from posttrain.data.messages import is_blank
+from posttrain.data.base import Split, Task
 from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
-from posttrain.data.reader import Collected, Dropped, Share, Split, drop_if, reads_rows, row_task, strip_calculations
-from posttrain.data.reading import Row, read_file
+from posttrain.data.reader import CollectedExamples, Dropped, Share, drop_if, reads_rows, row_task, strip_calculations
+from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.errors import UsageError
+from posttrain.option_types import shown_with_type
 from posttrain.registry import register
 from posttrain.types import Example, Message, Response
 
@@ -49,18 +49,14 @@ def judged_solutions(
         problem_key, solution_key: where the texts stand.
         verdict_key: where true, false, 1 or 0 stands.
     """
-    collected = Collected()
+    collected = CollectedExamples()
     groups: dict[str, tuple[Row, list[Response]]] = {}
     for row in judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped):
         try:
             require(row, problem_key)
             require(row, solution_key)
-            ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
-            row.refuse_if(
-                not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids),
-                f"{RESPONSE_IDS!r} must be a list of token ids",
-            )
-            response = Response(row.text(solution_key), read_verdict(row, verdict_key), ids=tuple(ids))
+            ids = _response_ids(row)
+            response = Response(row.text(solution_key), read_verdict(row, verdict_key), ids=ids)
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
             continue
@@ -69,9 +65,20 @@ def judged_solutions(
         groups.setdefault(problem, (row, []))[1].append(response)
     for problem, (first, responses) in groups.items():
         meta = {key: first.plain(key) for key in META_KEYS if first.has(key)}
-        id, messages = f"judged_solutions/{split}/{first.line}", (Message("user", problem),)
+        id = f"judged_solutions/{split}/{first.line}"
+        messages = (Message("user", problem),)
         collected.examples.append(Example(id, messages, responses=tuple(responses), meta=meta))
     return collected.as_task("judged_solutions", path, split, validation_share)
+
+
+def _response_ids(row: Row) -> tuple[int, ...]:
+    """The token ids of a solution as it was sampled; none if the row has none."""
+    if not row.has(RESPONSE_IDS):
+        return ()
+    ids = row.plain(RESPONSE_IDS)
+    are_ids = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+    row.refuse_if(not are_ids, f"{RESPONSE_IDS!r} must be a list of token ids")
+    return tuple(ids)
 
 
 @register("task", held_out="validation")
@@ -92,12 +99,16 @@ def math_shepherd(row: Row) -> Example:
     pieces, labels = align(row.text("input"), row.text("label"))
     problem, mark, first = pieces[0].rpartition("Step 1:")
     drop_if(not mark, "no 'Step 1:' behind the problem")
-    kind = row.text("task") if row.has("task") else None
+    meta: dict[str, object] = {"first_error": labels.index(0) if 0 in labels else None}
     texts = [problem, mark + first, *pieces[1:]]
-    problem, *steps = ((strip_calculations(text) if kind == "GSM8K" else text).strip() for text in texts)
+    if row.has("task"):
+        meta["task"] = row.text("task")
+    if meta.get("task") == "GSM8K":
+        texts = [strip_calculations(text) for text in texts]
+    problem, *steps = (text.strip() for text in texts)
     drop_if(not problem, "a blank problem")
-    drop_if(not all(re.sub(r"\AStep \d+:", "", step).strip() for step in steps), "a blank step")
-    meta = {"first_error": labels.index(0) if 0 in labels else None} | ({} if kind is None else {"task": kind})
+    for step in steps:
+        drop_if(not re.sub(r"\AStep \d+:", "", step).strip(), "a blank step")
     response = stepwise(steps, labels, score=float(labels[-1]))
     return Example("", (Message("user", problem),), responses=(response,), meta=meta)
 
@@ -113,7 +124,8 @@ def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
     *pieces, rest = tagged.split(_TAG)
     drop_if(not pieces, "no step tag in 'input'")
     drop_if(rest.strip(), "text behind the last step tag")
-    labels, position = list[int](), 0
+    labels = list[int]()
+    position = 0
     for piece in pieces:
         end = position + len(piece)
         if signed[position:end] != piece or signed[end : end + 1] not in _SIGNS:
@@ -163,10 +175,15 @@ def prm800k(
         raise UsageError(
             "task.neutral says what a rating of 0 is where there are two classes; with num_classes 3 leave it out"
         )
-    classes = CLASSES[3] if num_classes == 3 else {-1: 0, 0: int(neutral != "bad"), 1: 1}
+    classes = CLASSES[3]
+    if num_classes == 2:
+        classes = {-1: 0, 0: int(neutral != "bad"), 1: 1}
     source = "test" if split == "test" else "train"
-    files = {"": path} if path is not None else {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
-    collected, rated = Collected(), dict[bytes, int]()
+    files = {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
+    if path is not None:
+        files = {"": path}
+    collected = CollectedExamples()
+    rated = dict[bytes, int]()
     for name, place in files.items():
         for row in _join_steps(read_file(place), collected):
             try:
@@ -179,52 +196,81 @@ def prm800k(
     return collected.as_task("prm800k", path or f"hub:{HUB}/{source}", split, validation_share)
 
 
-def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
+def _join_steps(rows: Iterable[Row], collected: CollectedExamples) -> Iterator[Row]:
     """Yield rows as published: those of one candidate step each become one row for each solution.
 
     Such rows belong together as long as each continues, or is an alternative to, the one before. The step that the next
     rows have at the end of their ``responses`` is the chosen one.
     """
-    first: Row | None = None
-    problem, prefix, steps = "", list[str](), list[dict[str, Any]]()
-
-    def joined(row: Row) -> Row:
-        return replace(row, data={"question": {"problem": problem}, "label": {"steps": steps}})
-
+    solution: _JoinedSolution | None = None
     for row in rows:
         if "next_response" not in row.data:
-            yield from [row] if first is None else [joined(first), row]
-            first = None
+            if solution is not None:
+                yield solution.as_row()
+            solution = None
+            yield row
             continue
-        before, text = row.data.get("responses"), row.data["next_response"]
+        before = row.data.get("responses")
+        text = row.data["next_response"]
         if not isinstance(before, list):
             raise row.fail("'responses' must be a list of the steps before")
-        if any(step is None or is_blank(step) for step in (*before, text)):
+        if any(step is None or is_only_space(step) for step in (*before, text)):
             collected.dropped["a blank step"] += 1
             continue
         before = [row.checked(step, f"step {number}") for number, step in enumerate(before, start=1)]
         text = row.checked(text, f"step {len(before) + 1}")
-        text += f"\n\n# Answer\n\n{row.answer('answer')}" if row.has("answer") else ""
-        instruction = row.text("instruction").strip()
-        last = [candidate["text"] for candidate in steps[-1]["completions"]] if steps else []
-        continues = before[:-1] == prefix and before[-1:] != [] and before[-1] in last
-        if first is None or instruction != problem or not (before == prefix or continues):
-            if first is not None:
-                yield joined(first)
-            given = [{"completions": [{"text": step, "rating": None}], "chosen_completion": 0} for step in before]
-            first, problem, prefix, steps = row, instruction, before, [*given, {"completions": []}]
-        elif continues:
-            chosen = steps[-1].get("chosen_completion")
-            if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
-                steps[-1]["chosen_completion"] = last.index(before[-1])
-            steps.append({"completions": []})
-            prefix = before
-        if row.data.get("is_preferred_response"):
-            steps[-1]["chosen_completion"] = len(steps[-1]["completions"])
-        steps[-1]["completions"].append({"text": text, "rating": _rating(row, row.data.get("rating"))})
+        if row.has("answer"):
+            text += f"\n\n# Answer\n\n{row.answer('answer')}"
+        problem = row.text("instruction").strip()
+        if solution is None or not solution.takes(problem, before):
+            if solution is not None:
+                yield solution.as_row()
+            solution = _JoinedSolution(row, problem, before)
+        solution.add(before, text, _rating(row, row.data.get("rating")), row.data.get("is_preferred_response"))
         collected.settle_keys(row, carries=False)
-    if first is not None:
-        yield joined(first)
+    if solution is not None:
+        yield solution.as_row()
+
+
+class _JoinedSolution:
+    """Rows of one candidate step each that make up one solution; ``prefix``: the steps before the last one."""
+
+    def __init__(self, first: Row, problem: str, prefix: list[str]) -> None:
+        self.first = first
+        self.problem = problem
+        self.prefix = prefix
+        self.steps: list[dict[str, Any]] = []
+        for step in prefix:
+            self.steps.append({"completions": [{"text": step, "rating": None}], "chosen_completion": 0})
+        self.steps.append({"completions": []})
+
+    def takes(self, problem: str, before: list[str]) -> bool:
+        """Return whether a candidate behind these steps is an alternative to the last one, or continues it."""
+        return problem == self.problem and (before == self.prefix or self._is_continued_by(before))
+
+    def add(self, before: list[str], text: str, rating: int | None, is_preferred: object) -> None:
+        """Add a candidate that stands behind these steps."""
+        if before != self.prefix:
+            last = self._last_texts()
+            chosen = self.steps[-1].get("chosen_completion")
+            if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
+                self.steps[-1]["chosen_completion"] = last.index(before[-1])
+            self.steps.append({"completions": []})
+            self.prefix = before
+        candidates = self.steps[-1]["completions"]
+        if is_preferred:
+            self.steps[-1]["chosen_completion"] = len(candidates)
+        candidates.append({"text": text, "rating": rating})
+
+    def as_row(self) -> Row:
+        """The solution as it is published, in one row."""
+        return replace(self.first, data={"question": {"problem": self.problem}, "label": {"steps": self.steps}})
+
+    def _is_continued_by(self, before: list[str]) -> bool:
+        return before[:-1] == self.prefix and before != [] and before[-1] in self._last_texts()
+
+    def _last_texts(self) -> list[str]:
+        return [candidate["text"] for candidate in self.steps[-1]["completions"]]
 
 
 def _rating(row: Row, value: Any) -> int | None:
@@ -245,24 +291,15 @@ def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int],
     """
     drop_if(row.data.get("is_quality_control_question"), "a quality-control solution, given to every labeller")
     drop_if(row.data.get("is_initial_screening_question"), "a screening solution, given to every labeller")
-    question, label = (_object(row, row.data.get(key), repr(key)) for key in ("question", "label"))
-    finish, steps = label.get("finish_reason"), label.get("steps")
+    question = _object(row, row.data.get("question"), "'question'")
+    label = _object(row, row.data.get("label"), "'label'")
+    finish = label.get("finish_reason")
+    steps = label.get("steps")
     drop_if(finish == _BROKEN, "a problem that the labeller found broken")
     if not isinstance(steps, list):
         raise row.fail("'label' needs 'steps', a list")
     problem = Row(row.place, row.line, question).text("problem").strip()
-    trunk, branches, is_over, num_behind = list[Candidate](), list[list[Candidate]](), False, 0
-    for number, step in enumerate(steps, start=1):
-        candidates, chosen = _read_step(row, _object(row, step, f"'label.steps' {number}"), number)
-        if is_over or not candidates:
-            num_behind += len(candidates)
-            continue
-        goes_on = 0 if chosen is None and candidates[0][1] is not None else chosen
-        branches += [[*trunk, candidate] for n, candidate in enumerate(candidates) if n != goes_on]
-        trunk += [] if goes_on is None else [candidates[goes_on]]
-        is_over = chosen is None
-    if num_behind:
-        dropped["a candidate step behind one that nothing goes on from"] += num_behind
+    trunk, branches = _follow(row, steps, dropped)
     labelled = [(trunk, _new_ratings(problem, trunk, 0, rated, dropped))]
     for branch in branches:
         if branch[-1][1] is None:
@@ -271,14 +308,44 @@ def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int],
             labelled.append((branch, _new_ratings(problem, branch, len(branch) - 1, rated, dropped)))
     kept = [(path, ratings) for path, ratings in labelled if any(rating is not None for rating in ratings)]
     drop_if(not kept, "a solution that adds no rated step")
-    responses = [
-        stepwise([text for text, _ in path], [None if rating is None else classes[rating] for rating in ratings])
-        for path, ratings in kept
-    ]
-    ratings = [rating for _, rating in kept[0][0]]
-    meta = {"first_error": ratings.index(-1) if -1 in ratings else None}
-    meta |= {} if finish is None else {"finish": finish}
+    responses = []
+    for path, ratings in kept:
+        labels = [None if rating is None else classes[rating] for rating in ratings]
+        responses.append(stepwise([text for text, _ in path], labels))
+    first_path = kept[0][0]
+    all_ratings = [rating for _, rating in first_path]
+    meta: dict[str, object] = {"first_error": all_ratings.index(-1) if -1 in all_ratings else None}
+    if finish is not None:
+        meta["finish"] = finish
     return Example("", (Message("user", problem),), responses=tuple(responses), meta=meta)
+
+
+def _follow(row: Row, steps: list[object], dropped: Counter[str]) -> tuple[list[Candidate], list[list[Candidate]]]:
+    """The path of the chosen candidates, and a path to each other candidate.
+
+    It ends at the first step without a chosen candidate, of which it has the first one if this is rated.
+    """
+    trunk = list[Candidate]()
+    branches = list[list[Candidate]]()
+    is_over = False
+    num_behind = 0
+    for number, step in enumerate(steps, start=1):
+        candidates, chosen = _read_step(row, _object(row, step, f"'label.steps' {number}"), number)
+        if is_over or not candidates:
+            num_behind += len(candidates)
+            continue
+        followed = chosen
+        if chosen is None and candidates[0][1] is not None:
+            followed = 0
+        for place, candidate in enumerate(candidates):
+            if place != followed:
+                branches.append([*trunk, candidate])
+        if followed is not None:
+            trunk.append(candidates[followed])
+        is_over = chosen is None
+    if num_behind:
+        dropped["a candidate step behind one that nothing goes on from"] += num_behind
+    return trunk, branches
 
 
 def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Candidate], int | None]:
@@ -286,7 +353,8 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
 
     A step that the labeller wrote in place of the candidates is that one.
     """
-    completions, written = list(step.get("completions") or ()), step.get("human_completion")
+    completions = list(step.get("completions") or ())
+    written = step.get("human_completion")
     chosen = step.get("chosen_completion")
     row.refuse_if(
         chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(completions)),
@@ -294,15 +362,19 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
     )
     if chosen is None and written is not None:
         chosen = len(completions)
-        text = written.get("text") if isinstance(written, Mapping) else written
-        completions.append({"text": text, "rating": None})
+        if isinstance(written, Mapping):
+            written = written.get("text")
+        completions.append({"text": written, "rating": None})
     candidates: list[Candidate] = []
     for completion in completions:
         row.refuse_if(
             not isinstance(completion, Mapping), f"step {number}: a completion must be an object with text and rating"
         )
-        text, rating = completion.get("text"), None if completion.get("flagged") else completion.get("rating")
-        drop_if(text is None or is_blank(text), "a blank step")
+        text = completion.get("text")
+        rating = completion.get("rating")
+        if completion.get("flagged"):
+            rating = None
+        drop_if(text is None or is_only_space(text), "a blank step")
         candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
 
@@ -315,19 +387,24 @@ def _new_ratings(
     key = problem.encode()
     for index, (text, own_rating) in enumerate(path):
         key = hashlib.blake2b(key + b"\x1f" + text.encode(), digest_size=12).digest()
-        rating = own_rating if index >= start else None
-        before = None if rating is None else rated.get(key)
-        if before is not None and not (rating == -1 and index < len(path) - 1):
-            other = "" if before == rating else ", with another rating"
-            dropped[f"a candidate step that was rated before{other}"] += 1
-            rating = None
-        elif rating is not None:
-            rated[key] = rating
-        ratings.append(rating)
+        if index < start or own_rating is None:
+            ratings.append(None)
+            continue
+        before = rated.get(key)
+        is_wrong_amid = own_rating == -1 and index < len(path) - 1
+        if before is None or is_wrong_amid:
+            rated[key] = own_rating
+            ratings.append(own_rating)
+            continue
+        reason = "a candidate step that was rated before"
+        if before != own_rating:
+            reason += ", with another rating"
+        dropped[reason] += 1
+        ratings.append(None)
     return ratings
 
 
 def _object(row: Row, value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise row.fail(f"{name} must be an object, as in the published files; got {value!r}"[:200])
+        raise row.fail(f"{name} must be an object, as in the published files; got {shown_with_type(value)}")
     return value

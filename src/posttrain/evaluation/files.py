@@ -14,12 +14,14 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from posttrain.errors import DataError, UsageError
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item, Kinds, read_items, write_items
-from posttrain.store.durable import refuse_links, replace_file, storage_errors
+from posttrain.store.durable import refuse_links, replace_file, storage_errors, write_json
 from posttrain.store.environment import describe_environment
 from posttrain.store.reading import read_record
 from posttrain.untrusted import first_fault, harmless
 
-ITEMS, RESULTS, SUMMARY = "items.jsonl", "results.json", "summary.md"
+ITEMS = "items.jsonl"
+RESULTS = "results.json"
+SUMMARY = "summary.md"
 # Settings that say which weights were asked and how they were named.
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
@@ -28,7 +30,7 @@ WritePage = Callable[[Evaluation, Mapping[str, object], Mapping[str, object]], s
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedEvaluation:
     """A finished evaluation, read from its folder."""
 
     folder: Path
@@ -46,8 +48,10 @@ class Finished:
     @property
     def template(self) -> str:
         """The name of its template."""
-        word = self.settings.get("template", "")
-        return str(word["name"] if isinstance(word, Mapping) else word)
+        template = self.settings.get("template", "")
+        if isinstance(template, Mapping):
+            return str(template["name"])
+        return str(template)
 
     def items(self) -> list[Item]:
         """Its items (see ``read_items``); each has as many answers as the settings say, or none."""
@@ -116,11 +120,12 @@ def write_records(
         (folder / RESULTS).unlink(missing_ok=True)
     write_items(items, folder / ITEMS)
     replace_file(folder / SUMMARY, harmless(page).encode())
-    written = {**content, "environment": environment or describe_environment()}
-    replace_file(folder / RESULTS, json.dumps(written, indent=1, default=str).encode() + b"\n")
+    if environment is None:
+        environment = describe_environment()
+    write_json(folder / RESULTS, {**content, "environment": environment}, default=str)
 
 
-def read_finished(folder: str | Path) -> Finished:
+def read_finished(folder: str | Path) -> FinishedEvaluation:
     """The finished evaluation in ``folder``.
 
     Raises:
@@ -133,7 +138,9 @@ def read_finished(folder: str | Path) -> Finished:
         raise DataError(path, "no evaluation was finished here; `posttrain evaluate` writes this file last") from None
     except (ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
-    keys = content if isinstance(content, dict) else {}
+    keys = {}
+    if isinstance(content, dict):
+        keys = content
     if "measured" in keys:
         raise DataError(
             path,
@@ -151,27 +158,33 @@ def read_finished(folder: str | Path) -> Finished:
     except ValidationError as error:
         raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
     results = {name: value for name, value in checked.results.items() if value is not None}
-    return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
+    return FinishedEvaluation(
+        Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing
+    )
 
 
-def is_evaluation(folder: str | Path) -> bool:
+def is_evaluation_folder(folder: str | Path) -> bool:
     """Return whether a folder is of an evaluation, and not of a model or a run."""
     path = Path(folder)
-    return (path / RESULTS).is_file() and not ((path / "recipe.yaml").is_file() or (path / "config.json").is_file())
+    is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
+    return (path / RESULTS).is_file() and not is_other
 
 
-def finished_before(folder: Path, settings: Mapping[str, object]) -> Finished | None:
+def finished_before(folder: Path, settings: Mapping[str, object]) -> FinishedEvaluation | None:
     """The evaluation in a folder, if it was finished with the same settings; else None."""
     if not (folder / RESULTS).is_file():
         return None
     finished = read_finished(folder)
-    return finished if _deciding(finished.settings) == _deciding(settings) else None
+    if _deciding(finished.settings) == _deciding(settings):
+        return finished
+    return None
 
 
 def settings_replaced(folder: Path, settings: Mapping[str, object]) -> list[str]:
     """Return the settings in which an evaluation in ``folder`` differs from this one; none where they are not read."""
     try:
-        before = _deciding(dict(json.loads(read_record(folder / RESULTS))["settings"]))
+        content = json.loads(read_record(folder / RESULTS))
+        before = _deciding(dict(content["settings"]))
     except (FileNotFoundError, DataError, ValueError, KeyError, TypeError, RecursionError):
         return []
     now = _deciding(settings)
@@ -186,18 +199,25 @@ def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, o
     Args:
         wanted_settings: settings by the name of a folder below; the empty name is the folder itself.
     """
-    folder, number = wanted, 1
-    while any(set(settings_replaced(folder / name, own)) - _OF_WEIGHTS for name, own in wanted_settings.items()):
+    folder = wanted
+    number = 1
+    while True:
+        changed: set[str] = set()
+        for name, settings in wanted_settings.items():
+            changed.update(settings_replaced(folder / name, settings))
+        if changed <= _OF_WEIGHTS:
+            return folder
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
 
 
 def _deciding(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that identify an evaluation, as JSON has them, without the address of a server."""
-    plain: dict[str, object] = json.loads(json.dumps(settings, default=str))
-    engine = plain.get("engine")
-    return plain | ({"engine": {k: v for k, v in engine.items() if k != "url"}} if isinstance(engine, dict) else {})
+    deciding: dict[str, object] = json.loads(json.dumps(settings, default=str))
+    engine = deciding.get("engine")
+    if isinstance(engine, dict):
+        deciding["engine"] = {key: value for key, value in engine.items() if key != "url"}
+    return deciding
 
 
 def weights_mark(path: str) -> str | None:

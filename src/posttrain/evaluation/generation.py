@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from posttrain.activity import phase
+from posttrain.activity import each_piece
 from posttrain.data.base import Task
 from posttrain.errors import UsageError
 from posttrain.evaluation.items import (
@@ -29,7 +29,7 @@ SCORES_AT_A_TIME = 256
 MAX_DRAWS = 20  # examples that are looked at for each question that is asked
 
 
-class Scorer(Protocol):
+class AnswerScorer(Protocol):
     """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
 
     def score(
@@ -101,10 +101,13 @@ def distinct_indices(
     Repeated questions would count as new ones in an interval. Others take their places, as far as there are some among
     the first ``MAX_DRAWS`` times ``n`` that are drawn.
     """
-    size, seen, chosen = len(examples), set[Hashable](), list[int]()
+    size = len(examples)
+    seen = set[Hashable]()
+    chosen = list[int]()
     order: Iterable[int] = range(size)
     if n < size:
-        order = (int(i) for i in permutation(seed, "evaluation items", 0, size)[: MAX_DRAWS * n])
+        drawn = permutation(seed, "evaluation items", 0, size)
+        order = (int(i) for i in drawn[: MAX_DRAWS * n])
     for index in order:
         own = key(examples[index])
         if own not in seen:
@@ -127,9 +130,11 @@ def held_out(
     """
     if len(task.examples) == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-    if not distinct:
-        return [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    return [task.examples[i] for i in distinct_indices(task.examples, n, key=key)]
+    if distinct:
+        indices = distinct_indices(task.examples, n, key=key)
+    else:
+        indices = held_out_indices(len(task.examples), n)
+    return [task.examples[i] for i in indices]
 
 
 def task_label(task: Task) -> str:
@@ -161,7 +166,7 @@ def evaluate(
     sampler: Sampler,
     questions: Questions,
     *,
-    scorer: Scorer | None = None,
+    scorer: AnswerScorer | None = None,
     observe: Callable[[Advance], None] = lambda advance: None,
 ) -> Evaluation:
     """Sample the answers to some questions and grade them.
@@ -178,26 +183,31 @@ def evaluate(
     Raises:
         UsageError: the task is empty, or no prompt fits.
     """
-    started, task, samples = time.perf_counter(), questions.task, questions.samples
+    started = time.perf_counter()
+    task = questions.task
+    samples = questions.samples
     examples, prompts = _read_questions(sampler, questions)
-    num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
+    num_too_long = len(examples) - len(prompts)
+    rollouts = list[Rollout]()
     num_repeated = min(questions.n, len(task.examples)) - len(examples)
     items = [item_of(example, i) for i, example in enumerate(examples)]
     timing = {"generate_seconds": 0.0, "score_seconds": 0.0, "generated_tokens": 0.0}
 
     def tell(phase: str, num_done: int) -> None:
         graded = graded_items(items)
-        num_correct = sum(item.share for item in graded) if graded else None
+        num_correct = None
+        if graded:
+            num_correct = sum(item.share for item in graded)
         observe(Advance(phase, num_done, len(items), num_correct, int(timing["generated_tokens"])))
 
-    size = len(prompts) if questions.batch is None else max(1, questions.batch // samples)
-    for start in _counted(range(0, len(prompts), size), questions.task.name, len(prompts)):
-        slots = list(prompts)[start : start + size]
+    for slots in each_piece(f"evaluation on {task.name}", _batches(list(prompts), questions), "items"):
         groups = _ask(sampler, questions, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
-            items[slot] = item_of(examples[slot], slot, [sample_of(rollout, sampler) for rollout in group])
-        rollouts += [rollout for group in groups for rollout in group]
-        tell("sampling", sum(bool(item.samples) for item in items) + num_too_long)
+            answers = [sample_of(rollout, sampler) for rollout in group]
+            items[slot] = item_of(examples[slot], slot, answers)
+            rollouts += group
+        num_answered = sum(bool(item.samples) for item in items)
+        tell("sampling", num_answered + num_too_long)
     if scorer is not None:
         before = time.perf_counter()
         items = _scored(items, examples, scorer, lambda num_done: tell("scoring", num_done))
@@ -210,19 +220,20 @@ def evaluate(
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
 
 
-def _counted(starts: Sequence[int], task: str, num_prompts: int) -> Iterator[int]:
-    """Yield where batches start, and say how many items were asked."""
-    with phase(f"evaluation on {task}", num_prompts, "items") as asked:
-        for start in starts:
-            asked.num_done = start
-            yield start
+def _batches(slots: list[int], questions: Questions) -> list[list[int]]:
+    """The slots of each batch, whose completions are sampled together."""
+    size = len(slots)
+    if questions.batch is not None:
+        size = max(1, questions.batch // questions.samples)
+    return [slots[start : start + size] for start in range(0, len(slots), size)]
 
 
 def _ask(
     sampler: Sampler, questions: Questions, batch: Mapping[int, tuple[Example, list[int]]], timing: dict[str, float]
 ) -> list[list[Rollout]]:
     """The graded answers to the items of a batch, examples with prompts by place; ``timing`` is added to."""
-    before, slots = time.perf_counter(), list(batch)
+    before = time.perf_counter()
+    slots = list(batch)
     request = RolloutRequest(
         [example for example, _ in batch.values()],
         [prompt for _, prompt in batch.values()],
@@ -251,15 +262,23 @@ def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Exampl
 
 
 def _scored(
-    items: Sequence[Item], examples: Sequence[Example], scorer: Scorer, tell: Callable[[int], None]
+    items: Sequence[Item], examples: Sequence[Example], scorer: AnswerScorer, tell: Callable[[int], None]
 ) -> list[Item]:
     """The items with every answer scored, those of known items too."""
-    owners = [(i, sample) for i, item in enumerate(items) for sample in item.samples]
+    owners = []
+    for index, item in enumerate(items):
+        for sample in item.samples:
+            owners.append((index, sample))
     values: list[float | None] = []
     for start in range(0, len(owners), SCORES_AT_A_TIME):
         part = owners[start : start + SCORES_AT_A_TIME]
-        texts, finishes = [sample.text for _, sample in part], [sample.finish for _, sample in part]
+        texts = [sample.text for _, sample in part]
+        finishes = [sample.finish for _, sample in part]
         values += scorer.score([examples[i] for i, _ in part], texts, finishes)
         tell(part[-1][0] + 1)
     scores = iter(values)
-    return [replace(item, samples=tuple(replace(one, score=next(scores)) for one in item.samples)) for item in items]
+    scored = []
+    for item in items:
+        samples = tuple(replace(sample, score=next(scores)) for sample in item.samples)
+        scored.append(replace(item, samples=samples))
+    return scored

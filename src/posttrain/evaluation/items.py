@@ -93,12 +93,16 @@ class Item:
     @property
     def share(self) -> float:
         """The share of its samples that were right; 0 without samples."""
-        return self.num_correct / len(self.samples) if self.samples else 0.0
+        if self.samples:
+            return self.num_correct / len(self.samples)
+        return 0.0
 
     @property
     def is_ungraded(self) -> bool:
         """There was nothing to grade its answers against."""
-        return bool(self.samples) and all(sample.outcome == "ungraded" for sample in self.samples)
+        if not self.samples:
+            return False
+        return all(sample.outcome == "ungraded" for sample in self.samples)
 
 
 _ITEM = TypeAdapter(Item)
@@ -111,10 +115,14 @@ def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) ->
 
 def meta_of(example: Example) -> dict[str, Scalar]:
     """The facts of an example that are plain values."""
-    return {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
+    facts = {}
+    for key, value in example.meta.items():
+        if value is None or isinstance(value, str | int | float):
+            facts[key] = value
+    return facts
 
 
-def digest_of(examples: Sequence[Example]) -> str:
+def digest_examples(examples: Sequence[Example]) -> str:
     """SHA-256 (16 hex digits) of messages, gold answers, graders and facts: are these rows still the same?"""
     digest = hashlib.sha256()
     for example in examples:
@@ -128,14 +136,24 @@ def _plain(value: object) -> object:
     """A value that JSON does not know, in a form that is the same in every process."""
     if isinstance(value, Mapping):
         return dict(value)
-    return sorted(map(repr, value)) if isinstance(value, Set) else repr(value)
+    if isinstance(value, Set):
+        return sorted(map(repr, value))
+    return repr(value)
 
 
 def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     """The record of a graded answer."""
-    part, tokenizer, template = sampler.grader.format_part, sampler.tokenizer, sampler.grader.template
+    part = sampler.grader.format_part
+    tokenizer = sampler.tokenizer
+    template = sampler.grader.template
     ids = tuple(without_end(tokenizer, template, rollout.completion.ids))
     encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
+    in_format = None
+    if part in rollout.parts:
+        in_format = rollout.parts[part] > 0
+    response_ids = None
+    if not rollout.turns and tuple(encoded) != ids:
+        response_ids = ids
     return ItemSample(
         text=rollout.text,
         extracted=rollout.extracted,
@@ -143,10 +161,10 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
         num_tokens=rollout.completion.num_own,
         finish=rollout.completion.finish,
         reward=rollout.reward,
-        in_format=rollout.parts[part] > 0 if part in rollout.parts else None,
+        in_format=in_format,
         parts=dict(rollout.parts),
         transcript=show_turns(rollout.turns, rollout.failures) or None,
-        response_ids=None if rollout.turns or tuple(encoded) == ids else ids,
+        response_ids=response_ids,
     )
 
 
@@ -156,8 +174,14 @@ def write_items(items: Sequence[Item | Mapping[str, object]], path: Path) -> Non
     Raises:
         StorageError: the disk is full or not writable.
     """
-    plain = [asdict(item, dict_factory=_without_empty) if isinstance(item, Item) else item for item in items]
-    replace_file(path, b"".join(json.dumps(item).encode() + b"\n" for item in plain))
+    lines = []
+    for item in items:
+        if isinstance(item, Item):
+            record: Mapping[str, object] = asdict(item, dict_factory=_without_empty)
+        else:
+            record = item
+        lines.append(json.dumps(record).encode() + b"\n")
+    replace_file(path, b"".join(lines))
 
 
 def _without_empty(fields: list[tuple[str, object]]) -> dict[str, object]:
@@ -240,48 +264,63 @@ def summarize(
         results |= with_interval("accuracy", item_values(graded, "accuracy"), samples)
     else:
         rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
-        results |= mean_interval("reward", rewards) if len(rewards) > 1 else {}
+        if len(rewards) > 1:
+            results |= mean_interval("reward", rewards)
     if samples > 1 and graded:
         results["standard_error"] = standard_error(item_values(graded, "accuracy"))
         for name in measure_names(graded, ks):
-            results |= with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
-    total, in_format, lengths = len(items) * samples, [s.in_format for s in drawn], [s.num_tokens for s in drawn]
+            draws = samples // int(name.partition("@")[2])
+            results |= with_interval(name, item_values(graded, name), draws)
+    results |= _sample_results(drawn, len(items) * samples, task)
+    if task.shares is not None:
+        for name, values in task.shares(items).items():
+            if values:
+                results |= with_interval(name, values, samples)
+                results[f"{name}_n"] = float(len(values))
+    if has_scores(items):
+        results["unscored"] = sum(s.score is None for s in drawn) / (len(items) * samples)
+    parts: dict[str, list[float]] = {}
+    for sample in drawn:
+        for name, value in sample.parts.items():
+            if name not in ("correct", format_part):
+                parts.setdefault(f"reward/{name}", []).append(value)
+    for name, values in parts.items():
+        results[name] = statistics.fmean(values)
+    return results
+
+
+def _sample_results(drawn: Sequence[ItemSample], total: int, task: Task) -> dict[str, float]:
+    """Shares and means over the samples; ``total`` also counts the missing samples of items without answers."""
+    results = {}
+    in_format = [s.in_format for s in drawn]
     if None not in in_format:
         results["format"] = sum(map(bool, in_format)) / total
-    results |= {
-        "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / total,
-        "grading_failures": sum(s.outcome in FAILURES for s in drawn) / total,
-        "truncated": sum(s.finish in TRUNCATED for s in drawn) / total,
-        "completion_length": statistics.fmean(lengths),
-        "reward": statistics.fmean(s.reward for s in drawn),
-    }
+    lengths = [s.num_tokens for s in drawn]
+    results["parse_failures"] = sum(s.outcome == "no_answer" for s in drawn) / total
+    results["grading_failures"] = sum(s.outcome in FAILURES for s in drawn) / total
+    results["truncated"] = sum(s.finish in TRUNCATED for s in drawn) / total
+    results["completion_length"] = statistics.fmean(lengths)
+    results["reward"] = statistics.fmean(s.reward for s in drawn)
     ends = Counter(s.finish for s in drawn)
-    results |= {name: ends[finish] / total for finish, name in OF_EPISODES.items() if ends[finish]}
-    results |= {
-        f"completion_length_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()
-    }
+    for finish, name in OF_EPISODES.items():
+        if ends[finish]:
+            results[name] = ends[finish] / total
+    for name, share in LENGTH_PERCENTILES.items():
+        results[f"completion_length_{name}"] = float(percentile(lengths, share))
     if task.worked is not None:
         results["shows_reasoning"] = sum(task.worked(s.text) for s in drawn) / total
-    for name, values in (task.shares(items) if task.shares is not None else {}).items():
-        if values:
-            results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
-    if has_scores(items):
-        results["unscored"] = sum(s.score is None for s in drawn) / total
-    parts: dict[str, list[float]] = {}
-    for name, value in (pair for sample in drawn for pair in sample.parts.items()):
-        if name not in ("correct", format_part):
-            parts.setdefault(f"reward/{name}", []).append(value)
-    return results | {name: statistics.fmean(values) for name, values in parts.items()}
+    return results
 
 
 def mean_interval(name: str, values: Sequence[float]) -> dict[str, float]:
     """The mean of one value per item, with its 95 % Student-t interval (``_low``, ``_high``)."""
-    middle, half = statistics.fmean(values), half_width(values)
+    middle = statistics.fmean(values)
+    half = half_width(values)
     return {name: middle, f"{name}_low": middle - half, f"{name}_high": middle + half}
 
 
 def graded_items(items: Sequence[Item]) -> list[Item]:
-    """Those that count in accuracy: all but the ungraded; none where nothing that was answered was graded."""
+    """Return the items that count in accuracy: all but the ungraded; none if nothing that was answered was graded."""
     if all(item.is_ungraded for item in items if item.samples):
         return []
     return [item for item in items if not item.is_ungraded]
@@ -294,7 +333,9 @@ def has_scores(items: Sequence[Item]) -> bool:
 
 def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
     """The measures of several samples per item, for each k."""
-    kinds = ["pass", "majority", *(["best_of"] if has_scores(items) else [])]
+    kinds = ["pass", "majority"]
+    if has_scores(items):
+        kinds.append("best_of")
     return [f"{kind}@{k}" for kind in kinds for k in ks]
 
 
@@ -307,10 +348,17 @@ def item_values(items: Sequence[Item], name: str) -> list[float]:
             return item.share
         if kind == "pass":
             return pass_at_k(len(item.samples), item.num_correct, int(k))
+        correct = [sample.is_correct for sample in item.samples]
         if kind == "majority":
-            return majority_at_k([s.extracted for s in item.samples], [s.is_correct for s in item.samples], int(k))
-        scores = [-math.inf if s.score is None else s.score for s in item.samples]
-        return best_of_n(scores, [float(s.is_correct) for s in item.samples], int(k))
+            answers = [sample.extracted for sample in item.samples]
+            return majority_at_k(answers, correct, int(k))
+        scores = []
+        for sample in item.samples:
+            if sample.score is None:
+                scores.append(-math.inf)
+            else:
+                scores.append(sample.score)
+        return best_of_n(scores, [float(c) for c in correct], int(k))
 
     return [value_of(item) for item in items]
 
@@ -327,7 +375,8 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
 
     def measure(places: Sequence[int]) -> dict[str, float]:
         values = [graded[place].share for place in places]
-        return {"n": float(len(values)), **with_interval("accuracy", values, samples)}
+        results = {"n": float(len(values))}
+        return results | with_interval("accuracy", values, samples)
 
     return by_kind([item.meta for item in graded], measure)
 
@@ -340,9 +389,12 @@ def kind_results(kinds: Kinds) -> dict[str, float]:
     results: dict[str, float] = {}
     for key, values in kinds.items():
         for value, measured in values.items():
-            kind = "=".join(re.sub(r"[^\w.+-]+", "_", part)[:MAX_KIND_CHARS] for part in (key, value))
+            words = [re.sub(r"[^\w.+-]+", "_", part)[:MAX_KIND_CHARS] for part in (key, value)]
+            kind = "=".join(words)
+            for one, number in measured.items():
+                if one != "n":
+                    results[f"{kind}:{one}"] = number
             name = next(name for name in measured if name.endswith("accuracy"))
-            results |= {f"{kind}:{one}": number for one, number in measured.items() if one != "n"}
             results[f"{kind}:{name}_n"] = measured["n"]
     return results
 
@@ -360,12 +412,24 @@ def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[i
         values: dict[Scalar, str] = {}  # 1 and 1.0 are one value, called by how it is written first
         for place, meta in enumerate(metas):
             value = meta.get(key)
-            groups.setdefault(values.setdefault(value, NONE if value is None else str(value)), []).append(place)
+            if value is None:
+                text = NONE
+            else:
+                text = str(value)
+            kind = values.setdefault(value, text)
+            groups.setdefault(kind, []).append(place)
         cut = frozenset(map(tuple, groups.values()))
         if 2 <= len(groups) <= min(MAX_KINDS, len(metas) // 2) and cut not in cuts:
             cuts.add(cut)
-            texts = sorted(value for value in values if isinstance(value, str))
-            numbers = sorted(value for value in values if isinstance(value, int | float))
-            ordered = dict.fromkeys(values[value] for value in (*numbers, *texts, *([None] if None in values else [])))
-            kinds[key] = {kind: measure(groups[kind]) for kind in ordered}
+            kinds[key] = {kind: measure(groups[kind]) for kind in _in_order(values)}
     return kinds
+
+
+def _in_order(values: Mapping[Scalar, str]) -> list[str]:
+    """The kinds that ``values`` are called by: of numbers by size, then of texts, then of items without a value."""
+    numbers = sorted(value for value in values if isinstance(value, int | float))
+    texts = sorted(value for value in values if isinstance(value, str))
+    ordered: list[Scalar] = [*numbers, *texts]
+    if None in values:
+        ordered.append(None)
+    return list(dict.fromkeys(values[value] for value in ordered))

@@ -34,7 +34,8 @@ def measure_kl(
     ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy``, ``sampled_completion_length``,
     ``sampled_reward`` and ``sampled_reward/<part>`` for every other part of the reward: means over these answers.
     """
-    task, limit = questions.task, sampler.context_tokens - 1
+    task = questions.task
+    limit = sampler.context_tokens - 1
     examples = held_out(task, questions.n, distinct=sampler.stage is None)
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit)
     key = (questions.seed, f"drift {task.name}", 0)
@@ -43,7 +44,8 @@ def measure_kl(
     if not rollouts:
         raise RunFailure(f"evaluation: the environment failed in every answer; the first: {groups[0][0].failures[0]}")
     batch = answers_as_batch(rollouts)
-    kl, entropy = 0.0, 0.0
+    kl = 0.0
+    entropy = 0.0
     pieces = split_rows(batch, min(tokens_per_micro, MAX_TOKENS), process_group=sampler.process_group)
     for rows, counts in even_pieces(pieces, batch, sampler.process_group, is_sharded=policy.is_sharded):
         part = batch.select(rows)
@@ -56,7 +58,9 @@ def measure_kl(
         chances = torch.where(trained, now.entropy, torch.zeros_like(now.entropy))
         entropy += float(with_float64(chances).sum(dtype=torch.float64))
         kl += float(apart.sum())
-    kl, entropy = (sum(parts) for parts in zip(*sampler.process_group.gather([(kl, entropy)], "drift"), strict=True))
+    of_processes = sampler.process_group.gather([(kl, entropy)], "drift")
+    kl = sum(part for part, _ in of_processes)
+    entropy = sum(part for _, part in of_processes)
     info = {
         "kl_initial": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
@@ -73,17 +77,13 @@ def measure_kl(
 
 def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
     """One row for each answer behind its prompt, the tokens of the answer trained."""
-    return collate(
-        [
-            Sample(
-                [*rollout.prompt_ids, *rollout.completion.ids],
-                [False] * len(rollout.prompt_ids) + list(rollout.completion.written),
-                group=index,
-                prefix=len(rollout.prompt_ids),
-            )
-            for index, rollout in enumerate(rollouts)
-        ]
-    )
+    samples = []
+    for index, rollout in enumerate(rollouts):
+        prefix = len(rollout.prompt_ids)
+        ids = [*rollout.prompt_ids, *rollout.completion.ids]
+        mask = [False] * prefix + list(rollout.completion.written)
+        samples.append(Sample(ids, mask, group=index, prefix=prefix))
+    return collate(samples)
 
 
 @torch.no_grad()
@@ -100,8 +100,11 @@ def kl_of_states(
         UsageError: the other model's vocabulary is smaller, and lacks a likely token.
     """
     was = policy.num_ids
-    policy.restrict(was if num_ids is None else num_ids)
-    over = policy.num_ids
+    if num_ids is not None:
+        policy.restrict(num_ids)
+    vocabulary = policy.num_ids
+    if vocabulary is None:
+        vocabulary = policy.num_rows
     ids, own = policy.top_candidates(batch, NUM_CANDIDATES)
     policy.restrict(was)
     batch.fields["teacher_ids"] = ids.cpu()
@@ -110,15 +113,15 @@ def kl_of_states(
         if int(ids.max()) >= size:
             raise UsageError(f"a likely token of one model is none of the other's {size}; their vocabularies differ")
         before = model.num_ids
-        model.restrict(policy.num_rows if over is None else over)
+        model.restrict(vocabulary)
         theirs = model(batch, "none", with_candidates=True).candidate_logprobs
         model.restrict(before)
     assert theirs is not None
-    vocabulary = policy.num_rows if over is None else over
-    p, q = (
-        x if ids.shape[-1] == vocabulary else with_tail(x)
-        for x in (with_float64(own).double(), with_float64(theirs).double())
-    )
+    p = with_float64(own).double()
+    q = with_float64(theirs).double()
+    if ids.shape[-1] < vocabulary:
+        p = with_tail(p)
+        q = with_tail(q)
     mask = batch.mask.to(p.device)
     kl: Tensor = categorical_kl(p, q)
     return torch.where(mask, kl, torch.zeros_like(kl))

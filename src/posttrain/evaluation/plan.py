@@ -17,7 +17,7 @@ from posttrain.data.rendered import take_rendered
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.evaluation.files import (
     SUMMARY,
-    Finished,
+    FinishedEvaluation,
     WritePage,
     finished_before,
     folder_of_its_own,
@@ -27,9 +27,9 @@ from posttrain.evaluation.files import (
     weights_mark,
     write_evaluation,
 )
-from posttrain.evaluation.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out, task_label
-from posttrain.evaluation.items import default_ks, digest_of
-from posttrain.evaluation.tables import Row, notes_on
+from posttrain.evaluation.generation import Advance, AnswerScorer, Evaluation, Questions, evaluate, held_out, task_label
+from posttrain.evaluation.items import default_ks, digest_examples
+from posttrain.evaluation.tables import ResultsRow, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.sections import TURN_DEFAULTS, Component, task_components
@@ -83,21 +83,31 @@ def choose_drawing(
     Raises:
         UsageError: an option that would do nothing, or k answers out of fewer.
     """
-    temperature = float(samples > 1) if temperature is None else temperature
-    temperature = 0.0 if temperature < SMALLEST_TEMPERATURE else temperature
+    if temperature is None:
+        temperature = float(samples > 1)
+    if temperature < SMALLEST_TEMPERATURE:
+        temperature = 0.0
     if temperature == 0 and samples > 1:
         raise UsageError("--samples: greedy decoding gives the same answer every time; give --temperature above 0")
-    for option, value in (("--top-p", top_p), ("--top-k", top_k)):
-        if temperature == 0 and value is not None:
-            raise UsageError(f"{option}: greedy decoding draws nothing; give --temperature above 0 with it")
-    k = [k] if isinstance(k, int) else k
-    for wanted in k or ():
+    if temperature == 0:
+        for option, value in (("--top-p", top_p), ("--top-k", top_k)):
+            if value is not None:
+                raise UsageError(f"{option}: greedy decoding draws nothing; give --temperature above 0 with it")
+    if k is None:
+        k = ()
+    elif isinstance(k, int):
+        k = [k]
+    for wanted in k:
         if wanted > samples:
             raise UsageError(
                 f"--k {wanted}: that needs at least {wanted} answers to each item; give --samples {wanted} or more"
             )
-    ks = tuple(sorted(set(k))) if k else default_ks(samples)
-    top_p = 1.0 if top_p is None else top_p
+    if k:
+        ks = tuple(sorted(set(k)))
+    else:
+        ks = default_ks(samples)
+    if top_p is None:
+        top_p = 1.0
     return Drawing(samples=samples, ks=ks, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
 
@@ -124,7 +134,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationTrial:
-    """One evaluation: a model on a task under a template. ``data``: digest of the examples (``digest_of``)."""
+    """One evaluation: a model on a task under a template. ``data``: digest of the examples (``digest_examples``)."""
 
     source: ModelSource
     task: Task
@@ -140,7 +150,7 @@ class EvaluationTrial:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """All trials, by model and task and template in the order of the request; ``folder`` holds them."""
 
     trials: list[EvaluationTrial]
@@ -155,7 +165,8 @@ class Plan:
     def settings(self, trial: EvaluationTrial) -> dict[str, Any]:
         """Return all that decides about a trial's answers, as plain data; what is not set is left out."""
         checkpoint = resolve_model_name(trial.source.path)
-        request, recipe = self.request, trial.source.recipe
+        request = self.request
+        recipe = trial.source.recipe
         settings: dict[str, Any] = {
             "model": trial.source.name,
             "label": trial.source.label,
@@ -167,26 +178,29 @@ class Plan:
             "template": trial.template.model_dump(),
         }
         if recipe is not None and plays(trial.source, trial.template):
-            limits = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
-            environment = recipe.environment.model_dump() if recipe.environment is not None else None
-            settings |= {"environment": environment, "tools": recipe.tools, "turns": limits}
-        settings |= asdict(request.drawing) | {
-            "batch": None,
-            "max_tokens": trial.max_tokens,
-            "engine": request.engine.model_dump(),
-            "dtype": request.dtype,
-            "device": request.device,
-            "best_of": request.best_of.name if request.best_of is not None else None,
-            "best_of_weights": self.best_of_weights,
-        }
+            environment = None
+            if recipe.environment is not None:
+                environment = recipe.environment.model_dump()
+            settings["environment"] = environment
+            settings["tools"] = recipe.tools
+            settings["turns"] = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
+        settings |= asdict(request.drawing)
+        settings["batch"] = None
+        settings["max_tokens"] = trial.max_tokens
+        settings["engine"] = request.engine.model_dump()
+        settings["dtype"] = request.dtype
+        settings["device"] = request.device
+        if request.best_of is not None:
+            settings["best_of"] = request.best_of.name
+        settings["best_of_weights"] = self.best_of_weights
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_plan(request: EvaluationRequest) -> Plan:
+def make_plan(request: EvaluationRequest) -> EvaluationPlan:
     """Check a request as far as that goes without loading a model.
 
     Raises:
-        UsageError: components, options or combinations that cannot be.
+        UsageError: components, options or combinations that cannot be used.
     """
     drawing = request.drawing
     if request.best_of is not None and drawing.samples == 1:
@@ -194,49 +208,60 @@ def make_plan(request: EvaluationRequest) -> Plan:
     sources = tell_apart(request.models)
     for source in sources:
         source.refuse_scorer()
-    longest = max(source.max_tokens for source in sources) if request.alike else None
-    own: Sequence[Component | None] = [None]
-    requested_tasks = request.tasks or (choose_common_task(sources) if request.alike else own)
-    combinations = [
-        (source, choose_task(task, source.name, source.recipe), complete_template(template, source) or source.template)
-        for source in sources
-        for task in requested_tasks
-        for template in request.templates or own
-    ]
+    longest = None
+    if request.alike:
+        longest = max(source.max_tokens for source in sources)
+    combinations = _combine(request, sources)
     registry.find("engine", request.engine.name, "--engine").options(request.engine.options, "--engine")
     for source, task, template in combinations:  # before a task is read, which may take long
         build_template(template, "--template")
         check_rewards(source, template)
-        if (registry.traits_of("task", task.name) or {}).get("played") and not plays(source, template):
+        traits = registry.traits_of("task", task.name)
+        is_played = traits is not None and traits.get("played")
+        if is_played and not plays(source, template):
             raise UsageError(
                 f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
                 "template; name a run that was trained in one, or another task"
             )
     components = {task.model_dump_json(): task for _, task, _ in combinations}
     tasks = {key: build_task(component, "--task") for key, component in components.items()}
-    data = {key: digest_of(held_out(task, drawing.n)) for key, task in tasks.items()}
-    trials = [
-        EvaluationTrial(
-            source,
-            tasks[component.model_dump_json()],
-            component,
-            template,
-            drawing.max_tokens or longest or source.max_tokens,
-            Path(),
-            data[component.model_dump_json()],
-        )
-        for source, component, template in combinations
-    ]
+    data = {key: digest_examples(held_out(task, drawing.n)) for key, task in tasks.items()}
+    trials = []
+    for source, component, template in combinations:
+        key = component.model_dump_json()
+        max_tokens = drawing.max_tokens or longest or source.max_tokens
+        trials.append(EvaluationTrial(source, tasks[key], component, template, max_tokens, Path(), data[key]))
     folder, names = _choose_folders(request.out, trials)
     refuse_other(folder)
-    best_of_weights = weights_mark(resolve_model_name(request.best_of.path)) if request.best_of is not None else None
-    plan = Plan(trials, folder, request, best_of_weights)
+    best_of_weights = None
+    if request.best_of is not None:
+        best_of_weights = weights_mark(resolve_model_name(request.best_of.path))
+    plan = EvaluationPlan(trials, folder, request, best_of_weights)
     if request.out is None and folder.exists():  # next to evaluations of other questions
-        folder = folder_of_its_own(
-            folder, {name: plan.settings(trial) for name, trial in zip(names, trials, strict=True)}
-        )
+        wanted = {name: plan.settings(trial) for name, trial in zip(names, trials, strict=True)}
+        folder = folder_of_its_own(folder, wanted)
     in_folders = [replace(trial, folder=folder / name) for name, trial in zip(names, trials, strict=True)]
     return replace(plan, trials=in_folders, folder=folder)
+
+
+def _combine(
+    request: EvaluationRequest, sources: Sequence[ModelSource]
+) -> list[tuple[ModelSource, Component, Component]]:
+    """Every model on every task under every template; by default each model has its own task and template."""
+    own: Sequence[Component | None] = [None]
+    if request.tasks:
+        tasks: Sequence[Component | None] = request.tasks
+    elif request.alike:
+        tasks = choose_common_task(sources)
+    else:
+        tasks = own
+    combinations = []
+    for source in sources:
+        for named in tasks:
+            task = choose_task(named, source.name, source.recipe)
+            for template in request.templates or own:
+                combinations.append((source, task, complete_template(template, source) or source.template))
+    return combinations
 
 
 def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]:
@@ -245,7 +270,10 @@ def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]
     None, so that each has its own, where their runs learnt different tasks.
     """
     own = [choose_task(None, source.name, source.recipe) for source in sources if source.recipe is not None]
-    return [own[-1]] if own and len({task.name for task in own}) == 1 else [None]
+    names = {task.name for task in own}
+    if len(names) == 1:
+        return [own[-1]]
+    return [None]
 
 
 class EvaluationProgress:
@@ -271,21 +299,21 @@ class EvaluationProgress:
 
 
 # ``summary.md`` of a table, from its rows, its notes and the pages of its trials.
-WriteTablePage = Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
+WriteTablePage = Callable[[Sequence[ResultsRow], Sequence[str], Mapping[str, str]], str]
 
 
 def run_plan(
-    plan: Plan,
+    plan: EvaluationPlan,
     write_page: WritePage,
     write_table_page: WriteTablePage,
-    open_scorer: Callable[[ModelSource], Scorer],
+    open_scorer: Callable[[ModelSource], AnswerScorer],
     progress: EvaluationProgress,
-) -> list[Finished]:
+) -> list[FinishedEvaluation]:
     """Run every trial in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
 
     Trials of an interrupted table with the same settings are kept; a complete table (with ``summary.md``) is made anew.
     """
-    finished: dict[Path, Finished] = {}
+    finished: dict[Path, FinishedEvaluation] = {}
     if plan.is_table and (plan.folder / SUMMARY).is_file():
         with storage_errors("evaluation", plan.folder):
             (plan.folder / SUMMARY).unlink()
@@ -294,13 +322,16 @@ def run_plan(
         finished = {folder: known for folder, known in before.items() if known is not None}
     left = [trial for trial in plan.trials if trial.folder not in finished]
     best_of = plan.request.best_of
-    scorer = open_scorer(best_of) if best_of is not None and left else None
+    if best_of is not None and left:
+        scorer = open_scorer(best_of)
+    else:
+        scorer = None
     for name in dict.fromkeys(trial.source.name for trial in left):
         trials = [trial for trial in left if trial.source.name == name]
         finished |= _run_trials(plan, trials, write_page, scorer, progress)
     ordered = [finished[trial.folder] for trial in plan.trials]
     if plan.is_table:
-        rows = rows_of(ordered)
+        rows = table_rows(ordered)
         pages = [str(trial.folder.relative_to(plan.folder) / SUMMARY) for trial in plan.trials]
         titles = [" · ".join((row.evaluation, row.model, row.template or "")) for row in rows]
         page = write_table_page(rows, notes_of(ordered), dict(zip(titles, pages, strict=True)))
@@ -309,29 +340,32 @@ def run_plan(
 
 
 def _run_trials(
-    plan: Plan,
+    plan: EvaluationPlan,
     trials: Sequence[EvaluationTrial],
     write_page: WritePage,
-    scorer: Scorer | None,
+    scorer: AnswerScorer | None,
     progress: EvaluationProgress,
-) -> dict[Path, Finished]:
+) -> dict[Path, FinishedEvaluation]:
     """Run the trials of one model; before the first is sampled, one prompt of each is encoded."""
     request = plan.request
     model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
     models = [model.on_stage(trial.template) for trial in trials]
-    trials = [
-        replace(trial, task=take_rendered(trial.task, own.grader.template, own.tokenizer, "--task"))
-        for trial, own in zip(trials, models, strict=True)
-    ]
+    rendered = []
+    for trial, own in zip(trials, models, strict=True):
+        task = take_rendered(trial.task, own.grader.template, own.tokenizer, "--task")
+        rendered.append(replace(trial, task=task))
+    trials = rendered
     for trial, own in zip(trials, models, strict=True):
         for example in trial.task.examples[:1]:
             encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)
     finished = {}
     for trial, own in zip(trials, models, strict=True):
         settings = plan.settings(trial)
-        if names := settings_replaced(trial.folder, settings):
-            other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
-            progress.tell(f"{trial.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
+        names = settings_replaced(trial.folder, settings)
+        if names:
+            shown = {"data": "data (other questions or gold answers)"}
+            changed = ", ".join(shown.get(name, name) for name in names)
+            progress.tell(f"{trial.folder}: an earlier evaluation differs in {changed}; it is replaced")
         drawing = replace(request.drawing, max_tokens=trial.max_tokens)
         for line in trial.task.warnings:
             progress.tell(line)
@@ -347,7 +381,7 @@ def measure(
     task: Task,
     drawing: Drawing,
     *,
-    scorer: Scorer | None = None,
+    scorer: AnswerScorer | None = None,
     progress: EvaluationProgress | None = None,
 ) -> Evaluation:
     """Evaluate a model on a task (``evaluation/generation.py``)."""
@@ -372,50 +406,66 @@ def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
     The same task is compared where the run read a local file, or the same split; other splits are files of their own.
     Nothing is returned where there is nothing to compare, or the data are gone.
     """
-    own = None if source.recipe is None else source.recipe.task
-    components = [] if own is None else task_components(own)
-    if own is None or task.name not in {own.name, *(component.name for component in components)}:
+    if source.recipe is None or source.recipe.task is None:
+        return {}
+    own = source.recipe.task
+    components = task_components(own)
+    if task.name not in {own.name, *(component.name for component in components)}:
         return {}
     splits = task.split.split("+")
-    paths = [str(component.options.get("path") or HUB) for component in components]
-    read = [
-        component
-        for component, path in zip(components, paths, strict=True)
-        if not path.startswith(HUB) or component.options.get("split", "train") in splits
-    ]
+    read = []
+    for component in components:
+        path = str(component.options.get("path") or HUB)
+        if not path.startswith(HUB) or component.options.get("split", "train") in splits:
+            read.append(component)
+    if not read:
+        return {}
     try:
         trained = {example.messages for component in read for example in build_task(component).examples}
     except PosttrainError:
         return {}
-    return {"trained_rows": float(sum(one.messages in trained for one in held_out(task, n)))} if read else {}
+    num_trained = sum(one.messages in trained for one in held_out(task, n))
+    return {"trained_rows": float(num_trained)}
 
 
-def rows_of(finished: Sequence[Finished]) -> list[Row]:
+def table_rows(finished: Sequence[FinishedEvaluation]) -> list[ResultsRow]:
     """The evaluations as rows of a table."""
-    return [Row(done.label, done.template, done.evaluation, done.results) for done in finished]
+    return [ResultsRow(done.label, done.template, done.evaluation, done.results) for done in finished]
 
 
-def notes_of(finished: Sequence[Finished]) -> list[str]:
+def notes_of(finished: Sequence[FinishedEvaluation]) -> list[str]:
     """Notes under the table of some evaluations; first the seed and size by which a task draws its problems."""
     drawn: dict[str, None] = {}
     for one in finished:
         task = one.settings.get("task")
-        options = task if isinstance(task, Mapping) else {}
-        drawn_by = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
+        if not isinstance(task, Mapping):
+            continue
+        drawn_by = [f"task.{key} {task[key]}" for key in ("seed", "size") if task.get(key) is not None]
         if len(drawn_by) == 2:
             drawn[f"{one.evaluation}: the problems are those of {' and '.join(drawn_by)}"] = None
-    return [*drawn, *notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished})]
+    dropped = {one.evaluation: one.settings.get("dropped", {}) for one in finished}
+    return [*drawn, *notes_on(table_rows(finished), dropped)]
 
 
 def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
     """The models, those with equal labels renamed to what was typed."""
     labels = [source.label for source in sources]
-    return [replace(s, label=s.name) if labels.count(s.label) > 1 else s for s in sources]
+    told = []
+    for source in sources:
+        if labels.count(source.label) > 1:
+            told.append(replace(source, label=source.name))
+        else:
+            told.append(source)
+    return told
 
 
-def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
+def evaluation_folder(source: ModelSource, out: Path | None, name: str) -> Path:
     """``out``, or a folder of this name in the model's run, or below ``evaluations`` for a model without a run."""
-    return out or (source.run / "evaluation" if source.run else Path(EVALUATIONS)) / slug(name)
+    if out:
+        return out
+    if source.run:
+        return source.run / "evaluation" / slug(name)
+    return Path(EVALUATIONS) / slug(name)
 
 
 def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tuple[Path, list[str]]:
@@ -424,18 +474,37 @@ def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tupl
     By default it lies in the run, where there is one run alone, and is named by task and template.
     """
     info = [(trial.source.label, trial.name, trial.template.name) for trial in trials]
-    models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*info, strict=True))
-    source = trials[0].source if len(models) == 1 else replace(trials[0].source, run=None)
-    is_own = len(templates) == 1 and trials[0].template == source.template
+    models = list(dict.fromkeys(label for label, _, _ in info))
+    labels = list(dict.fromkeys(name for _, name, _ in info))
+    templates = list(dict.fromkeys(name for _, _, name in info))
+    if len(models) == 1:
+        source = trials[0].source
+    else:
+        source = replace(trials[0].source, run=None)
     place = "+".join(models)
     if source.run is not None:
-        place = Path(source.path).name if source.path != str(source.run) else ""
-    parts = [part for part in (place, "+".join(labels), "" if is_own else "+".join(templates)) if part]
+        place = ""
+        if source.path != str(source.run):
+            place = Path(source.path).name
+    parts = [place, "+".join(labels)]
+    is_own = len(templates) == 1 and trials[0].template == source.template
+    if not is_own:
+        parts.append("+".join(templates))
+    folder = evaluation_folder(source, out, "-".join(part for part in parts if part))
+    if len(trials) == 1:
+        return folder, [""]
     varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]
-    names = [slug("-".join(fact[i] for i in varied)) for fact in info] if len(trials) > 1 else [""]
-    earlier = [names[:i].count(name) for i, name in enumerate(names)]
-    folders = [f"{name}-{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
-    return place_of(source, out, "-".join(parts)), folders
+    names: list[str] = []
+    folders = []
+    for facts in info:
+        name = slug("-".join(facts[i] for i in varied))
+        num_earlier = names.count(name)
+        names.append(name)
+        if num_earlier:
+            folders.append(f"{name}-{num_earlier + 1}")
+        else:
+            folders.append(name)
+    return folder, folders
 
 
 def slug(text: str) -> str:

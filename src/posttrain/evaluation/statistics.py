@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from typing import TYPE_CHECKING
 
 from posttrain.graders.answers import clean_answer, parse_quantity
-from posttrain.randomness import generator
+
+# numpy is imported by the functions that compute with it: the others take the standard library alone.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 NUM_RESAMPLES = 10_000
@@ -67,7 +69,10 @@ def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, f
     mean = math.fsum(values) / n
     spread = math.fsum((value - mean) ** 2 for value in values)
     most = n * max(1.0, draws)
-    effective = most if spread == 0.0 else min(most, mean * (1.0 - mean) * n * n / spread)
+    if spread == 0.0:
+        effective = most
+    else:
+        effective = min(most, mean * (1.0 - mean) * n * n / spread)
     return wilson_interval(mean * effective, effective)
 
 
@@ -92,6 +97,10 @@ def pass_at_k(n: int, num_correct: int, k: int) -> float:
     that one of k fresh samples is right, where ``1 − (1 − c/n)^k`` is not.
 
     Source: Chen et al. (2021), "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Examples:
+        >>> pass_at_k(n=10, num_correct=3, k=2)
+        0.5333333333333332
     """
     assert 0 <= num_correct <= n, "right samples are among the samples"
     assert 1 <= k <= n, "k samples are taken out of n"
@@ -135,6 +144,10 @@ def paired_bootstrap(
     assert len(b) == n, "the same items on both sides"
     if n == 0:
         raise ValueError("no difference over no item")
+    import numpy as np
+
+    from posttrain.randomness import generator
+
     # Resampling n items is a multinomial draw over the distinct differences, of which there are few.
     distinct, counts = np.unique(np.round(np.subtract(b, a), 12), return_counts=True)
     random = generator(seed, "paired bootstrap")
@@ -144,7 +157,8 @@ def paired_bootstrap(
     means = np.round(means, 12)  # what is 0 must not be a rounding error away from it
     low, high = (float(q) for q in np.quantile(means, (0.025, 0.975)))
     tail = min(int((means <= 0).sum()), int((means >= 0).sum()))
-    mean_a, mean_b = math.fsum(a) / n, math.fsum(b) / n
+    mean_a = math.fsum(a) / n
+    mean_b = math.fsum(b) / n
     p = min(1.0, 2.0 * (tail + 1) / (num_resamples + 1))
     is_constant = len(distinct) == 1
     if is_constant and distinct[0] != 0:
@@ -160,7 +174,8 @@ def mcnemar_p(only_a: int, only_b: int) -> float:
     Source: McNemar (1947), in its exact (sign test) form.
     """
     trials = only_a + only_b
-    tail, ways = 0, 1
+    tail = 0
+    ways = 1
     for i in range(min(only_a, only_b) + 1):
         tail += ways
         ways = ways * (trials - i) // (i + 1)  # C(trials, i + 1)
@@ -187,26 +202,35 @@ def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
     ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, 26.5.2 and 26.7.1),
     computed as the tail itself, so that a p of 1e-30 is right too.
     """
+    import numpy as np
+
     size, nu = np.broadcast_arrays(np.abs(np.asarray(t, dtype=np.float64)), np.asarray(freedom, dtype=np.float64))
     assert bool(np.all(nu >= 1)), "an interval needs two values"
     u = size / np.sqrt(nu)  # x = 1/(1 + u²), with its logarithm right for small u and for huge ones
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         log_x = np.where(u < 1.0, -np.log1p(u * u), -2.0 * np.log(np.hypot(1.0, u)))
-        x, y = np.exp(log_x), 1.0 / (1.0 + 1.0 / (u * u))
+        x = np.exp(log_x)
+        y = 1.0 / (1.0 + 1.0 / (u * u))
         front = np.exp(nu / 2 * log_x + np.log(y) / 2) * _gamma_ratio(nu / 2) / math.sqrt(math.pi)
         excess = (nu / 2 + 0.5) * y - 0.5  # how far x stands below the mean of the beta distribution
         far = excess >= 0.0
-        a, b = np.where(far, nu / 2, 0.5), np.where(far, 0.5, nu / 2)
+        a = np.where(far, nu / 2, 0.5)
+        b = np.where(far, 0.5, nu / 2)
         part = front * _beta_fraction(a, b, np.where(far, x, y), np.abs(excess))
     return np.where(np.isnan(size), np.nan, np.clip(np.where(far, part, 1.0 - part), 0.0, 1.0))
 
 
 def _gamma_ratio(a: NDArray[np.float64]) -> NDArray[np.float64]:
     """Γ(a + 1/2) / Γ(a): Stirling's series for large a, carried down by Γ(a + 1) = a Γ(a) to small ones."""
-    carried, factor = a.copy(), np.ones_like(a)
-    while bool((small := carried < 24.0).any()):
+    import numpy as np
+
+    carried = a.copy()
+    factor = np.ones_like(a)
+    small = carried < 24.0
+    while bool(small.any()):
         factor = np.where(small, factor * carried / (carried + 0.5), factor)
         carried = np.where(small, carried + 1.0, carried)
+        small = carried < 24.0
     series = -1 / 8 / carried + 1 / 192 / carried**3 - 1 / 640 / carried**5 + 17 / 14336 / carried**7
     return factor * np.sqrt(carried) * np.exp(series)
 
@@ -219,13 +243,17 @@ def _beta_fraction(
     Didonato and Morris (1992), "Algorithm 708", equation 9, evaluated from the front (Lentz). It never takes the
     difference of large numbers, as the plain fraction does where a is large.
     """
+    import numpy as np
+
     value = c = a * (excess + 1.0) / (a + 1.0)
     d = np.zeros_like(a)
     for n in range(1, MAX_TERMS):
         top = (a + n - 1) * (a + b + n - 1) * n * (b - n) * x * x / (a + 2 * n - 1) ** 2
         bottom = n + n * (b - n) * x / (a + 2 * n - 1) + (a + n) / (a + 2 * n + 1) * (excess + 1.0 + n * (2.0 - x))
-        c, d = bottom + top / c, 1.0 / (bottom + top * d)
-        last, value = value, value * c * d
+        c = bottom + top / c
+        d = 1.0 / (bottom + top * d)
+        last = value
+        value = value * c * d
         if not bool((np.abs(value - last) > 2**-50 * np.abs(value)).any()):
             return 1.0 / value
     raise AssertionError("the continued fraction converges")
@@ -234,14 +262,17 @@ def _beta_fraction(
 @lru_cache(maxsize=4096)
 def student_t_quantile(freedom: int, share: float = 0.95) -> float:
     """The t with P(|T| < t) = ``share``; 4.303 for 2 degrees of freedom and 95 %."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while float(student_t_tail(high, freedom)) > 1.0 - share:
         high *= 2.0
-    while (middle := (low + high) / 2.0) not in (low, high):
+    middle = (low + high) / 2.0
+    while middle not in (low, high):
         if float(student_t_tail(middle, freedom)) > 1.0 - share:
             low = middle
         else:
             high = middle
+        middle = (low + high) / 2.0
     return middle
 
 
@@ -253,19 +284,26 @@ def half_width(values: Sequence[float]) -> float:
     Source: Miller (2024), "Adding Error Bars to Evals", sections 2.1 and 2.2, with t in the place of 1.96.
     """
     n = len(values)
-    return student_t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
+    if n > 1:
+        return student_t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return 0.0
 
 
 def summarize_seeds(values: Sequence[float]) -> Summary | None:
     """Mean and 95 % Student-t interval of the mean: ``t · s / √n`` with s² over n − 1; None for no value."""
     if not values:
         return None
-    return Summary(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
+    interval = None
+    if len(values) > 1:
+        interval = half_width(values)
+    return Summary(statistics.fmean(values), interval, len(values))
 
 
 def sigmoid(logit: float) -> float:
     """``1 / (1 + e^(−x))``, without overflow."""
-    return 1.0 / (1.0 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1.0 + math.exp(logit))
+    if logit >= 0:
+        return 1.0 / (1.0 + math.exp(-logit))
+    return math.exp(logit) / (1.0 + math.exp(logit))
 
 
 def vote_key(answer: str) -> str:
@@ -274,12 +312,17 @@ def vote_key(answer: str) -> str:
     """
     quantity = parse_quantity(answer)
     if quantity is not None:
-        variable = quantity.unit if len(quantity.unit) == 1 and quantity.unit != "°" else ""
+        if len(quantity.unit) == 1 and quantity.unit != "°":
+            variable = quantity.unit
+        else:
+            variable = ""
         return f"{quantity.value}{variable}"
     text = clean_answer(answer)
     letters = "".join(text.split())
     is_words = len(letters) > 1 and letters.isalpha()
-    return " ".join(text.casefold().split()) if is_words else letters
+    if is_words:
+        return " ".join(text.casefold().split())
+    return letters
 
 
 def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: int) -> float:
@@ -300,7 +343,8 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
     votes = [(len(own), Fraction(sum(own), len(own))) for own in verdicts.values()]  # count, share that was right
     if not any(worth for _, worth in votes):
         return 0.0
-    top, silent = max(count for count, _ in votes), n - sum(count for count, _ in votes)
+    top = max(count for count, _ in votes)
+    silent = n - sum(count for count, _ in votes)
     if k == n:
         worths = [worth for count, worth in votes if count == top]
         return float(sum(worths) / len(worths))
@@ -311,21 +355,37 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
         following: dict[tuple[int, int, int], tuple[int, Fraction]] = {}
         for (taken, most, tied), (ways, worth) in state.items():
             for i in range(min(count, k - taken) + 1):
-                key, gained = (taken + i, most, tied), worth
-                if i and i >= most:
-                    key = (taken + i, i, tied + 1 if i == most else 1)
-                    gained = share * ways + (worth if i == most else 0)
+                if 0 < i == most:
+                    key = (taken + i, most, tied + 1)
+                    gained = share * ways + worth
+                elif i > most:
+                    key = (taken + i, i, 1)
+                    gained = share * ways
+                else:
+                    key = (taken + i, most, tied)
+                    gained = worth
                 before_ways, before_worth = following.get(key, (0, Fraction(0)))
                 combinations = math.comb(count, i)
                 following[key] = before_ways + ways * combinations, before_worth + gained * combinations
         state = following
-    total = sum(worth * math.comb(silent, k - taken) / tied for (taken, _, tied), (_, worth) in state.items() if tied)
-    return float(Fraction(total) / math.comb(n, k))
+    total = Fraction(0)
+    for (taken, _, tied), (_, worth) in state.items():
+        if tied:
+            total += worth * math.comb(silent, k - taken) / tied
+    return float(total / math.comb(n, k))
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
     """For each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0."""
-    return [0.5 + 0.5 * ((c > r) - (c < r)) for c, r in zip(chosen, rejected, strict=True)]
+    wins = []
+    for c, r in zip(chosen, rejected, strict=True):
+        if c > r:
+            wins.append(1.0)
+        elif c < r:
+            wins.append(0.0)
+        else:
+            wins.append(0.5)
+    return wins
 
 
 def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> float:
@@ -359,7 +419,8 @@ def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> floa
     if not 1 <= k <= n:
         raise ValueError(f"best of {k} needs 1 to {n} answers to choose from")
     ordered = sorted(zip(scores, correct, strict=True), key=lambda pair: -pair[0])
-    remaining, total = n, 0.0
+    remaining = n
+    total = 0.0
     subsets = math.comb(n, k)
     for _, tied in groupby(ordered, key=lambda pair: pair[0]):
         worths = [worth for _, worth in tied]
@@ -371,7 +432,10 @@ def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> floa
 
 def first_error(probabilities: Sequence[float]) -> int | None:
     """Return the first step (from 0) whose probability of being good is below one half; None where there is none."""
-    return next((index for index, p in enumerate(probabilities) if p < 0.5), None)
+    for index, probability in enumerate(probabilities):
+        if probability < 0.5:
+            return index
+    return None
 
 
 def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
@@ -393,5 +457,8 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     rates = {name: statistics.fmean(values) for name, values in hits.items() if values}
     if len(rates) == 2:
         left, right = rates.values()
-        rates["error_f1"] = 2.0 * left * right / (left + right) if left + right else 0.0
+        if left + right:
+            rates["error_f1"] = 2.0 * left * right / (left + right)
+        else:
+            rates["error_f1"] = 0.0
     return rates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posttrain.errors import UsageError
-from posttrain.evaluation.files import Finished
+from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item, Kinds, graded_items, item_values, measure_names
 from posttrain.evaluation.statistics import Difference, mcnemar_p, paired_bootstrap
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import storage_errors, write_json
 from posttrain.store.metric_names import METRICS, metric_of
 from posttrain.untrusted import plain
 
@@ -24,7 +23,7 @@ BEHAVIOURS = ("refusal", "over_refusal")  # shares that tasks measure of their i
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultsRow:
     """One evaluation in a table: the model, its template (None: not to be shown), what was measured on, results."""
 
     model: str
@@ -34,7 +33,8 @@ class Row:
 
     @property
     def is_graded(self) -> bool:
-        return self.results.get("num_graded", self.results["n"]) > 0
+        num_graded = self.results.get("num_graded", self.results["n"])
+        return num_graded > 0
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,16 @@ class TextTable:
 
 def show_share(results: Mapping[str, float], name: str) -> str:
     """A share in percent."""
-    return f"{results[name]:.1%}" if name in results else NOTHING
+    if name in results:
+        return f"{results[name]:.1%}"
+    return NOTHING
 
 
 def show_interval(results: Mapping[str, float], name: str) -> str:
     """The 95 % interval of a share."""
-    return f"{results[f'{name}_low']:.1%} – {results[f'{name}_high']:.1%}" if f"{name}_low" in results else NOTHING
+    if f"{name}_low" in results:
+        return f"{results[f'{name}_low']:.1%} – {results[f'{name}_high']:.1%}"
+    return NOTHING
 
 
 def show_number(results: Mapping[str, float], name: str) -> str:
@@ -62,58 +66,84 @@ def show_number(results: Mapping[str, float], name: str) -> str:
     if name not in results:
         return NOTHING
     value = results[name]
-    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.3g}"
+    if abs(value) >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
-# A column: its label, the result, how it is shown; whether it means nothing where nothing was graded, and whether it is
-# left out where no row has it.
-_Column = tuple[str, str, Callable[[Mapping[str, float], str], str], bool, bool]
+def show_length(results: Mapping[str, float], name: str) -> str:
+    """A number of tokens, rounded."""
+    return f"{results[name]:.0f}"
 
 
-def _columns(rows: Sequence[Row]) -> list[_Column]:
-    largest = {kind: max((k for row in rows for k in _ks(row.results, kind)), default=0) for kind in AT_K}
-    at_k = {f"{kind}@{k}": f"{kind.replace('_', ' ')}@{k}" for kind, k in largest.items() if k}
-    behaviours = ((METRICS[name].label, name) for name in BEHAVIOURS)
-    columns: list[_Column] = [
-        ("accuracy", "accuracy", show_share, True, False),
-        ("95 % interval", "accuracy", show_interval, True, False),
-        *((label, name, show_share, True, True) for name, label in at_k.items()),
-        *(
-            column
-            for label, name in behaviours
-            for column in ((label, name, show_share, False, True), ("95 % interval", name, show_interval, False, True))
-        ),
-        ("format", "format", show_share, False, True),
-        ("shows reasoning", "shows_reasoning", show_share, False, True),
-        ("no answer", "parse_failures", show_share, True, False),
-        ("truncated", "truncated", show_share, False, False),
-        ("completion length", "completion_length", lambda r, name: f"{r[name]:.0f}", False, False),
+@dataclass(frozen=True)
+class _Column:
+    """A column of a table of results: its label, the result in it, and how to show that.
+
+    ``of_grades``: it means nothing for a row without graded items. ``is_optional``: omitted if no row has the result.
+    """
+
+    label: str
+    name: str
+    show: Callable[[Mapping[str, float], str], str]
+    of_grades: bool = False
+    is_optional: bool = False
+
+
+def _columns(rows: Sequence[ResultsRow]) -> list[_Column]:
+    columns = [
+        _Column("accuracy", "accuracy", show_share, of_grades=True),
+        _Column("95 % interval", "accuracy", show_interval, of_grades=True),
     ]
-    return [one for one in columns if not one[4] or any(one[1] in row.results for row in rows)]
+    for kind in AT_K:
+        ks = [k for row in rows for k in _ks(row.results, kind)]
+        largest = max(ks, default=0)
+        if largest:
+            label = f"{kind.replace('_', ' ')}@{largest}"
+            columns.append(_Column(label, f"{kind}@{largest}", show_share, of_grades=True, is_optional=True))
+    for name in BEHAVIOURS:
+        columns.append(_Column(METRICS[name].label, name, show_share, is_optional=True))
+        columns.append(_Column("95 % interval", name, show_interval, is_optional=True))
+    columns += [
+        _Column("format", "format", show_share, is_optional=True),
+        _Column("shows reasoning", "shows_reasoning", show_share, is_optional=True),
+        _Column("no answer", "parse_failures", show_share, of_grades=True),
+        _Column("truncated", "truncated", show_share),
+        _Column("completion length", "completion_length", show_length),
+    ]
+    measured = {name for row in rows for name in row.results}
+    return [column for column in columns if not column.is_optional or column.name in measured]
 
 
 def _ks(results: Mapping[str, float], kind: str) -> list[int]:
     """The k of ``pass@k`` and its like among results."""
-    names = (name.partition("@") for name in results)
-    return sorted(int(k) for start, _, k in names if start == kind and k.isdigit())
+    ks = []
+    for name in results:
+        start, _, k = name.partition("@")
+        if start == kind and k.isdigit():
+            ks.append(int(k))
+    return sorted(ks)
 
 
-def results_table(rows: Sequence[Row]) -> TextTable:
+def results_table(rows: Sequence[ResultsRow]) -> TextTable:
     """One line for each model and template on one task: accuracy with its interval, and what surrounds it."""
     columns = _columns(rows)
     has_templates = any(row.template is not None for row in rows)
-    header = ["model", *(["template"] if has_templates else []), *(label for label, *_ in columns)]
-    lines = [
-        [
-            row.model,
-            *([row.template or NOTHING] if has_templates else []),
-            *(
-                NOTHING if is_of_grade and not row.is_graded else show(row.results, name)
-                for _, name, show, is_of_grade, _ in columns
-            ),
-        ]
-        for row in rows
-    ]
+    header = ["model"]
+    if has_templates:
+        header.append("template")
+    header += [column.label for column in columns]
+    lines = []
+    for row in rows:
+        line = [row.model]
+        if has_templates:
+            line.append(row.template or NOTHING)
+        for column in columns:
+            if column.of_grades and not row.is_graded:
+                line.append(NOTHING)
+            else:
+                line.append(column.show(row.results, column.name))
+        lines.append(line)
     title = f"{rows[0].evaluation}, n = {rows[0].results['n']:.0f}"
     if rows[0].results.get("samples", 1) > 1:
         title += f", {rows[0].results['samples']:.0f} answers to each"
@@ -122,13 +152,19 @@ def results_table(rows: Sequence[Row]) -> TextTable:
 
 def at_k_table(results: Mapping[str, float]) -> TextTable | None:
     """The results of several samples, for each k; None where there is one sample or nothing was graded."""
-    kinds, ks = [kind for kind in AT_K if _ks(results, kind)], _ks(results, "pass")
+    kinds = [kind for kind in AT_K if _ks(results, kind)]
     if not kinds:
         return None
-    header = ["k", *(text for kind in kinds for text in (f"{kind.replace('_', ' ')}@k", "95 % interval"))]
-    lines = [
-        [str(k), *(show(results, f"{kind}@{k}") for kind in kinds for show in (show_share, show_interval))] for k in ks
-    ]
+    header = ["k"]
+    for kind in kinds:
+        header += [f"{kind.replace('_', ' ')}@k", "95 % interval"]
+    lines = []
+    for k in _ks(results, "pass"):
+        line = [str(k)]
+        for kind in kinds:
+            name = f"{kind}@{k}"
+            line += [show_share(results, name), show_interval(results, name)]
+        lines.append(line)
     return TextTable("Several answers to each item", header, lines)
 
 
@@ -136,12 +172,13 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
     """Accuracy by kind of item, a table for each key."""
     tables = []
     for key, values in kinds.items():
-        name = next(name for kind in values.values() for name in kind if name.endswith("accuracy"))
-        lines = [
-            [value, f"{kind['n']:.0f}", show_share(kind, name), show_interval(kind, name)]
-            for value, kind in values.items()
-        ]
-        tables.append(TextTable(f"By {key}", [key, "n", metric_of(name).label, "95 % interval"], lines))
+        names = [name for kind in values.values() for name in kind]
+        name = next(name for name in names if name.endswith("accuracy"))
+        header = [key, "n", metric_of(name).label, "95 % interval"]
+        lines = []
+        for value, kind in values.items():
+            lines.append([value, f"{kind['n']:.0f}", show_share(kind, name), show_interval(kind, name)])
+        tables.append(TextTable(f"By {key}", header, lines))
     return tables
 
 
@@ -159,20 +196,27 @@ _NOTES = {
 }
 
 
-def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
+def notes_on(rows: Sequence[ResultsRow], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Notes under the figures; ``dropped`` by evaluation, counts by reason."""
     notes = []
     for row in rows:
-        name = " · ".join(part for part in (row.evaluation, row.model, row.template) if part)
+        parts = [part for part in (row.evaluation, row.model, row.template) if part]
+        name = " · ".join(parts)
         results = row.results
+        num_ungraded = results["n"] - results.get("num_graded", results["n"])
         if not row.is_graded:
             notes.append(f"{name}: nothing was graded, as the items have no gold answer; only lengths and format count")
-        elif (ungraded := results["n"] - results.get("num_graded", results["n"])) > 0:
-            notes.append(f"{name}: items without a gold answer: {ungraded:.0f}; they do not count in accuracy")
+        elif num_ungraded > 0:
+            notes.append(f"{name}: items without a gold answer: {num_ungraded:.0f}; they do not count in accuracy")
         known = defaultdict(float, results)
         out_of_tokens = results["truncated"] - known["out_of_turns"] - known["tool_failed"]
-        known["out_of_tokens"] = out_of_tokens if out_of_tokens > MAX_TOO_MANY_CUT else 0.0
-        notes += [f"{name}: {text.format(**known)}" for result, text in _NOTES.items() if known[result]]
+        if out_of_tokens > MAX_TOO_MANY_CUT:
+            known["out_of_tokens"] = out_of_tokens
+        else:
+            known["out_of_tokens"] = 0.0
+        for result, text in _NOTES.items():
+            if known[result]:
+                notes.append(f"{name}: {text.format(**known)}")
     for evaluation, counts in dropped.items():
         left = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         if left:
@@ -183,10 +227,15 @@ def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> l
 def to_markdown(table: TextTable) -> str:
     """A table under its title, if it has one."""
     header = [plain(text) for text in table.header]
-    rule = ["---" if i < table.num_labels else "---:" for i in range(len(header))]
-    lines = [[plain(text) for text in line] for line in table.lines]
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
-    return f"## {plain(table.title)}\n\n{rows}\n" if table.title else f"{rows}\n"
+    rule = ["---"] * table.num_labels
+    rule += ["---:"] * (len(header) - table.num_labels)
+    rows = [header, rule]
+    for line in table.lines:
+        rows.append([plain(text) for text in line])
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    if table.title:
+        return f"## {plain(table.title)}\n\n{text}\n"
+    return f"{text}\n"
 
 
 COMPARISON = "comparison.json"
@@ -229,53 +278,90 @@ class Paired:
     def in_words(self) -> str:
         """The outcome in one sentence. It may be chance unless the bootstrap and McNemar's test both say no."""
         accuracy = self.differences["accuracy"]
-        sign = -100.0 if accuracy.difference < 0 else 100.0
+        if accuracy.difference < 0:
+            sign = -100.0
+        else:
+            sign = 100.0
         low, high = sorted((accuracy.low * sign, accuracy.high * sign))
         is_inside = accuracy.low <= 0 <= accuracy.high
-        exact = self.mcnemar if self.mcnemar is not None and self.mcnemar >= ALPHA and not is_inside else None
-        tests = show_p(accuracy.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
+        if self.mcnemar is not None and self.mcnemar >= ALPHA and not is_inside:
+            exact = self.mcnemar
+        else:
+            exact = None
+        tests = show_p(accuracy.p)
+        if exact is not None:
+            tests += f" (McNemar's exact test: {show_p(exact)})"
         info = f"[{low:.1f}, {high:.1f}], {tests}, on {accuracy.n} items"
         if accuracy.difference == 0:
             return f"{self.b} and {self.a} are right equally often, {info}"
-        way = "better" if accuracy.difference > 0 else "worse"
-        chance = ", which may be chance," if is_inside or exact is not None or accuracy.p >= ALPHA else ""
+        if accuracy.difference > 0:
+            way = "better"
+        else:
+            way = "worse"
+        if is_inside or exact is not None or accuracy.p >= ALPHA:
+            chance = ", which may be chance,"
+        else:
+            chance = ""
         return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {info}"
 
     def cautions(self) -> list[str]:
         """Reasons why the interval and its p say less than they seem to."""
-        accuracy, notes = self.differences["accuracy"], []
+        accuracy = self.differences["accuracy"]
+        notes = []
         if accuracy.is_constant:
             notes.append(f"all {accuracy.n} items differ by the same amount, so the interval has no width")
         if accuracy.n < MIN_ITEMS:
-            exact = "; McNemar's exact test holds for few items too" if self.mcnemar is not None else ""
+            if self.mcnemar is not None:
+                exact = "; McNemar's exact test holds for few items too"
+            else:
+                exact = ""
             notes.append(f"{accuracy.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
         return notes
 
     def counts(self) -> str:
         """The table of items in one line, with McNemar's test."""
-        counts = " · ".join(f"{TABLE_WORDS[name]} {count}" for name, count in self.table.items())
-        return counts + (f" · McNemar's exact test: {show_p(self.mcnemar)}" if self.mcnemar is not None else "")
+        counts = [f"{TABLE_WORDS[name]} {count}" for name, count in self.table.items()]
+        if self.mcnemar is not None:
+            counts.append(f"McNemar's exact test: {show_p(self.mcnemar)}")
+        return " · ".join(counts)
 
 
 def show_p(p: float) -> str:
     """``p = 0.02``, ``p < 0.001``."""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.995 else "p = 1"
+    if p < 0.001:
+        return "p < 0.001"
+    if p < 0.995:
+        return f"p = {p:.2g}"
+    return "p = 1"
 
 
 def differences_table(paired: Paired) -> TextTable:
     """Each measure of both, and their difference."""
     lines = []
     for name, gap in paired.differences.items():
-        unit, form, percent = (1.0, ".2f", "") if name == "completion_length" else (100.0, ".1f", "%")
+        if name == "completion_length":
+            unit = 1.0
+            form = ".2f"
+            percent = ""
+        else:
+            unit = 100.0
+            form = ".1f"
+            percent = "%"
         label = metric_of(name).label
+        if gap.n != paired.n:
+            label = f"{label}, of {gap.n} items that both answered"
+        if gap.p >= 0.001:
+            p = f"{gap.p:.2g}"
+        else:
+            p = "< 0.001"
         lines.append(
             [
-                label if gap.n == paired.n else f"{label}, of {gap.n} items that both answered",
+                label,
                 f"{gap.a * unit:{form}}{percent}",
                 f"{gap.b * unit:{form}}{percent}",
                 f"{gap.difference * unit:+{form}}",
                 f"{gap.low * unit:+{form}} to {gap.high * unit:+{form}}",
-                f"{gap.p:.2g}" if gap.p >= 0.001 else "< 0.001",
+                p,
             ]
         )
     return TextTable(f"n = {paired.n}", ["", "A", "B", "B − A", "95 % interval", "p"], lines)
@@ -287,19 +373,24 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
     Raises:
         UsageError: they are not of the same items, or not the same questions with the same gold answers.
     """
-    left, right = ({item.id: item for item in items} for items in (a, b))
+    left = {item.id: item for item in a}
+    right = {item.id: item for item in b}
     for which, items, by_id in (("A", a, left), ("B", b, right)):
         if len(by_id) < len(items):
             raise UsageError(f"{len(items)} items of {which} have {len(by_id)} ids; each item needs an id of its own")
-    only_a, only_b = [key for key in left if key not in right], [key for key in right if key not in left]
+    only_a = [key for key in left if key not in right]
+    only_b = [key for key in right if key not in left]
     if only_a or only_b:
-        named = ", ".join((only_a or only_b)[:3])
+        named = ", ".join(only_a[:3] or only_b[:3])
         raise UsageError(
             f"the two are not of the same items: {len(only_a)} are in A alone and {len(only_b)} in B alone, such as "
             f"{named}. Evaluate both on the same task and split with the same --limit"
         )
     pairs = [(item, right[item.id]) for item in a]
-    changed = [x.id for x, y in pairs if (x.question, x.answer) != (y.question, y.answer)]
+    changed = []
+    for one, other in pairs:
+        if (one.question, one.answer) != (other.question, other.answer):
+            changed.append(one.id)
     if changed:
         raise UsageError(f"{len(changed)} items are not alike in question or gold answer, such as {changed[0]}")
     return pairs
@@ -311,10 +402,17 @@ def settings_apart(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str
     Raises:
         UsageError: they differ in how answers were drawn, so that their difference would not be the model's.
     """
-    wrong = [f"{name}: {a.get(name)} and {b.get(name)}" for name in ALIKE if a.get(name) != b.get(name)]
+    wrong = []
+    for name in ALIKE:
+        if a.get(name) != b.get(name):
+            wrong.append(f"{name}: {a.get(name)} and {b.get(name)}")
     if wrong:
         raise UsageError(f"the two were not measured alike ({'; '.join(wrong)}); evaluate both with the same options")
-    return {name: (a.get(name), b.get(name)) for name in MAY_DIFFER if a.get(name) != b.get(name)}
+    apart = {}
+    for name in MAY_DIFFER:
+        if a.get(name) != b.get(name):
+            apart[name] = (a.get(name), b.get(name))
+    return apart
 
 
 def compare_items(
@@ -331,23 +429,24 @@ def compare_items(
     Raises:
         UsageError: not the same items, or none of them was graded.
     """
-    pairs = pair_items(a, b)
-    graded = {item.id for item in graded_items(a)} & {item.id for item in graded_items(b)}
-    pairs = list({(x.question, x.answer): (x, y) for x, y in reversed(pairs) if x.id in graded}.values())[::-1]
+    pairs = _graded_pairs(a, b)
     if not pairs:
         raise UsageError("nothing was graded in these evaluations, so there is no accuracy to compare")
-    left, right = [x for x, _ in pairs], [y for _, y in pairs]
-    names = ["accuracy", *(measure_names([*left, *right], ks) if samples > 1 else [])]
-    differences = {
-        name: paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed) for name in names
-    }
+    left = [x for x, _ in pairs]
+    right = [y for _, y in pairs]
+    names = ["accuracy"]
+    if samples > 1:
+        names += measure_names([*left, *right], ks)
+    differences = {}
+    for name in names:
+        differences[name] = paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed)
+    if all(sample.in_format is not None for item in (*left, *right) for sample in item.samples):
+        differences["format"] = _compare_means("in_format", pairs, seed)
     answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # an unanswered item has no length
-    formatted = [] if any(s.in_format is None for i in (*left, *right) for s in i.samples) else pairs
-    for name, field, own in (("format", "in_format", formatted), ("completion_length", "num_tokens", answered)):
-        sides = [[_mean(field, item) for item in side] for side in zip(*own, strict=True)]
-        if sides:
-            differences[name] = paired_bootstrap(*sides, seed=seed)
-    gained, lost = ([x.id for x, y in pairs if sign * (y.share - x.share) > 0] for sign in (1, -1))
+    if answered:
+        differences["completion_length"] = _compare_means("num_tokens", answered, seed)
+    gained = [x.id for x, y in pairs if y.share > x.share]
+    lost = [x.id for x, y in pairs if x.share > y.share]
     if samples > 1:
         table = {"a_higher": len(lost), "b_higher": len(gained), "alike": len(pairs) - len(gained) - len(lost)}
         return Paired(*labels, len(pairs), differences, table, None, gained, lost)
@@ -357,11 +456,35 @@ def compare_items(
     return Paired(*labels, len(pairs), differences, table, mcnemar_p(len(lost), len(gained)), gained, lost)
 
 
+def _graded_pairs(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
+    """The pairs of items that both evaluations graded, each question once."""
+    graded_a = {item.id for item in graded_items(a)}
+    graded_b = {item.id for item in graded_items(b)}
+    graded = graded_a & graded_b
+    of_question = {}
+    # backwards, so that the first pair of a question is kept, in the place of its last
+    for x, y in reversed(pair_items(a, b)):
+        if x.id in graded:
+            of_question[x.question, x.answer] = (x, y)
+    return list(of_question.values())[::-1]
+
+
+def _compare_means(field: str, pairs: Sequence[tuple[Item, Item]], seed: int) -> Difference:
+    """Compare the means over items of a field's mean over the samples."""
+    left = [_mean(field, x) for x, _ in pairs]
+    right = [_mean(field, y) for _, y in pairs]
+    return paired_bootstrap(left, right, seed=seed)
+
+
 def _mean(field: str, item: Item) -> float:
-    return statistics.fmean(float(getattr(one, field)) for one in item.samples) if item.samples else 0.0
+    if not item.samples:
+        return 0.0
+    return statistics.fmean(float(getattr(sample, field)) for sample in item.samples)
 
 
-def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[object, object]]]:
+def compare_finished(
+    a: FinishedEvaluation, b: FinishedEvaluation, seed: int = 0
+) -> tuple[Paired, dict[str, tuple[object, object]]]:
     """The comparison of two evaluations on the disk, and the settings in which they differ.
 
     Raises:
@@ -370,21 +493,28 @@ def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, d
     if a.evaluation != b.evaluation:
         raise UsageError(f"{a.folder} is of {a.evaluation} and {b.folder} of {b.evaluation}: not the same task")
     apart = settings_apart(a.settings, b.settings)
-    named = ((a.label, b.label), (a.template, b.template), (str(a.folder), str(b.folder)))
-    labels = next((pair for pair in named if pair[0] != pair[1]), named[-1])
-    ks = [k for k in a.settings.get("ks", ()) if k in b.settings.get("ks", ())]
+    if a.label != b.label:
+        labels = (a.label, b.label)
+    elif a.template != b.template:
+        labels = (a.template, b.template)
+    else:
+        labels = (str(a.folder), str(b.folder))
+    ks_of_b = b.settings.get("ks", ())
+    ks = [k for k in a.settings.get("ks", ()) if k in ks_of_b]
     samples = int(a.settings.get("samples", 1))
-    return compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed), apart
+    paired = compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed)
+    return paired, apart
 
 
 def write_comparison(
-    out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[object, object]]
+    out: Path, a: FinishedEvaluation, b: FinishedEvaluation, paired: Paired, apart: Mapping[str, tuple[object, object]]
 ) -> None:
     """``comparison.json``.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
+    differences = {name: asdict(difference) for name, difference in paired.differences.items()}
     content = {
         "evaluation": a.evaluation,
         "a": {"name": paired.a, "folder": str(a.folder)},
@@ -392,7 +522,7 @@ def write_comparison(
         "outcome": paired.in_words(),
         "cautions": paired.cautions(),
         "n": paired.n,
-        "differences": {name: asdict(difference) for name, difference in paired.differences.items()},
+        "differences": differences,
         "table": paired.table,
         "mcnemar_p": paired.mcnemar,
         "settings_apart": {name: list(values) for name, values in apart.items()},
@@ -401,4 +531,4 @@ def write_comparison(
     }
     with storage_errors("comparison", out):
         out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / COMPARISON, json.dumps(content, indent=1).encode() + b"\n")
+    write_json(out / COMPARISON, content)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.items import mean_interval, with_interval
 from posttrain.evaluation.kl_from_initial import MAX_TOKENS, answers_as_batch, kl_of_states
-from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
+from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, evaluation_folder, measure
 from posttrain.evaluation.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -56,19 +57,23 @@ class WinRate:
         """Add another judge's results on the same answers, and its score of each (``scores``)."""
         self.others[name] = other.results
         for item, judged in zip(self.items, other.items, strict=True):
-            for answer, again in zip([*item["a"], *item["b"]], [*judged["a"], *judged["b"]], strict=True):
-                answer.setdefault("scores", {})[name] = again["score"]
+            for side in ("a", "b"):
+                for answer, again in zip(item[side], judged[side], strict=True):
+                    scores = answer.setdefault("scores", {})
+                    scores[name] = again["score"]
 
 
 def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[HeadToHeadItem]:
     """The items that both models have answered, by ``Rollout.prompt_index``, in order."""
-    sides: tuple[dict[int, list[Rollout]], dict[int, list[Rollout]]] = ({}, {})
-    for side, rollouts in zip(sides, (a, b), strict=True):
+    of_a: dict[int, list[Rollout]] = {}
+    of_b: dict[int, list[Rollout]] = {}
+    for of_side, rollouts in ((of_a, a), (of_b, b)):
         for rollout in rollouts:
-            side.setdefault(rollout.prompt_index, []).append(rollout)
-    return [
-        HeadToHeadItem(i, tuple(sides[0][i]), tuple(sides[1][i])) for i in sorted(sides[0].keys() & sides[1].keys())
-    ]
+            of_side.setdefault(rollout.prompt_index, []).append(rollout)
+    items = []
+    for index in sorted(of_a.keys() & of_b.keys()):
+        items.append(HeadToHeadItem(index, tuple(of_a[index]), tuple(of_b[index])))
+    return items
 
 
 def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
@@ -97,13 +102,24 @@ def measure_wins(pairs: Sequence[HeadToHeadItem], judge: Judge) -> WinRate:
     else:
         answers = [rollout for one in pairs for rollout in (*one.a, *one.b)]
         scores = dict(zip(map(id, answers), judge(answers), strict=True))
-        ranks = {key: -math.inf if score is None else score for key, score in scores.items()}
+        ranks = {}
+        for key, score in scores.items():
+            if score is None:
+                ranks[key] = -math.inf
+            else:
+                ranks[key] = score
         opinions = pair_wins([ranks[id(x)] for x, _ in meetings], [ranks[id(y)] for _, y in meetings])
-        info = {"unscored": sum(scores[id(answer)] is None for answer in answers) / len(answers)}
-    worths = iter(opinions)
-    items = [_item(one, scores, [next(worths) for _ in product(one.a, one.b)]) for one in pairs]
+        num_unscored = sum(scores[id(answer)] is None for answer in answers)
+        info = {"unscored": num_unscored / len(answers)}
+    items = []
+    start = 0
+    for one in pairs:
+        end = start + len(one.a) * len(one.b)
+        items.append(_item(one, scores, opinions[start:end]))
+        start = end
     similar = [item["win_rate_similar"] for item in items if item["num_similar"]]
-    draws = max(1, min(min(len(one.a), len(one.b)) for one in pairs))
+    fewest = min(min(len(one.a), len(one.b)) for one in pairs)
+    draws = max(1, fewest)
     results = {"n": float(len(pairs)), "unscored": 0.0} | info
     results |= with_interval("win_rate", [item["win_rate"] for item in items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
@@ -116,8 +132,11 @@ def measure_wins(pairs: Sequence[HeadToHeadItem], judge: Judge) -> WinRate:
 
 def _item(head_to_head: HeadToHeadItem, scores: Mapping[int, float | None], worths: Sequence[float]) -> dict[str, Any]:
     example = head_to_head.a[0].example
-    lengths = [(len(a.text), len(b.text)) for a, b in product(head_to_head.a, head_to_head.b)]
-    alike = [w for w, pair in zip(worths, lengths, strict=True) if max(pair) - min(pair) <= SIMILAR_LENGTH * max(pair)]
+    similar = []
+    for worth, (a, b) in zip(worths, product(head_to_head.a, head_to_head.b), strict=True):
+        shorter, longer = sorted((len(a.text), len(b.text)))
+        if longer - shorter <= SIMILAR_LENGTH * longer:
+            similar.append(worth)
     item: dict[str, Any] = {
         "id": example.id,
         "index": head_to_head.index,
@@ -127,21 +146,22 @@ def _item(head_to_head: HeadToHeadItem, scores: Mapping[int, float | None], wort
         "wins": sum(worth > 0.5 for worth in worths) / len(worths),
         "ties": sum(worth == 0.5 for worth in worths) / len(worths),
         "losses": sum(worth < 0.5 for worth in worths) / len(worths),
-        "num_similar": len(alike),
+        "num_similar": len(similar),
     }
-    if alike:
-        item["win_rate_similar"] = statistics.fmean(alike)
+    if similar:
+        item["win_rate_similar"] = statistics.fmean(similar)
     for side, rollouts in (("a", head_to_head.a), ("b", head_to_head.b)):
         item[f"characters_{side}"] = statistics.fmean(len(rollout.text) for rollout in rollouts)
-        item[side] = [
-            {"text": one.text, "outcome": one.outcome, "extracted": one.extracted, "score": scores.get(id(one))}
-            for one in rollouts
-        ]
+        records = []
+        for one in rollouts:
+            score = scores.get(id(one))
+            records.append({"text": one.text, "outcome": one.outcome, "extracted": one.extracted, "score": score})
+        item[side] = records
     return item
 
 
 @torch.no_grad()
-def measure_kl(
+def measure_answer_kl(
     answers: Sequence[Rollout],
     own: Forward,
     other: Forward,
@@ -169,27 +189,27 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
     of_item: dict[int, list[float]] = {}
     for rollout, value in zip(answers, kl, strict=True):
         of_item.setdefault(rollout.prompt_index, []).append(value)
-    results = mean_interval(name, [statistics.fmean(values) for values in of_item.values()])
-    tokens = sum(rollout.completion.num_own for rollout in answers)
-    return results | {f"{name}_low": max(0.0, results[f"{name}_low"]), f"{name}_per_token": math.fsum(kl) / tokens}
+    of_items = [statistics.fmean(values) for values in of_item.values()]
+    results = mean_interval(name, of_items)
+    results[f"{name}_low"] = max(0.0, results[f"{name}_low"])
+    num_tokens = sum(rollout.completion.num_own for rollout in answers)
+    results[f"{name}_per_token"] = math.fsum(kl) / num_tokens
+    return results
 
 
 def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, items: Sequence[HeadToHeadItem]) -> str | None:
     """Return why the KL between two models cannot be measured here; None where it can."""
-    reasons = {
-        "it needs both models in this process; use --engine native": a.model is None or b.model is None,
-        "greedy decoding draws from no distribution; give --temperature above 0": drawing.temperature == 0,
-        "the answers are drawn from cut distributions; leave --top-k and --top-p out": (
-            drawing.top_k is not None or drawing.top_p < 1.0
-        ),
-        "the two models have different tokenizers, so their distributions are over different tokens": (
-            a.tokenizer.get_vocab() != b.tokenizer.get_vocab()
-        ),
-        "the two models are asked under different templates; give both one with --template": any(
-            item.a[0].prompt_ids != item.b[0].prompt_ids for item in items
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if a.model is None or b.model is None:
+        return "it needs both models in this process; use --engine native"
+    if drawing.temperature == 0:
+        return "greedy decoding draws from no distribution; give --temperature above 0"
+    if drawing.top_k is not None or drawing.top_p < 1.0:
+        return "the answers are drawn from cut distributions; leave --top-k and --top-p out"
+    if a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
+        return "the two models have different tokenizers, so their distributions are over different tokens"
+    if any(item.a[0].prompt_ids != item.b[0].prompt_ids for item in items):
+        return "the two models are asked under different templates; give both one with --template"
+    return None
 
 
 @dataclass(frozen=True)
@@ -208,13 +228,14 @@ class HeadToHeadPlan:
 def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) -> HeadToHeadPlan:
     """Check the request for two models, A and B, as far as that goes without loading one.
 
-    A task that is not named is that of A; a template, the model's own, or that of the one that has one.
+    A task that is not named is A's. A template that is not named is the model's own; a model that was trained with none
+    takes the other's.
 
     Args:
         judges: reward models, and files of judges, of which the first says who wins; none: the task's grader.
 
     Raises:
-        UsageError: words, options or combinations that cannot be.
+        UsageError: options or combinations that cannot be used.
     """
     if len(set(judges)) < len(judges):
         raise UsageError("--judge: the same judge is named twice")
@@ -223,31 +244,48 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
             raise UsageError(f"--{name}: one at a time with --against")
     a, b = request.models
     if a.label == b.label:
-        a, b = (replace(source, label=f"{source.name} ({side})") for source, side in ((a, "A"), (b, "B")))
+        a = replace(a, label=f"{a.name} (A)")
+        b = replace(b, label=f"{b.name} (B)")
     for source in (a, b):
         source.refuse_scorer()
     component = choose_task(next(iter(request.tasks), None), a.name, a.recipe)
     named = next(iter(request.templates), None)
-    # the template named, else the model's own, else that of the other one: it was trained with none
-    tellers = [own if own.recipe is not None or other.recipe is None else other for own, other in ((a, b), (b, a))]
-    first, second = (complete_template(named, teller) or teller.template for teller in tellers)
-    drawing = replace(request.drawing, max_tokens=request.drawing.max_tokens or max(a.max_tokens, b.max_tokens), ks=())
+    first = _choose_template(named, a, b)
+    second = _choose_template(named, b, a)
+    max_tokens = request.drawing.max_tokens or max(a.max_tokens, b.max_tokens)
+    drawing = replace(request.drawing, max_tokens=max_tokens, ks=())
     task = build_task(component, "--task")
     name = f"against-{b.label}-{task_label(task)}"
-    folder = place_of(a, request.out, name if a.run is not None else f"{a.label}-{name}")
+    if a.run is None:
+        name = f"{a.label}-{name}"
+    folder = evaluation_folder(a, request.out, name)
     refuse_other(folder)
-    drawn = ("n", "samples", "temperature", "top_k", "top_p", "max_tokens", "seed")
+    drawn = {key: getattr(drawing, key) for key in ("n", "samples", "temperature", "top_k", "top_p")}
     settings = {
         "a": a.name,
         "b": b.name,
         "judge": ", ".join(judges) or "the task's grader",
         "task": component.model_dump(),
         "templates": [first.model_dump(), second.model_dump()],
-        **{name: getattr(drawing, name) for name in drawn},
+        **drawn,
+        "max_tokens": drawing.max_tokens,
+        "seed": drawing.seed,
         "dropped": task.dropped,
     }
-    own = folder if request.out else folder_of_its_own(folder, {"": settings})
+    if request.out:
+        own = folder
+    else:
+        own = folder_of_its_own(folder, {"": settings})
     return HeadToHeadPlan((a, b), drawing, request, task, (first, second), own, settings)
+
+
+def _choose_template(named: Component | None, model: ModelSource, other: ModelSource) -> Component:
+    """Return the template named, else the model's own, else the other one's if only that was trained with one."""
+    if model.recipe is None and other.recipe is not None:
+        source = other
+    else:
+        source = model
+    return complete_template(named, source) or source.template
 
 
 def run_head_to_head(
@@ -261,42 +299,69 @@ def run_head_to_head(
         UsageError: no item that both answered, or none with a gold answer and no judge.
     """
     request = plan.request
-    models, evaluations = [], []
+    models = []
+    evaluations = []
+    warnings = dict.fromkeys(plan.task.warnings)
     for source, template in zip(plan.sources, plan.templates, strict=True):
         model = open_model(source, template, engine=request.engine, dtype=request.dtype, device=request.device)
         models.append(model)
-        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
+        task = take_rendered(plan.task, model.grader.template, model.tokenizer, "--task")
+        warnings = dict.fromkeys((*warnings, *task.warnings))
+        evaluations.append(measure(model, task, plan.drawing, progress=progress))
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
         raise UsageError("no prompt fits into the contexts of both models")
-    n, notes = int(evaluations[0].results["n"]), list(plan.task.warnings)
-    if left := n - len(items):
-        notes.append(f"{left} of {n} prompts do not fit into one of the models; they are left out")
+    n = int(evaluations[0].results["n"])
+    notes = list(warnings)
+    num_too_long = n - len(items)
+    if num_too_long:
+        notes.append(f"{num_too_long} of {n} prompts do not fit into one of the models; they are left out")
     if not judges:
-        answered, items = items, graded(items, plan.task)
-        if left := len(answered) - len(items):
-            notes.append(f"{left} items have no gold answer; they are left out")
-    (_, first), *others = judges.items() or [("", judge_by_grade)]
+        num_answered = len(items)
+        items = graded(items, plan.task)
+        num_ungraded = num_answered - len(items)
+        if num_ungraded:
+            notes.append(f"{num_ungraded} items have no gold answer; they are left out")
+    if judges:
+        (_, first), *others = judges.items()
+    else:
+        first = judge_by_grade
+        others = []
     win_rate = measure_wins(items, first)
     for name, judge in others:
         win_rate.add_judge(name, measure_wins(items, judge))
-    if win_rate.results["unscored"]:
-        notes.append(f"{win_rate.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
+    unscored = win_rate.results["unscored"]
+    if unscored:
+        notes.append(f"{unscored:.1%} of the answers could not be scored by the judge; they lose")
     for side, evaluation in zip("ab", evaluations, strict=True):
         if evaluation.results.get("num_graded", 0.0) > 0:
             for suffix in ("", "_low", "_high"):
                 win_rate.results[f"accuracy_{side}{suffix}"] = evaluation.results[f"accuracy{suffix}"]
-    if (reason := why_no_kl(models[0], models[1], plan.drawing, items)) is not None:
-        return win_rate, [*notes, f"no KL: {reason}"]
-    forwards = [Forward(model.model, plan.drawing.temperature) for model in models]
-    sides = [[one for pair in items for one in getattr(pair, side)] for side in ("a", "b")]
-    num_ids = max(max(model.tokenizer.get_vocab().values()) for model in models) + 1
-    for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
-        kl = measure_kl(answers, own, other, num_ids=num_ids)
-        win_rate.results |= summarize_kl(f"kl_{name}", answers, kl)
-        for answer, value in zip([one for item in win_rate.items for one in item[name[0]]], kl, strict=True):
-            answer[f"kl_{name}"] = value
+    reason = why_no_kl(models[0], models[1], plan.drawing, items)
+    if reason is None:
+        _add_kl(win_rate, items, models, plan.drawing.temperature)
+    else:
+        notes.append(f"no KL: {reason}")
     return win_rate, notes
+
+
+def _add_kl(
+    win_rate: WinRate, items: Sequence[HeadToHeadItem], models: Sequence[OpenedModel], temperature: float
+) -> None:
+    """Add KL(A‖B) on A's answers and KL(B‖A) on B's, to the results and to each answer."""
+    a, b = (Forward(model.model, temperature) for model in models)
+    num_ids = max(max(model.tokenizer.get_vocab().values()) for model in models) + 1
+    answers_of_a = [answer for item in items for answer in item.a]
+    answers_of_b = [answer for item in items for answer in item.b]
+    for side, name, answers, own, other in (
+        ("a", "kl_ab", answers_of_a, a, b),
+        ("b", "kl_ba", answers_of_b, b, a),
+    ):
+        kl = measure_answer_kl(answers, own, other, num_ids=num_ids)
+        win_rate.results |= summarize_kl(name, answers, kl)
+        records = [record for item in win_rate.items for record in item[side]]
+        for record, value in zip(records, kl, strict=True):
+            record[name] = value
 
 
 def graded(items: Sequence[HeadToHeadItem], task: Task) -> list[HeadToHeadItem]:
@@ -305,7 +370,10 @@ def graded(items: Sequence[HeadToHeadItem], task: Task) -> list[HeadToHeadItem]:
     Raises:
         UsageError: none was; a judge is needed.
     """
-    kept = [c for c in items if all(rollout.outcome != "ungraded" for rollout in (*c.a, *c.b))]
+    kept = []
+    for item in items:
+        if all(rollout.outcome != "ungraded" for rollout in (*item.a, *item.b)):
+            kept.append(item)
     if not kept:
         raise UsageError(
             f"task {task.name!r} has no gold answers by which one answer could win; give --judge RUN, the run of a "
@@ -320,13 +388,14 @@ def write_head_to_head(plan: HeadToHeadPlan, win_rate: WinRate, notes: Sequence[
     Raises:
         StorageError: the disk is full or not writable.
     """
-    content = {
+    content: dict[str, object] = {
         "evaluation": task_label(plan.task),
         "a": plan.sources[0].label,
         "b": plan.sources[1].label,
         "results": win_rate.results,
-        **({"others": win_rate.others} if win_rate.others else {}),
-        "notes": list(notes),
-        "settings": plan.settings,
     }
+    if win_rate.others:
+        content["others"] = win_rate.others
+    content["notes"] = list(notes)
+    content["settings"] = plan.settings
     write_records(plan.folder, win_rate.items, page, content)

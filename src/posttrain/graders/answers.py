@@ -116,7 +116,8 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
     """
     words = [word.strip("'-").lower() for word in re.split(r"[\s/.]+", text.replace("°", " ° "))]
     words = [word for word in words if word]
-    words = words[2:] if words[:2] == ["u", "s"] else words
+    if words[:2] == ["u", "s"]:
+        words = words[2:]
     times = [place for place in range(1, len(words) - 1) if words[place - 1] in _STARTS]  # per two hours, in one week
     if not words or len(words) > MAX_WORDS or words in (["a", "m"], ["p", "m"]):
         return bool(words) and len(words) == 2
@@ -147,17 +148,29 @@ def _is_noun(word: str, value: Fraction | None) -> bool:
 def canonical_unit(unit: str) -> str:
     """One name for the spellings of a unit: ``sq ft``, ``square feet`` and ``ft^2`` are ``foot^2``."""
     base, _, power = unit.partition("^")
-    words = " ".join(_UNIT_NAMES.get(singular(word), singular(word)) for word in base.replace(".", " ").split()).split()
+    words: list[str] = []
+    for word in base.replace(".", " ").split():
+        name = singular(word)
+        words += _UNIT_NAMES.get(name, name).split()
     for name, exponent in (("square", "2"), ("cubic", "3")):
         if len(words) > 1 and words[0] == name and not power:
-            words, power = words[1:], exponent
-    return " ".join(words) + (f"^{power}" if power else "")
+            words = words[1:]
+            power = exponent
+    canonical = " ".join(words)
+    if power:
+        canonical += f"^{power}"
+    return canonical
 
 
 def singular(word: str) -> str:
     """The word in lower case (one letter stays as it is), without a final s."""
-    lowered = word.lower() if len(word) > 1 else word
-    return lowered[:-1] if lowered.endswith("s") and len(lowered) > 2 else lowered
+    if len(word) > 1:
+        lowered = word.lower()
+    else:
+        lowered = word
+    if lowered.endswith("s") and len(lowered) > 2:
+        return lowered[:-1]
+    return lowered
 
 
 MAX_NUMBER_CHARS = 400  # a longer text is no number; keeps digits and exponents bounded
@@ -256,25 +269,34 @@ def _match_number(body: str) -> tuple[Fraction, int] | None:
     """The number at the start of ``body`` and where it ends."""
     if match := _POWER_OF_TEN.match(body):
         exponent = int(match[2] or match[3])
-        return (
-            (Fraction(match[1] or 1) * Fraction(10) ** exponent, match.end()) if abs(exponent) <= MAX_EXPONENT else None
-        )
+        if abs(exponent) <= MAX_EXPONENT:
+            return (Fraction(match[1] or 1) * Fraction(10) ** exponent, match.end())
+        return None
     if match := _LATEX_FRACTION.match(body):
-        numerator, denominator = int(match[1] or match[2]), int(match[3] or match[4])
-        return (Fraction(numerator, denominator), match.end()) if denominator else None
+        numerator = int(match[1] or match[2])
+        denominator = int(match[3] or match[4])
+        if denominator:
+            return (Fraction(numerator, denominator), match.end())
+        return None
     if match := _LATEX_MIXED.match(body):
-        numerator, denominator = int(match[2] or match[3]), int(match[4] or match[5])
+        numerator = int(match[2] or match[3])
+        denominator = int(match[4] or match[5])
         if not 0 <= numerator < denominator:  # 3\\frac{10}{2} is a product
             return None
         return int(match[1]) + Fraction(numerator, denominator), match.end()
     if match := _MIXED.match(body):
         whole, numerator, denominator = (int(part) for part in match.groups())
-        return (whole + Fraction(numerator, denominator), match.end()) if numerator < denominator else None
+        if numerator < denominator:
+            return (whole + Fraction(numerator, denominator), match.end())
+        return None
     if match := _FRACTION.match(body):
         top, bottom = (Fraction(_SEPARATORS.sub("", part)) for part in match.groups())
-        return (top / bottom, match.end()) if bottom else None
+        if bottom:
+            return (top / bottom, match.end())
+        return None
     if match := _DECIMAL.match(body):
-        digits, exponent = _SEPARATORS.sub("", match[1]), int(match[2] or 0)
+        digits = _SEPARATORS.sub("", match[1])
+        exponent = int(match[2] or 0)
         if abs(exponent) > MAX_EXPONENT:
             return None
         return Fraction(digits.rstrip(".")) * Fraction(10) ** exponent, match.end()
@@ -284,7 +306,9 @@ def _match_number(body: str) -> tuple[Fraction, int] | None:
 def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quantity | None:
     tail = rest.strip()
     if tail in ("%", "percent", "per cent", "percentage", "pct"):
-        return None if currency else Quantity(value, percent=True)
+        if currency:
+            return None
+        return Quantity(value, percent=True)
     if not currency and tail in _CURRENCIES:
         return Quantity(value, unit=_CURRENCIES[tail])
     if not tail:
@@ -355,7 +379,8 @@ def same_text(gold: str, answer: str) -> bool:
     """
     if len(answer) > 2 * len(gold) + MAX_NUMBER_CHARS:
         return False
-    left, right = clean_answer(gold), clean_answer(answer)
+    left = clean_answer(gold)
+    right = clean_answer(answer)
     if _is_words(left) and _is_words(right):
         return left.casefold().split() == right.casefold().split()
     if left[:1] == right[:1] == "{" and _same_object(left, right):
@@ -366,7 +391,8 @@ def same_text(gold: str, answer: str) -> bool:
 def _same_object(left: str, right: str) -> bool:
     """Return whether both are the JSON text of one object, with its keys in any order."""
     try:
-        one, other = json.loads(left), json.loads(right)
+        one = json.loads(left)
+        other = json.loads(right)
     except (ValueError, RecursionError):
         return False
     return isinstance(one, dict) and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
@@ -387,8 +413,8 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     expected = parse_quantity(gold)
     if expected is None:
         return same_text(gold, answer)
-    unit = parse_quantity(answer)
-    return unit is not None and same_quantity(expected, unit, tolerance)
+    actual = parse_quantity(answer)
+    return actual is not None and same_quantity(expected, actual, tolerance)
 
 
 def last_number(text: str) -> str | None:
@@ -398,7 +424,8 @@ def last_number(text: str) -> str | None:
 
     A power of something else than a number (``x^3``) is taken with what stands before it: its exponent is no answer.
     """
-    match, text = None, fold_signs(text)
+    match = None
+    text = fold_signs(text)
     for match in NUMBER.finditer(text):  # noqa: B007
         pass
     if match is None:
@@ -413,7 +440,9 @@ def last_boxed(text: str) -> str | None:
     Of nested boxes it is the inner one. ``\\{`` and ``\\}`` are text and do not count as braces.
     """
     boxes = find_boxes(text)
-    return text[boxes[-1].start : boxes[-1].end].strip() if boxes else None
+    if boxes:
+        return text[boxes[-1].start : boxes[-1].end].strip()
+    return None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -439,8 +468,10 @@ def find_boxes(text: str) -> list[Box]:
                 begin, start = opened.pop()
                 if begin >= 0:
                     boxes.append(Box(begin, start, match.start(), match.end()))
+        elif token == "{":
+            opened.append((-1, match.end()))
         elif token.endswith("{") and token != "\\{":
-            opened.append((match.start() if token != "{" else -1, match.end()))
+            opened.append((match.start(), match.end()))
     return sorted(boxes)
 
 
@@ -454,9 +485,15 @@ def final_response(text: str) -> str | None:
 
     None where thinking begins and never ends: such a text was cut off, and what it mentions is no answer.
     """
-    start = max((text.rfind(f"</{tag}>") + len(tag) + 3 for tag in _THINKING if f"</{tag}>" in text), default=0)
+    start = 0
+    for tag in _THINKING:
+        closing = f"</{tag}>"
+        if closing in text:
+            start = max(start, text.rfind(closing) + len(closing))
     rest = text[start:]
-    return None if any(f"<{tag}>" in rest for tag in _THINKING) else rest
+    if any(f"<{tag}>" in rest for tag in _THINKING):
+        return None
+    return rest
 
 
 def tagged_response(text: str) -> str | None:
@@ -468,7 +505,9 @@ def tagged_response(text: str) -> str | None:
     if response is None:
         return None
     inner = _between_tags(response)
-    return response if inner is None else inner
+    if inner is None:
+        return response
+    return inner
 
 
 def answer_region(submission: Submission) -> tuple[str, bool] | None:
@@ -485,7 +524,9 @@ def answer_region(submission: Submission) -> tuple[str, bool] | None:
         marked = submission.extracted
     if marked is not None:
         return marked, True
-    return None if is_blank(response) else (response, False)
+    if is_blank(response):
+        return None
+    return (response, False)
 
 
 def _between_tags(response: str) -> str | None:
@@ -495,4 +536,6 @@ def _between_tags(response: str) -> str | None:
     answer = inner.rpartition("<answer>")[2].strip()
     if not (opened and closed):
         return None
-    return "" if is_blank(answer) else answer
+    if is_blank(answer):
+        return ""
+    return answer

@@ -93,6 +93,7 @@ _EMPTY = word_set(
 )
 _DENYING = word_set("not nope nah never isn't wasn't untrue wrong false incorrect mistake mistaken 不 不对 错了 更正")
 _DOUBTING = word_set("no wait actually sorry hmm oops scratch nevermind mind back correction kidding joking 等等")
+_ABOUT_ANSWER = _EMPTY | _DENYING | _DOUBTING
 _DRESS = re.compile(r"[*`$]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[()\[\]]")
 
 
@@ -110,16 +111,23 @@ def multiple_choice(submission: Submission) -> Verdict:
     ``meta["choices"]``, the texts in order, is optional; without it only letters are read. A response that answers at
     once and then makes up further questions is graded by its first line.
     """
-    listed = submission.meta.get("choices") or ()
-    choices = texts_of(listed.get("text") if isinstance(listed, Mapping) else listed)
-    if choices is None:
+    listed = submission.meta.get("choices")
+    if isinstance(listed, Mapping) and listed:
+        listed = listed.get("text")
+    elif not listed:
+        listed = ()
+    texts = texts_of(listed)
+    if texts is None or submission.answer is None:
         return Verdict("ungraded")
-    choices = tuple(map(fold_letters, choices))
-    gold = None if submission.answer is None else read_gold(fold_letters(submission.answer), choices)
+    choices = tuple(map(fold_letters, texts))
+    gold = read_gold(fold_letters(submission.answer), choices)
     if gold is None:
         return Verdict("ungraded")
     region = answer_region(submission)
-    chosen = None if region is None else chosen_letter(fold_letters(region[0][-MAX_CHARS:]), choices)
+    if region is None:
+        return Verdict("no_answer")
+    response, _ = region
+    chosen = chosen_letter(fold_letters(response[-MAX_CHARS:]), choices)
     if chosen is None:
         return Verdict("no_answer")
     return Verdict("right" if chosen == gold else "wrong", extracted=chosen)
@@ -134,8 +142,12 @@ def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
         return LETTERS[choices.index(text)]
     if len(text) == 1 and text.upper() in LETTERS:
         return text.upper()
-    letters = [_letter(found) for head in _HEAD.finditer(text) if (found := _LETTER.match(text, head.end()))]
-    return letters[-1] if letters else None
+    letter = None
+    for head in _HEAD.finditer(text):
+        stated = _LETTER.match(text, head.end())
+        if stated is not None:
+            letter = _letter(stated)
+    return letter
 
 
 def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
@@ -144,15 +156,19 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
         return by_text
     lines = text.strip().splitlines()
     if len(lines) > 1 and {"A", "B"} <= {_label(line) for line in lines[1:]}:
+        label = _label(lines[0])
+        if label == "A":  # a list
+            return None
         first = chosen_letter(lines[0], choices)
-        if first is not None or _label(lines[0]) is not None:
-            return first if _label(lines[0]) != "A" else None  # what follows is another question, or a list
+        if first is not None or label is not None:  # what follows is another question
+            return first
     found = max([*_statements(text, choices), *_openings(text, choices)], default=None)
     if found is None:
         return None
     start, end, letter = found
-    is_answer = not _is_denied(text, start) and _stands(letter, text[end : end + TAIL_CHARS], choices)
-    return letter if is_answer else None
+    if _is_denied(text, start) or not _stands(letter, text[end : end + TAIL_CHARS], choices):
+        return None
+    return letter
 
 
 def _is_denied(text: str, start: int) -> bool:
@@ -165,63 +181,96 @@ def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, s
     for head in _HEAD.finditer(text):
         if _is_denied(text, head.start()):
             continue
-        line = text[head.end() :].partition("\n")[0]
-        own = next((one for one in (line, re.split(r"[.;!]\s", line)[0]) if _letter_of_text(one, choices)), None)
+        by_text = _choice_of_line(text[head.end() :].partition("\n")[0], choices)
+        if by_text is not None:
+            length, letter = by_text
+            yield head.start(), head.end() + length, letter
+            continue
         match = _LETTER.match(text, head.end())
         if match is None and head[0].endswith((":", "：")):
             match = _SMALL_LETTER.match(text, head.end())
-        if own is not None:
-            yield head.start(), head.end() + len(own), _letter_of_text(own, choices) or ""
-        elif match is not None and (match[1] or not _GOES_ON.match(text, match.end())):
+        if match is not None and (match[1] or not _GOES_ON.match(text, match.end())):
             yield head.start(), match.end(), _letter(match)
-    judged = (match for match in _JUDGED.finditer(text) if not _is_denied(text, match.start()))
-    for match in (*judged, *_CONCLUSION.finditer(text)):
+    for match in _JUDGED.finditer(text):
+        if not _is_denied(text, match.start()):
+            yield match.start(), match.end(), _letter(match)
+    for match in _CONCLUSION.finditer(text):
         yield match.start(), match.end(), _letter(match)
+
+
+def _choice_of_line(line: str, choices: Sequence[str]) -> tuple[int, str] | None:
+    """The length and the letter of a choice's text that a line, or its first sentence, consists of."""
+    for stated in (line, re.split(r"[.;!]\s", line)[0]):
+        letter = _letter_of_text(stated, choices)
+        if letter is not None:
+            return len(stated), letter
+    return None
 
 
 def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     """Yield the first and the last line where they begin with an answer; lines of several labels are a list."""
     lines = [match for match in re.finditer(r"[^\n]+", text) if match[0].strip()]
-    bare = {letter for line in lines if (letter := _bare(line[0]))}
-    labels = {label for line in lines if (label := _label(line[0]))}
+    num_bare = len({_bare(line[0]) for line in lines} - {None})
+    num_labels = len({_label(line[0]) for line in lines} - {None})
     for line in lines[:1] + lines[-1:]:
+        by_text = _letter_of_text(line[0], choices)
+        if by_text is not None:
+            yield line.start(), line.end(), by_text
+            continue
+        if _bare(line[0]) is not None:
+            is_listed = num_bare > 1
+        else:
+            is_listed = num_labels > 1 and _label(line[0]) is not None
         plain = _undress(line[0])
         match = _SHORT.match(plain)
-        if by_text := _letter_of_text(line[0], choices):
-            yield line.start(), line.end(), by_text
-        elif match is not None and not (len(bare) > 1 if _bare(line[0]) else len(labels) > 1 and _label(line[0])):
-            rest, inside = _plain(plain[match.end() :]), line[0].find(plain)
-            if not (rest and choices and LETTERS.index(_letter(match)) >= len(choices)):  # the E of "E. coli"
-                yield line.start(), line.end() if inside < 0 else line.start() + inside + match.end(), _letter(match)
+        if match is None or is_listed:
+            continue
+        letter = _letter(match)
+        rest = _plain(plain[match.end() :])
+        if rest and choices and LETTERS.index(letter) >= len(choices):  # the E of "E. coli"
+            continue
+        end = line.end()
+        inside = line[0].find(plain)
+        if inside >= 0:
+            end = line.start() + inside + match.end()
+        yield line.start(), end, letter
 
 
 def _stands(letter: str, tail: str, choices: Sequence[str]) -> bool:
     """Return whether what follows a statement leaves it standing."""
-    line = _plain(re.sub(r"^[\s.):,;\]]*(?:[-–—]\s+)?", "", tail.partition("\n")[0]))
-    if owners := [own for own, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == line]:
+    first_line, _, further_lines = tail.partition("\n")
+    line = _plain(re.sub(r"^[\s.):,;\]]*(?:[-–—]\s+)?", "", first_line))
+    owners = [own for own, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == line]
+    if owners:
         if letter not in owners:
             return False  # the label of one choice with the text of another
-        tail = "\n" + tail.partition("\n")[2]
+        tail = "\n" + further_lines
     if tail[:1] in ("?", "？"):
         return False
-    for place, sentence in enumerate(_SENTENCE.finditer(tail)):
-        text = _REASON.split(sentence[1])[0]
-        words = [word.lower().replace("’", "'") for word in _WORD.findall(text)]
-        others = {match[1] for match in _OTHER.finditer(text)} - {letter}
-        known = _EMPTY | _DENYING | _DOUBTING
-        is_empty = all(word in known or (len(word) == 1 and word.upper() in LETTERS) for word in words)
-        if sentence[2] in ("?", "？"):
-            if words[:1] in (["or"], ["maybe"]) and others:
-                return False
-        elif not place and not is_empty and others and not _RULED_OUT.search(text):
-            return False
-        elif is_empty and words:
-            if any(word in _DENYING for word in words):
-                if not others or letter.lower() in words or "i" in words:  # "I was wrong: it is B"
-                    return False
-            elif others or (any(word in _DOUBTING for word in words) and text == sentence[1]):  # no "No, because"
-                return False
-    return True
+    sentences = list(_SENTENCE.finditer(tail))
+    return not any(_takes_back(letter, sentence, place == 0) for place, sentence in enumerate(sentences))
+
+
+def _takes_back(letter: str, sentence: re.Match[str], is_first: bool) -> bool:
+    """Return whether a sentence after a statement of ``letter`` denies it, doubts it, or names another letter."""
+    text = _REASON.split(sentence[1])[0]
+    words = [word.lower().replace("’", "'") for word in _WORD.findall(text)]
+    others = {match[1] for match in _OTHER.finditer(text)} - {letter}
+    if sentence[2] in ("?", "？"):
+        return words[:1] in (["or"], ["maybe"]) and bool(others)
+    if not _is_about_answer(words):
+        return is_first and bool(others) and not _RULED_OUT.search(text)
+    if not words:
+        return False
+    if not _DENYING.isdisjoint(words):
+        return not others or letter.lower() in words or "i" in words  # "I was wrong: it is B"
+    is_whole = text == sentence[1]  # no "No, because"
+    return bool(others) or (is_whole and not _DOUBTING.isdisjoint(words))
+
+
+def _is_about_answer(words: Sequence[str]) -> bool:
+    """Return whether words have no contents, so that they are about the answer and not about the question."""
+    return all(word in _ABOUT_ANSWER or (len(word) == 1 and word.upper() in LETTERS) for word in words)
 
 
 def _letter(match: re.Match[str]) -> str:
@@ -232,12 +281,16 @@ def _letter(match: re.Match[str]) -> str:
 def _bare(line: str) -> str | None:
     """Return the letter of a line that is nothing else."""
     match = _SHORT.fullmatch(_undress(line))
-    return _letter(match) if match else None
+    if match:
+        return _letter(match)
+    return None
 
 
 def _label(line: str) -> str | None:
     match = _LABEL.match(line)
-    return match[1].upper() if match else None
+    if match:
+        return match[1].upper()
+    return None
 
 
 def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:
@@ -246,7 +299,9 @@ def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:
     if len(wanted) < 2 and not wanted.isdigit():
         return None
     same = [letter for letter, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == wanted]
-    return same[0] if len(same) == 1 else None
+    if len(same) == 1:
+        return same[0]
+    return None
 
 
 def _undress(text: str) -> str:

@@ -52,6 +52,10 @@ class Verdict:
         """1 for a right answer, else 0."""
         return float(self.outcome == "right")
 
+    def __bool__(self) -> bool:
+        """Return True for a right answer."""
+        return self.outcome == "right"
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -74,7 +78,10 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, ob
     """
     entry = find("grader", name, "grader")
     function = entry.bind(options or {}, "grader")
-    verdicts = list(function(submissions) if entry.traits.get("batched") else map(function, submissions))
+    if entry.traits.get("batched"):
+        verdicts = list(function(submissions))
+    else:
+        verdicts = [function(submission) for submission in submissions]
     assert len(verdicts) == len(submissions), f"grader {name!r}: one verdict for each submission"
     return verdicts
 
@@ -97,15 +104,18 @@ def texts_of(listed: object) -> tuple[str, ...] | None:
     if isinstance(listed, str) and listed.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             listed = json.loads(listed)
-    items = [listed] if isinstance(listed, str | int | float) else listed
-    if not isinstance(items, list | tuple) or not all(isinstance(one, str | int | float) for one in items):
+    if isinstance(listed, str | int | float):
+        listed = [listed]
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str | int | float) for one in listed):
         return None
-    return tuple(map(str, items))
+    return tuple(map(str, listed))
 
 
 def _gold_answers(submission: Submission) -> tuple[str | None, ...]:
     listed = submission.meta.get("answers")
-    return (texts_of(listed) or (None,)) if listed else (submission.answer,)
+    if listed:
+        return texts_of(listed) or (None,)
+    return (submission.answer,)
 
 
 @register("grader", batched=True)
@@ -119,15 +129,16 @@ def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list
     Args:
         mode: the grader that compares with each of them.
     """
-    golds = [_gold_answers(s) for s in submissions]
-    to_grade = [
-        replace(submission, answer=gold) for submission, own in zip(submissions, golds, strict=True) for gold in own
-    ]
+    golds = [_gold_answers(submission) for submission in submissions]
+    to_grade = []
+    for submission, own in zip(submissions, golds, strict=True):
+        to_grade += [replace(submission, answer=gold) for gold in own]
     verdicts = iter(grade(mode, to_grade))
     found = []
     for own in golds:
         several = [next(verdicts) for _ in own]
         correct = [verdict for verdict in several if verdict.outcome == "right"]
         failed = [verdict for verdict in several if verdict.outcome in FAILURES]
-        found.append((correct or failed or several)[0])
+        best = correct or failed or several
+        found.append(best[0])
     return found

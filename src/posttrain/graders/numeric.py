@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import Field
-
 from posttrain.graders.answers import parse_quantity, same_answer, same_text
 from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
+from posttrain.signatures import Range
 
 _INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result)\s*(?:is\b|[:=])\s*:?\s*",
@@ -21,7 +20,7 @@ _NAMED = re.compile(r"\\?[(\[$]*\s*([A-Za-z][A-Za-z0-9_{}']{0,20}(?:\([A-Za-z]\)
 
 
 @register("grader")
-def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] = 0.0) -> Verdict:
+def numeric(submission: Submission, *, tolerance: Annotated[float, Range(ge=0)] = 0.0) -> Verdict:
     """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
     x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
@@ -36,17 +35,23 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
     extracted = fold_signs(submission.extracted)
+    candidates = [extracted]
     introduced = _INTRODUCTION.match(extracted)
-    candidates = [extracted, *([extracted[introduced.end() :]] if introduced else [])]
+    if introduced:
+        candidates.append(extracted[introduced.end() :])
     if parse_quantity(submission.answer) is not None:
         candidates.append(_without_name(candidates[-1]))
-    return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in candidates) else "wrong")
+    if any(same_answer(submission.answer, candidate, tolerance) for candidate in candidates):
+        return Verdict("right")
+    return Verdict("wrong")
 
 
 def _without_name(text: str) -> str:
     """``12`` of ``x = 12`` and ``$x = 12$``; other text as it stands."""
     named = _NAMED.match(text[:_MAX_NAMED_CHARS])
-    return text[named.end() :].rstrip().removesuffix("\\)").removesuffix("\\]").rstrip("$") if named else text
+    if named:
+        return text[named.end() :].rstrip().removesuffix("\\)").removesuffix("\\]").rstrip("$")
+    return text
 
 
 @register("grader")
@@ -70,4 +75,6 @@ def is_number(extracted: str | None) -> float:
 
     Source: the integer reward of the widely shared GSM8K GRPO notebooks, without its weight of 0.5.
     """
-    return 1.0 if extracted is not None and parse_quantity(extracted) is not None else 0.0
+    if extracted is not None and parse_quantity(extracted) is not None:
+        return 1.0
+    return 0.0

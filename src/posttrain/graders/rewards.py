@@ -22,7 +22,7 @@ from pydantic import Field
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
-from posttrain.option_types import written
+from posttrain.option_types import shown_with_type
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
 from posttrain.types import TRUNCATED, Example, Turn
@@ -44,7 +44,7 @@ AVAILABLE: dict[str, str] = {
     "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
-Result = float | Verdict | Measured
+RewardResult = float | Verdict | Measured
 MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
 
 
@@ -60,9 +60,11 @@ class BoundReward:
     def __call__(self, available: Mapping[str, object], example_id: str = "") -> float:
         """The reward for one completion; see ``grade``."""
         reward = self.grade([available], [example_id])[0]
-        return reward if isinstance(reward, float) else reward.value
+        if isinstance(reward, float):
+            return reward
+        return reward.value
 
-    def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[Result]:
+    def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[RewardResult]:
         """The rewards for many completions, in order.
 
         Args:
@@ -72,23 +74,15 @@ class BoundReward:
         Raises:
             RewardFailure: the function raised, ended the program, or returned no finite number up to ``MAX_REWARD``.
         """
-        places = [f"reward {self.name!r}" + (f", example {one!r}" if one else "") for one in example_ids]
+        places = [self._place(example_id) for example_id in example_ids]
+        values: Sequence[object]
         if self.batched:
-            place, count = places[0] if len(set(example_ids)) == 1 else f"reward {self.name!r}", len(available)
-            values = self._call({name: [one[name] for one in available] for name in self.parameters}, place)
-            if inspect.iscoroutine(values):
-                _check_number(values, place)
-            values = values.tolist() if hasattr(values, "tolist") else values  # an array is as good as a list
-            place += ": the function returned"
-            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-                raise RewardFailure(f"{place} {_shown(values)}; {count} completions need a list of {count}")
-            if len(values) != count:
-                raise RewardFailure(f"{place} {len(values)} results for {count} completions; give one each")
+            place = places[0] if len(set(example_ids)) == 1 else self._place()
+            values = self._call_batch(available, place)
         else:
-            values = [
-                self._call({name: one[name] for name in self.parameters}, place)
-                for one, place in zip(available, places, strict=True)
-            ]
+            values = []
+            for one, place in zip(available, places, strict=True):
+                values.append(self._call({name: one[name] for name in self.parameters}, place))
         try:
             return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
         except RewardFailure:
@@ -96,13 +90,38 @@ class BoundReward:
                 value.close()  # Python would warn that nobody awaited it
             raise
 
+    def _place(self, example_id: str = "") -> str:
+        """The reward and the example, for messages."""
+        if not example_id:
+            return f"reward {self.name!r}"
+        return f"reward {self.name!r}, example {example_id!r}"
+
+    def _call_batch(self, available: Sequence[Mapping[str, object]], place: str) -> Sequence[object]:
+        """Call the reward once for all completions, and check that it gave one result for each."""
+        count = len(available)
+        columns = {name: [one[name] for one in available] for name in self.parameters}
+        values: Any = self._call(columns, place)
+        if inspect.iscoroutine(values):
+            _check_number(values, place)
+        if hasattr(values, "tolist"):  # an array is as good as a list
+            values = values.tolist()
+        if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+            raise RewardFailure(f"{_returned(values, place)}; {count} completions need a list of {count}")
+        if len(values) != count:
+            raise RewardFailure(
+                f"{place}: the function returned {len(values)} results for {count} completions; give one each"
+            )
+        return values
+
     def _call(self, arguments: Mapping[str, object], place: str) -> object:
         try:
             return self.function(**arguments)
         except PosttrainError:
             raise  # it says already what is wrong and what would work
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
-            hint = "Prompts and completions are texts, no messages. " if "string indices" in str(error) else ""
+            hint = ""
+            if "string indices" in str(error):
+                hint = "Prompts and completions are texts, no messages. "
             raise RewardFailure(
                 f"{place}: the function raised {type(error).__name__}: {error}. {hint}"
                 "Correct it (--traceback shows the place in it), or have it return a number there"
@@ -140,17 +159,16 @@ def _call_with_columns(
     A row without the key, and a None in the result (the reward says nothing of it), count as None and 0.
     """
     keys = dict.fromkeys(key for one in example for key in one.meta)
-    columns: dict[str, Sequence[object]] = {
-        **{key: [one.meta.get(key) for one in example] for key in keys},
-        "solution": [one.solution for one in example],
-        "answer": [one.answer for one in example],
-        "prompts": prompt,
-        "completions": text,
-    }
+    columns: dict[str, Sequence[object]] = {key: [one.meta.get(key) for one in example] for key in keys}
+    columns["solution"] = [one.solution for one in example]
+    columns["answer"] = [one.answer for one in example]
+    columns["prompts"] = prompt
+    columns["completions"] = text
     # of what is not bound yet, by the recipe or by functools.partial
     parameters = inspect.signature(reward).parameters.values()
-    empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    lacking = [p.name for p in parameters if p.kind in kinds and p.default is empty and p.name not in columns]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.kind in by_name and p.default is inspect.Parameter.empty]
+    lacking = [name for name in needed if name not in columns]
     if lacking:
         raise RewardFailure(
             f"reward {getattr(reward.func, '__name__', 'function')!r} asks for {', '.join(lacking)}, which no row has."
@@ -159,7 +177,9 @@ def _call_with_columns(
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
     values = reward(**{key: column for key, column in columns.items() if key not in reward.keywords})
-    return [0.0 if value is None else value for value in values] if isinstance(values, list | tuple) else values
+    if isinstance(values, list | tuple):
+        return [0.0 if value is None else value for value in values]
+    return values
 
 
 def reward_parts(components: Sequence[RewardComponent], template: str, *, has_tags: bool) -> list[str]:
@@ -174,23 +194,30 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
     for index, component in enumerate(components):
         where = f"rewards.{index}"
         entry = find("reward", component.name, where)
-        name = entry.name if entry.name not in names else f"{entry.name}_{index}"
-        requested = _requested_arguments(
-            entry.name, entry.function, where, entry.bind(component.options, where).keywords
-        )
+        name = entry.name
+        if name in names:
+            name = f"{name}_{index}"
+        bound = entry.bind(component.options, where).keywords
+        requested = _requested_arguments(entry.name, entry.function, where, bound)
         if not has_tags and ":" not in component.name and "tags" in requested:
             raise UsageError(
                 f"{where}: {name} looks at the tags of the prompt template, and {template!r} has none; "
                 "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
             )
         names.append(name)
-    reported = ("correct", format_part(template, has_tags=has_tags))
-    return [*names, *(name for name in reported if name is not None and name not in names)]
+    for reported in ("correct", format_part(template, has_tags=has_tags)):
+        if reported is not None and reported not in names:
+            names.append(reported)
+    return names
 
 
 def format_part(template: str, *, has_tags: bool) -> str | None:
     """Return the reward that measures the format that a prompt template asks for; None where it asks for none."""
-    return "xml_format" if has_tags else "boxed_format" if template == "boxed" else None
+    if has_tags:
+        return "xml_format"
+    if template == "boxed":
+        return "boxed_format"
+    return None
 
 
 def _requested_arguments(
@@ -230,7 +257,7 @@ def _requested_arguments(
     return tuple(requested)
 
 
-def _check_result(value: object, place: str) -> Result:
+def _check_result(value: object, place: str) -> RewardResult:
     if not isinstance(value, Verdict | Measured):
         return _check_number(value, place)
     for number in (value.value, *value.info.values()):
@@ -244,23 +271,26 @@ def _check_number(value: object, place: str) -> float:
         item: Callable[[], object] = getattr(value, "item")  # noqa: B009
         value = item()
     if not isinstance(value, Real):
-        has_item = type(value).__module__.partition(".")[0] in ("torch", "numpy")
-        remedy = "; return a float, such as value.item() of a tensor" if has_item else "; return a float"
+        remedy = "return a float"
         if value is None:
-            remedy = "; a path through it ends without return"
+            remedy = "a path through it ends without return"
         elif inspect.iscoroutine(value):
             value.close()  # Python would warn that nobody awaited it
-            remedy = "; write it without async (asyncio.run inside of it waits for a result)"
-        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is no number{remedy}")
+            remedy = "write it without async (asyncio.run inside of it waits for a result)"
+        elif type(value).__module__.partition(".")[0] in ("torch", "numpy"):
+            remedy = "return a float, such as value.item() of a tensor"
+        raise RewardFailure(f"{_returned(value, place)}, which is no number; {remedy}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardFailure(
-            f"{place}: the function returned {_shown(value)}, which is not finite; have it return a number there"
-        )
-    return check_size(number, f"{place}: the function returned {_shown(value)}")
+        raise RewardFailure(f"{_returned(value, place)}, which is not finite; have it return a number there")
+    return check_size(number, _returned(value, place))
+
+
+def _returned(value: object, place: str) -> str:
+    return f"{place}: the function returned {shown_with_type(value)}"
 
 
 def check_size(reward: float, place: str) -> float:
@@ -274,11 +304,6 @@ def check_size(reward: float, place: str) -> float:
             f"{place}; rewards are averaged and squared, so that beyond {MAX_REWARD:g} nothing can be learned from them"
         )
     return reward
-
-
-def _shown(value: object) -> str:
-    text = written(value) if type(value) is not int else f"an integer of {value.bit_length()} bits"
-    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
 @register("reward", batched=True, components={"mode": "grader"})
@@ -306,16 +331,24 @@ def correct(
     Raises:
         RecipeError: a tolerance, and a grader that has none.
     """
-    given = {"name": mode} if isinstance(mode, str) else mode
-    options = ({"tolerance": tolerance} if tolerance else {}) | {k: v for k, v in given.items() if k != "name"}
-    names = list(grader) if given["name"] == "auto" else [str(given["name"])] * len(grader)
+    options: dict[str, Any] = {}
+    if tolerance:
+        options["tolerance"] = tolerance
+    if isinstance(mode, str):
+        chosen = mode
+    else:
+        chosen = str(mode["name"])
+        options |= {key: value for key, value in mode.items() if key != "name"}
+    names = list(grader)
+    if chosen != "auto":
+        names = [chosen] * len(grader)
     submissions = [Submission(*parts) for parts in zip(text, extracted, answer, meta, strict=True)]
     verdicts: dict[int, Verdict] = {}
     for name in dict.fromkeys(names):
-        places = [i for i, own in enumerate(names) if own == name]
-        graded = grade(name, [submissions[i] for i in places], options)
+        places = [place for place, own in enumerate(names) if own == name]
+        graded = grade(name, [submissions[place] for place in places], options)
         verdicts.update(zip(places, graded, strict=True))
-    return [verdicts[i] for i in range(len(submissions))]
+    return [verdicts[place] for place in range(len(submissions))]
 
 
 @register("reward")
@@ -389,8 +422,9 @@ def xml_count(text: str, tags: tuple[str, ...], *, trailing: Annotated[float, Fi
     marks = _marks(tags, "xml_count")
     score = sum(text.count(mark) == 1 for mark in marks) / 4
     _, closed, after = text.rpartition(marks[3])
-    excess = len(after.rstrip()) if closed else 0
-    return max(0.0, score - trailing * excess)
+    if closed:
+        score -= trailing * len(after.rstrip())
+    return max(0.0, score)
 
 
 def _marks(tags: tuple[str, ...], reward: str) -> tuple[str, str, str, str]:
@@ -438,7 +472,9 @@ def truncated(finish: str) -> float:
 
     Source: the "punitive reward to truncated samples" from which DAPO starts (Yu et al. 2025, section 3.4).
     """
-    return -1.0 if finish in TRUNCATED else 0.0
+    if finish in TRUNCATED:
+        return -1.0
+    return 0.0
 
 
 @register("reward")

@@ -27,7 +27,7 @@ class WorkerScorer:
     limits: Limits
 
 
-Scorer = WorkerScorer | Callable[[str], float]
+AnswerScorer = WorkerScorer | Callable[[str], float]
 
 
 @register("reward", batched=True)
@@ -61,18 +61,28 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
     results = score_answers([(one.meta.get("score"), one.extracted) for one in submissions])
     verdicts = []
     for one, result in zip(submissions, results, strict=True):
-        outcome: Outcome = "ungraded" if one.meta.get("score") is None else "no_answer"
+        if one.meta.get("score") is None:
+            outcome: Outcome = "ungraded"
+        else:
+            outcome = "no_answer"
         if result is not None:
-            outcome = result.kind if result.kind != "value" else "right" if result.value >= 1.0 else "wrong"
+            if result.kind != "value":
+                outcome = result.kind
+            elif result.value >= 1.0:
+                outcome = "right"
+            else:
+                outcome = "wrong"
         verdicts.append(Verdict(outcome, info={"task_score": _score(result)}))
     return verdicts
 
 
 def _score(result: Result | None) -> float:
-    return result.value if result is not None and result.kind == "value" else 0.0
+    if result is not None and result.kind == "value":
+        return result.value
+    return 0.0
 
 
-def score_answers(to_score: Sequence[tuple[Scorer | None, str | None]]) -> list[Result | None]:
+def score_answers(to_score: Sequence[tuple[AnswerScorer | None, str | None]]) -> list[Result | None]:
     """The result of scoring each answer, in order: its ``value`` is the score, a float.
 
     None of a blank answer, and without a scorer. Equal answers to the same question are scored once. A plain function

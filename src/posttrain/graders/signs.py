@@ -31,4 +31,6 @@ def fold_signs(text: str) -> str:
 
 def fold_letters(text: str) -> str:
     """Return the text as ``fold_signs`` does, with full-width letters and brackets as ASCII, too."""
-    return text if text.isascii() else fold_signs(text).translate(_LETTERS)
+    if text.isascii():
+        return text
+    return fold_signs(text).translate(_LETTERS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
-from posttrain.untrusted import kind_of_file
+from posttrain.untrusted import entries_of, kind_of_file
 
 if TYPE_CHECKING:  # a causal language model, plain or in peft's wrapper
     from transformers import PreTrainedConfig as Config
@@ -48,8 +48,10 @@ def check_kinds(folder: Path) -> None:
         UsageError: with the file.
     """
     templates = folder / "additional_chat_templates"
-    inside = sorted(templates.iterdir()) if kind_of_file(templates) == "folder" else []
-    for place in (*sorted(folder.iterdir()), *inside):
+    places = sorted(folder.iterdir())
+    if kind_of_file(templates) == "folder":
+        places += sorted(templates.iterdir())
+    for place in places:
         kind = kind_of_file(place)
         if kind in ("pipe", "device", "socket"):
             raise UsageError(f"model.name: {place} is a {kind}; give a complete model")
@@ -107,7 +109,10 @@ def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
     """
     for key, largest in LARGEST.items():
         value = config.get(key)
-        for size in value if isinstance(value, list) and key in OF_EACH_LAYER else [value]:
+        sizes = [value]
+        if isinstance(value, list) and key in OF_EACH_LAYER:
+            sizes = value
+        for size in sizes:
             whole = isinstance(size, int) and not isinstance(size, bool)
             if size is not None and not (whole and 1 <= size <= largest):
                 raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
@@ -116,8 +121,9 @@ def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
             if depth == MAX_DEPTH:
                 raise UsageError(f"{where[:_SHOWN]} ...: objects in {MAX_DEPTH} others; give a complete model")
             check_sizes(value, f"{where}{key}.", depth + 1)
-        counts = [value] if _COUNT.match(key) else []
-        counts += _numbers_in_lists(value)
+        counts = _numbers_in_lists(value)
+        if _COUNT.match(key):
+            counts.append(value)
         for count in counts:
             if isinstance(count, int) and count > MAX_COUNT:
                 raise UsageError(f"{where}{key}: {count:,}; at most {MAX_COUNT:,}")
@@ -125,8 +131,11 @@ def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
 
 def _numbers_in_lists(value: object) -> list[object]:
     """The numbers in lists of lists, by which some families repeat what stands next to them."""
-    rows = value if isinstance(value, list) else []
-    return [number for row in rows if isinstance(row, list) for number in (*row, *_numbers_in_lists(row))]
+    numbers: list[object] = []
+    for row in entries_of(value):
+        numbers += entries_of(row)
+        numbers += _numbers_in_lists(row)
+    return numbers
 
 
 def note_ties(model: Any) -> None:

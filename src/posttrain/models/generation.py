@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.models.config import read_object
+from posttrain.untrusted import entries_of
 
 if TYPE_CHECKING:  # a card is written without it
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,9 @@ def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, ends: Collectio
         ends: the ids; by default those that the tokenizer was loaded with, and its end token.
     """
     path = folder / GENERATION_CONFIG
-    content = read_object(path) if path.is_file() else {}
+    content: dict[str, Any] = {}
+    if path.is_file():
+        content = read_object(path)
     if ends is None:
         ends = {*getattr(tokenizer, "generation_end_ids", ()), tokenizer.eos_token_id} - {None}
     ids = sorted(int(one) for one in ends)
@@ -50,7 +53,6 @@ def names_of_ends(folder: Path) -> list[str]:
     path, file = folder / GENERATION_CONFIG, folder / "tokenizer.json"
     if not path.is_file() or not file.is_file():
         return []
-    added = read_object(file).get("added_tokens")
-    tokens = added if isinstance(added, list) else []
+    tokens = entries_of(read_object(file).get("added_tokens"))
     names = {one.get("id"): str(one.get("content")) for one in tokens if isinstance(one, dict)}
     return [names[one] for one in ends_in(read_object(path)) if one in names]

@@ -33,6 +33,7 @@ from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.config import Config, Model, check_folder, check_sizes, note_ties, read_object
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
 from posttrain.models.sources import (
+    ADAPTER_CONFIG,
     EMBEDDED,
     SCORE,
     base_of,
@@ -54,6 +55,8 @@ from posttrain.untrusted import kind_of_file, trusts_remote_code
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
+_INDEX = "model.safetensors.index.json"
+_OF_AN_ADAPTER = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 MOST_PER_BYTE = 8  # weights of one bit
 _FREE_WEIGHTS = 2**24
@@ -69,34 +72,41 @@ class LoadedModel:
     source: str
 
 
-def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None = None) -> LoadedModel:
+def load_model(
+    section: ModelSection,
+    *,
+    seed: int,
+    texts: Iterator[str] | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> LoadedModel:
     """Load (or make, with ``section.init``) a model and its tokenizer, in eval mode and without dropout.
 
     An adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for a new adapter,
-    the old one is merged into the base first. ``texts`` train the tokenizer of a new model. A folder with quantized
-    weights is loaded as it is; ``section.load_bits`` quantizes one in full precision, and an adapter gets its base in
-    the bits that it was trained on.
+    the old one is merged into the base first. ``texts`` train the tokenizer of a new model. ``tokenizer``: the model's,
+    if it was loaded before. A folder with quantized weights is loaded as it is; ``section.load_bits`` quantizes one in
+    full precision, and an adapter gets its base in the bits that it was trained on.
 
     Raises:
         UsageError: no such model, a hub that cannot be reached, or not a causal language model.
         MissingExtra: quantized weights, without the package that reads them.
     """
     with phase(f"loading {section.name if section.init is None else 'a new model'}"):
-        return _load_model(section, seed, texts or iter(()))
+        return _load_model(section, seed, texts or iter(()), tokenizer)
 
 
-def _load_model(section: ModelSection, seed: int, texts: Iterator[str]) -> LoadedModel:
+def _load_model(
+    section: ModelSection, seed: int, texts: Iterator[str], known: PreTrainedTokenizerFast | None
+) -> LoadedModel:
     if section.init is not None:
         model, tokenizer = _new_model(section.init, seed, texts)
         model = model.to(DTYPES[section.dtype])
         source = f"new {section.init.architecture}"
     else:
         source = resolve_model_name(section.name)
-        model, tokenizer = _from_files(section, source)
+        model, tokenizer = _from_files(section, source, known)
     _switch_off_dropout(model)
-    for module in model.modules() if section.dtype == "fp64" else ():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.__class__ = ExactRMSNorm
+    if section.dtype == "fp64":
+        _keep_norms_exact(model)
     if section.attention != "sdpa":
         _set_attention(model, section.attention)
     device = choose_device(section.device)
@@ -149,15 +159,29 @@ def read_config(section: ModelSection) -> Any | None:
         return AutoConfig.from_pretrained(Path(place).parent, trust_remote_code=False, local_files_only=True)
 
 
+def _keep_norms_exact(model: Model) -> None:
+    """Compute the norms of a model in fp64, where transformers computes them in fp32."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.__class__ = ExactRMSNorm
+
+
 def quantized_bits(model: Model) -> Literal[4, 8] | None:
     """Return the bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
     return _bits_in((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
 
 
 def _bits_in(config: Config) -> Literal[4, 8] | None:
-    declared = getattr(config, "quantization_config", None) or {}
-    declared = declared if isinstance(declared, dict) else declared.to_dict()
-    return 8 if declared.get("load_in_8bit") else 4 if declared.get("load_in_4bit") else None
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return None
+    if not isinstance(declared, dict):
+        declared = declared.to_dict()
+    if declared.get("load_in_8bit"):
+        return 8
+    if declared.get("load_in_4bit"):
+        return 4
+    return None
 
 
 def num_parameters(model: Model) -> int:
@@ -180,7 +204,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """
     source = resolve_model_name(name)
     with reading_model(name, source):
-        check_files(source)
+        source = _checked(source)
         return _load_tokenizer(source, trust_remote_code)
 
 
@@ -212,7 +236,12 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     length, template = tokenizer.model_max_length, tokenizer.chat_template
     if not isinstance(length, int | float):  # it is compared with lengths later
         raise TypeError(f"tokenizer_config.json: model_max_length is {shorten(repr(length))}, no number")
-    for one in template.values() if isinstance(template, dict) else (template,) if template else ():
+    templates = []
+    if isinstance(template, dict):
+        templates = list(template.values())
+    elif template:
+        templates = [template]
+    for one in templates:
         if not isinstance(one, str):
             raise TypeError(f"tokenizer_config.json: chat_template is {shorten(repr(one))}, no text")
         if one != CHAT_TEMPLATE:  # our own
@@ -270,10 +299,10 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
+def _from_files(section: ModelSection, source: str, known: PreTrainedTokenizerFast | None) -> tuple[Any, Any]:
     # what the report of the weights would say, ``_check_weights`` decides
     with quiet_transformers(), reading_model(section.name, source):
-        check_files(source)
+        source = _checked(source)
         if section.adapter is None and is_adapter(source):
             from posttrain.models.lora import attach_adapter
 
@@ -281,7 +310,43 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
             model = attach_adapter(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
+        if known is not None:
+            return model, known
         return model, _load_tokenizer(source, section.runs_remote_code)
+
+
+def _checked(source: str) -> str:
+    """Check a model's files before a library reads them; returns its source, for an adapter of the hub its folder.
+
+    Raises:
+        UsageError: with the file and the key.
+    """
+    if _check_files_of_hub(source):
+        from huggingface_hub import snapshot_download
+
+        source = snapshot_download(source, allow_patterns=_OF_AN_ADAPTER)
+    check_files(source)
+    return source
+
+
+def _check_files_of_hub(source: str) -> bool:
+    """Check the descriptions of a model of the hub where they are kept, as a folder's; returns if it is an adapter."""
+    if kind_of_file(source) != "nothing":
+        return False
+    places = {name: cached_file(source, name, **_OPTIONAL) for name in ("config.json", _INDEX, ADAPTER_CONFIG)}
+    for place in filter(None, places.values()):
+        check_folder(Path(place).parent)
+    return places[ADAPTER_CONFIG] is not None
+
+
+def _weight_files(source: str) -> list[Path]:
+    """Return the safetensors files of a model; those of the hub are fetched. None if some are not there."""
+    if kind_of_file(source) != "nothing":
+        return [place for place in Path(source).glob("*.safetensors") if kind_of_file(place) == "file"]
+    index = cached_file(source, _INDEX, **_OPTIONAL)
+    names = {"model.safetensors"} if index is None else set(read_object(Path(index))["weight_map"].values())
+    places = [cached_file(source, name, **_OPTIONAL) for name in sorted(names)]
+    return [] if None in places else [Path(place) for place in places]
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:
@@ -296,6 +361,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             model = _load_weights(folder, section)
         model.name_or_path = model.config._name_or_path = source
         return model
+    _check_files_of_hub(source)  # also of the base that an adapter names
     config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
     stored = _bits_in(config)
     if stored is not None and section.load_bits not in (None, stored):
@@ -327,12 +393,12 @@ def _load_weights(source: str, section: ModelSection) -> Any:
 
 
 def _check_size_of_files(source: str, config: Config) -> None:
-    """Refuse a folder whose configuration describes far more weights than its files can hold: all would be made first.
+    """Refuse a model whose configuration describes far more weights than its files can hold: all would be made first.
 
     Raises:
         UsageError: with both numbers.
     """
-    places = [place for place in Path(source).glob("*.safetensors") if kind_of_file(place) == "file"]
+    places = _weight_files(source)
     if not places:
         return
     num_bytes = sum(place.stat().st_size for place in places)

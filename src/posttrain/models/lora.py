@@ -24,7 +24,7 @@ from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
 from posttrain.registry import suggest
-from posttrain.untrusted import kind_of_file
+from posttrain.untrusted import entries_of, fields_of, kind_of_file
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapter's file
@@ -114,8 +114,10 @@ def describe_reach(model: Model) -> list[str]:
         (reached if is_reached else left)[".".join(parts[-2:])] += parameter.numel()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"{sum(left.values()):,} of {sum(left.values()) + sum(reached.values()):,} weights"
-    kept = f", and leaves out {', '.join(sorted(left))} ({weights})" if left else ""
-    return [f"model.adapter: {trained:,} parameters reach {', '.join(sorted(reached))}{kept}"]
+    line = f"model.adapter: {trained:,} parameters reach {', '.join(sorted(reached))}"
+    if left:
+        line += f", and leaves out {', '.join(sorted(left))} ({weights})"
+    return [line]
 
 
 def refuse_whole_weights(model: Model, source: str) -> None:
@@ -281,7 +283,9 @@ def merge_adapter(model: Model) -> Any:
 
 def _adapter_memory(module: nn.Module | None) -> set[int]:
     """Return where the adapter's tensors of a module lie."""
-    named = module.named_parameters() if module is not None else ()
+    if module is None:
+        return set()
+    named = module.named_parameters()
     return {p.untyped_storage().data_ptr() for name, p in named if name.startswith("lora_")}
 
 
@@ -324,13 +328,12 @@ def _check_growth(settings: Mapping[str, Any], folder: Path) -> None:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" in name]  # noqa: SIM118
         largest = max((min(shape) for shape in shapes if shape), default=0)
         largest = max(largest, MAX_FREE_RANK)
-    patterns = settings.get("rank_pattern")
-    ranks = {"r": settings.get("r"), **(patterns if isinstance(patterns, dict) else {})}
+    ranks = {"r": settings.get("r"), **fields_of(settings.get("rank_pattern"))}
     for name, rank in ranks.items():
         if isinstance(rank, int | float) and not rank <= largest:
             raise UsageError(f"{where}{shorten(name)}: a rank of {shorten(str(rank))}, and its file holds none of it")
     copies = settings.get("layer_replication") or []
-    spans = [span for span in copies if isinstance(span, list) and len(span) == 2] if isinstance(copies, list) else []
+    spans = [span for span in entries_of(copies) if isinstance(span, list) and len(span) == 2]
     if spans != copies or not sum(last - first for first, last in spans) <= MAX_LAYERS:
         raise UsageError(f"{where}layer_replication: pairs of layers are needed, with at most {MAX_LAYERS:,} in all")
     steps = re.fullmatch(r"\w+_niter_(\d+)", str(settings.get("init_lora_weights")))

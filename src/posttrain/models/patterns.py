@@ -18,7 +18,7 @@ from posttrain.data.render.foreign import HAS_WORKERS, make_parts, pool_of, try_
 from posttrain.errors import UsageError
 from posttrain.models.config import MAX_FILE_BYTES, read_object
 from posttrain.option_types import shorten
-from posttrain.untrusted import kind_of_file
+from posttrain.untrusted import entries_of, fields_of, kind_of_file
 
 MAX_ADDED_TOKENS = 2**17  # 65,536 tokens of speech or of images are usual
 MAX_GROWTH = 64  # of a text by all replacements of its steps, one after the other
@@ -244,8 +244,7 @@ def _check_tokenizer(place: Path, changed: int, num_bytes: int) -> None:
 
 def _check_model(content: Mapping[str, object], decoder_growth: float, where: str) -> None:
     """Refuse sizes of a tokenizer's model with which a short text takes long or becomes long."""
-    model = content.get("model")
-    model = model if isinstance(model, dict) else {}
+    model = fields_of(content.get("model"))
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if isinstance(affix := model.get(key), str) and len(affix) > MAX_AFFIX_CHARS:
             raise UsageError(f"{where}model.{key}: {len(affix):,} characters; at most {MAX_AFFIX_CHARS}")
@@ -264,13 +263,17 @@ def _check_model(content: Mapping[str, object], decoder_growth: float, where: st
 
 
 def _tokens_in(content: Mapping[str, object]) -> Iterator[str]:
-    model, added = content.get("model"), content.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    for entry in vocabulary if isinstance(vocabulary, list | dict) else ():
-        token = entry[0] if isinstance(entry, list) and entry else entry  # a pair with its score
+    vocabulary = fields_of(content.get("model")).get("vocab")
+    entries = []
+    if isinstance(vocabulary, list | dict):
+        entries = list(vocabulary)
+    for entry in entries:
+        token = entry
+        if isinstance(entry, list) and entry:  # a pair with its score
+            token = entry[0]
         if isinstance(token, str):
             yield token
-    for entry in added if isinstance(added, list) else ():
+    for entry in entries_of(content.get("added_tokens")):
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):
             yield entry["content"]
 
@@ -282,9 +285,11 @@ def _count_pieces(part: object) -> int:
     if isinstance(steps := part.get("processors"), list):
         return sum(map(_count_pieces, steps))
     pieces = max((len(one) for one in (part.get("single"), part.get("pair")) if isinstance(one, list)), default=0)
-    tokens = part.get("special_tokens")
-    tokens = [one for one in tokens.values() if isinstance(one, dict)] if isinstance(tokens, dict) else []
-    ids = [len(one["ids"]) for one in tokens if isinstance(one.get("ids"), list)]
+    ids = []
+    for token in fields_of(part.get("special_tokens")).values():
+        own = fields_of(token).get("ids")
+        if isinstance(own, list):
+            ids.append(len(own))
     return pieces * max(ids, default=1)
 
 
@@ -330,7 +335,7 @@ def _tables_in(part: object) -> Iterator[str]:
         if isinstance(table := part.get("precompiled_charsmap"), str):
             yield table
         part = list(part.values())
-    for item in part if isinstance(part, list) else ():
+    for item in entries_of(part):
         yield from _tables_in(item)
 
 

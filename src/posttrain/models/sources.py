@@ -16,9 +16,9 @@ from posttrain.models.published.catalog import PUBLISHED, is_gguf
 from posttrain.option_types import shorten
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
-from posttrain.untrusted import TRUST_REMOTE_CODE, kind_of_file
+from posttrain.untrusted import TRUST_REMOTE_CODE, fields_of, kind_of_file
 
-EMBEDDED = {name: Path(__file__).parent / name for name in EMBEDDED_MODELS}
+EMBEDDED: dict[str, Path] = {name: Path(__file__).parent / name for name in EMBEDDED_MODELS}
 TINY = EMBEDDED["tiny"]
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
@@ -165,8 +165,8 @@ def check_files(source: str) -> None:
 
         check_adapter_patterns(settings, f"model.name: {source}: {ADAPTER_CONFIG}: ")
         check_tokenizer(Path(source))
-        patterns = settings.get("alpha_pattern")
-        for alpha in (settings.get("lora_alpha"), *(patterns.values() if isinstance(patterns, dict) else ())):
+        of_patterns = fields_of(settings.get("alpha_pattern")).values()
+        for alpha in (settings.get("lora_alpha"), *of_patterns):
             if isinstance(alpha, int | float) and not abs(alpha) <= MAX_ALPHA:  # peft takes any; sampling cannot
                 raise UsageError(
                     f"model.name: {source}: {ADAPTER_CONFIG}: an alpha of {shorten(str(alpha))} scales by no number"
@@ -222,7 +222,10 @@ def base_of(adapter: str) -> str:
 def first_names(names: Iterable[str]) -> str:
     """Return the first three names, sorted, and the number of others."""
     ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+    shown = ", ".join(ordered[:3])
+    if len(ordered) > 3:
+        shown += f" and {len(ordered) - 3} more"
+    return shown
 
 
 def explain_loading(name: str, source: str, error: BaseException) -> str:

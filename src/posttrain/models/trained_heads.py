@@ -83,11 +83,12 @@ def copy_tensors(
             theirs, ours = (f"{t.dtype} {list(t.shape)}" for t in (tensor, live[name]))
             wrong.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
     if wrong:
+        shown = "; ".join(wrong[:5])
+        if len(wrong) > 5:
+            shown += f"; and {len(wrong) - 5} more"
         raise CheckpointError(
-            f"{place}: this checkpoint is of another model: "
-            + "; ".join(wrong[:5])
-            + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-            + ". Resume with the recipe that wrote it (recipe.yaml in the run's directory)"
+            f"{place}: this checkpoint is of another model: {shown}. Resume with the recipe that wrote it "
+            "(recipe.yaml in the run's directory)"
         )
     for name, tensor in stored.items():
         fill(live[name], tensor)

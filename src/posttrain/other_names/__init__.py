@@ -1,4 +1,4 @@
-"""Names of TRL, transformers, peft, verl, vLLM, Unsloth, Axolotl, prime-rl, open-instruct and OpenRLHF, with ours.
+"""Names of other libraries (TRL, transformers, peft, verl, vLLM, Unsloth, Axolotl, LLaMA-Factory, ...), with ours.
 
 One table answers for keys of recipes, options of commands, arguments of Python, names of components and
 ``posttrain explain NAME``. A name leads to the key that takes the same value, to a sentence (the value is written
@@ -8,13 +8,14 @@ otherwise, or nothing needs to be said), or is not offered, with the nearest way
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from posttrain.other_names.absent import METHODS, OPTIONS
 from posttrain.other_names.answers import NOT_NEEDED, SAID
 from posttrain.other_names.command_names import COMMAND_OPTIONS, COMMANDS_BY_NAMES, COMPONENTS
-from posttrain.other_names.keys import KEYS
+from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
 from posttrain.other_names.terms import TERMS
 
 
@@ -40,6 +41,7 @@ _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 # Last parts of dotted names that have a meaning only with the part before them.
 _WITHOUT_MEANING = frozenset(
     {"enable", "enabled", "path", "name", "type", "kind", "id", "key", "args", "kwargs", "config", "file", "use", "url"}
+    | {"_component_", "_target_", "mode", "steps", "tool", "ranks"}
 )
 # Changes of a name that leave its meaning: two spellings of a word, and words that say whose option it is.
 _CHANGES = [
@@ -57,7 +59,10 @@ _CHANGES = [
         (r"_(?=\d+$)", ""),
         (r"^(?:use|enable|is|apply|do)_", ""),
         (r"_(?:enable|enabled|config|cfg|name|per_gpu|per_device)$", ""),
-        (r"^(?:actor|policy|vllm|trainer|train|training|algo|ds|grpo|ppo|dpo|sft|rl|trl|ref)_", ""),
+        (
+            r"^(?:actor|policy|vllm|rollout|trainer|train|training|algo|ds|grpo|ppo|dpo|sft|rl|trl|ref|fsdp|deepspeed)_",
+            "",
+        ),
         (r"s$", ""),
         (r"(?<=[a-z])$", "s"),
     )
@@ -68,7 +73,9 @@ _OURS = {key.rpartition(".")[2] for key in KEYS}  # they are no misspelling
 
 def short_dtype(value: object) -> Any:
     """Return ``bf16`` for ``bfloat16`` or ``torch.bfloat16``; any other value as it is."""
-    return _TYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return _TYPES.get(value.removeprefix("torch."), value)
 
 
 def answer_option(name: str, known: Collection[str]) -> str:
@@ -88,8 +95,9 @@ def answer_component(kind: str, name: str) -> str:
 def answer_other_name(name: str) -> str:
     """Return `` This is called train.lr here.`` for the name of an option elsewhere, or nothing.
 
-    Of a dotted name the last parts count; if the last one says nothing (``reward_model.enable``), the one before it.
-    Case and ``-`` or ``_`` do not.
+    Of a dotted name the last parts count; if the last one says nothing (``reward_model.enable``), the one before it. A
+    name that no table has is answered for its family (``galore_rank``), or for a section that is not offered
+    (``profiler.ranks``). Case and ``-`` or ``_`` do not count.
     """
     found = _find(name)
     if name == found:
@@ -107,27 +115,54 @@ def answer_spelling(name: str) -> str:
     last = _plain(name).rpartition(".")[2]
     if last in _WITHOUT_MEANING or last in _OURS:
         return ""
-    return _sentence(next((OTHER_NAMES[one] for one in _spellings(last) if one in OTHER_NAMES), ""))
+    spelled = next((one for one in _spellings(last) if one in OTHER_NAMES), _family_of(last, CARRIERS))
+    return _sentence(OTHER_NAMES.get(spelled, ""))
 
 
 def answer_absent(name: str) -> str:
     """Return the answer about what is not offered or not needed, and nothing for a name that leads to a key."""
     is_absent = _find(name).startswith((_NOT_NEEDED, _NOT_OFFERED))
-    return answer_other_name(name) if is_absent else ""
+    if not is_absent:
+        return ""
+    return answer_other_name(name)
 
 
 def _find(name: str) -> str:
-    """Return the answer to a name as the table has it, or nothing."""
+    """Return the answer to a name as the tables have it, or nothing."""
     parts = _plain(name).split(".")
     tried = [".".join(parts[start:]) for start in range(len(parts))]
-    if parts[0] not in _SECTIONS and parts[-1] in _WITHOUT_MEANING:
-        tried += parts[-2:-1]
-    return next((OTHER_NAMES[one] for one in tried if one in OTHER_NAMES), "")
+    if parts[-1] in _WITHOUT_MEANING and (parts[0] not in _SECTIONS or len(parts) > 2):
+        tried += [".".join(parts[start:-1]) for start in range(len(parts) - 1)]
+    if (exact := next((one for one in tried if one in OTHER_NAMES), "")) or parts[-1] in _OURS:
+        return OTHER_NAMES.get(exact, "")
+    if family := _family_of(parts[-1], FAMILIES):
+        return OTHER_NAMES[family]
+    return _answer_of_section(parts[:-1])
+
+
+def _answer_of_section(sections: Sequence[str]) -> str:
+    """Return the answer to all options of the innermost section that is not offered or is a family, or nothing."""
+    for section in reversed(sections):
+        answer = OTHER_NAMES.get(section, "")
+        if answer.startswith((_NOT_NEEDED, _NOT_OFFERED)):
+            return answer
+        if family := _family_of(section, FAMILIES) or _family_of(f"{section}.", FAMILIES):
+            return OTHER_NAMES[family]
+    return ""
+
+
+def _family_of(name: str, families: Mapping[str, str]) -> str:
+    """Return the name of the tables whose answer a family has, or nothing."""
+    for answered, patterns in families.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return answered
+    return ""
 
 
 def _spellings(name: str) -> list[str]:
     """Return other ways to write a name, by at most two changes: ``clip_coef`` for ``clip_coeff``, ``lora``, ..."""
-    found, newest = [name], [name]
+    found = [name]
+    newest = [name]
     for _ in range(2):
         newest = [changed for one in newest for pattern, put in _CHANGES if (changed := pattern.sub(put, one)) != one]
         newest = [one for one in dict.fromkeys(newest) if one and one not in found]
@@ -147,4 +182,6 @@ def _sentence(found: str) -> str:
         return f" There is no such key here, and none is needed: {found.removeprefix(_NOT_NEEDED)}."
     if found.startswith(_NOT_OFFERED):
         return f" It is not offered here: {found.removeprefix(_NOT_OFFERED)}."
-    return f" This is called {found} here." if " " not in found else f" Here it is {found}."
+    if " " not in found:
+        return f" This is called {found} here."
+    return f" Here it is {found}."

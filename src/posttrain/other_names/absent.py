@@ -7,36 +7,40 @@ OPTIONS = {
     "every token of a completion is trained": "top_entropy_quantile num_loss_tokens_to_skip entropy_quantile",
     "objectives cispo, icepop (a correction) and sapo bound large ratios in other ways": "delta",
     "correction icepop and objectives cispo and sapo bound large ratios in other ways": (
-        "clip_ratio_c dual_clip clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
+        "clip_ratio_c dual_clip clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef eps_clip_c ratio_clip_c"
     ),
     "dpo is of the reverse KL, and exo, ipo and hinge are other losses": (
         "f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting dpo_use_weighting"
     ),
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
-        "loss_weights dpo_loss_weights multi_objective_aggregation"
+        "loss_weights dpo_loss_weights multi_objective_aggregation ptx_coef enable_channel_loss preference_loss_weight"
     ),
     "log-probabilities must be those of the model; a reward can count repetitions": (
-        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias "
-        "logits_processors logits_processor bad_words allowed_token_ids encoder_repetition_penalty"
+        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias logits_processors "
+        "logits_processor bad_words allowed_token_ids encoder_repetition_penalty bad_words_ids "
+        "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias"
     ),
     "rollout.top_p and rollout.top_k are": "min_p typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
     "rollout.max_tokens is the only limit of a length; a reward can punish short answers": (
-        "min_tokens min_new_tokens min_length ignore_eos thinking_token_budget max_thinking_tokens reasoning_effort"
+        "min_tokens min_new_tokens min_length ignore_eos thinking_token_budget max_thinking_tokens "
+        "reasoning_effort min_response_length"
     ),
     "an answer ends with its template's end; a template of yours is a function, module:function": (
-        "stop_strings stop stop_token_ids stop_sequences include_stop_str_in_output"
+        "stop_strings stop stop_token_ids stop_sequences include_stop_str_in_output stop_words rollout_stop"
     ),
     "answers are sampled; rollout.temperature, top_k and top_p say how, and eval.samples how many": (
-        "num_beams beam_search num_beam_groups diversity_penalty length_penalty_beam early_stopping_beams "
-        "best_of penalty_alpha contrastive_search use_beam_search stop_token_ids_beam"
+        "num_beams beam_search num_beam_groups diversity_penalty length_penalty_beam early_stopping_beams best_of "
+        "penalty_alpha contrastive_search use_beam_search stop_token_ids_beam eval_num_beams generation_num_beams"
     ),
     "an answer is free text; a reward can ask for a format": (
-        "structured_outputs guided_decoding vllm_structured_outputs_regex vllm_guided_decoding_regex "
-        "guided_regex guided_json response_format"
+        "structured_outputs guided_decoding vllm_structured_outputs_regex vllm_guided_decoding_regex guided_regex "
+        "guided_json response_format structured_outputs_regex guided_decoding_backend"
     ),
     "sampling has temperature, top_k, top_p and max_tokens": (
         "generation_kwargs generation_config override_generation_config extra_body extra_args prompt_logprobs "
-        "sampling_params temp_scheduler sampling.temp_scheduler max_time"
+        "sampling_params temp_scheduler sampling.temp_scheduler max_time output_kind cache_config "
+        "renormalize_logits remove_invalid_values token_healing guidance_scale watermarking_config "
+        "prompt_lookup_num_tokens assistant_model disable_compile gen_kwargs"
     ),
     "an evaluation comes before the first step and after every eval.every steps": (
         "eval_delay eval_first skip_eval_on_resume eval_sequence_len"
@@ -45,7 +49,8 @@ OPTIONS = {
         "mask_tool_use mask_env mask_observations"
     ),
     "the distillation objective is trained without another loss": (
-        "opd_loss_coef distillation_weight distillation_loss_coef teacher_tau opd_use_task_rewards use_task_rewards"
+        "opd_loss_coef distillation_weight distillation_loss_coef teacher_tau opd_use_task_rewards "
+        "use_task_rewards loss_max_clamp log_prob_min_clamp policy_loss_mode kd_ce_alpha kd_ratio kd_loss"
     ),
     "rewards of turns are summed; reward turn_rewards gives each turn its own": "reward_aggregator",
     "a run trains one model": "max_concurrent_runs multi_run",
@@ -59,14 +64,17 @@ OPTIONS = {
     ),
     "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
-        "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path bemacallback"
+        "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path bemacallback "
+        "ref_adapters ref_adapter_name ref_model_adapters ref_model_quantization_bit ref_model_type "
+        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model ref_update_interval"
     ),
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
     ),
     "the teacher is fixed for the whole run": "teacher_update_rate teacher_sync_steps teacher_model_kind",
     "a teacher is a model in this process, teacher.name": (
-        "teacher_server_urls use_teacher_server teacher_model_server_url teacher_model_init_kwargs"
+        "teacher_server_urls use_teacher_server teacher_model_server_url teacher_model_init_kwargs "
+        "teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk teacher_deepspeed"
     ),
     "a teacher has the student's tokenizer": (
         "use_uld_loss teacher_tokenizer_name_or_path uld_loss uld use_extended_uld"
@@ -77,12 +85,14 @@ OPTIONS = {
     "a sequence stays on one GPU; scale.sharding divides the model": (
         "context_parallel_size ulysses_sequence_parallel_size sequence_parallel_degree sequence_parallel_size "
         "ring_attn_size ring_attn_func ring_attn_head_stride heads_k_stride model.cp context_parallel "
-        "sequence_parallel ring_attention ulysses ring_head_stride"
+        "sequence_parallel ring_attention ulysses ring_head_stride cp_style"
     ),
     "scale.sharding: fsdp2 divides the model; rollout.engine.gpus divides it in vLLM": (
         "pipeline_parallel_size expert_parallel_size model.tp model.ep pipeline_model_parallel_size "
         "enable_expert_parallel ds.tensor_parallel_size tensor_parallel pipeline_parallel expert_parallel "
-        "megatron parallelism_config pp_size ep_size tp_size megatron_config model.pp"
+        "megatron parallelism_config pp_size ep_size tp_size megatron_config model.pp use_mca use_mbridge "
+        "mbridge_config use_dist_checkpointing dist_checkpointing_path use_distributed_optimizer "
+        "expert_parallel_backend enable_async_tensor_parallel"
     ),
     "start vLLM with its own options (posttrain serve-command), and give its rollout.engine.url": (
         "max_num_seqs max_num_batched_tokens enable_chunked_prefill load_format kv_cache_dtype swap_space "
@@ -94,58 +104,66 @@ OPTIONS = {
         "download_dir config_format disable_custom_all_reduce skip_tokenizer_init engine_kwargs "
         "engine_kwargs.vllm worker_extension_cls enable_reasoning float8_kv_cache max_log_len api_key "
         "uvicorn_log_level enable_prompt_embeds response_role quantization_config_file chunked_prefill "
-        "layered_summon host port allowed_origins ssl_keyfile detokenize use_token_client"
+        "layered_summon host port allowed_origins ssl_keyfile detokenize use_token_client max_batch_size "
+        "disaggregation tasks_per_minute fast_inference_setup api_server_count skip_model_check dp_rank_count "
+        "admin_base_url use_fp8_kv_cache serve_module allowed_local_media_path additional_config "
+        "num_gpu_blocks_override preemption_mode async_scheduling enable_log_requests async_engine "
+        "update_weight_buffer_size"
     ),
     "no noise is added to embeddings": "neftune_noise_alpha noisy_embedding_alpha neftune neftune_alpha",
     "an adapter trains linear layers alone; leave model.adapter out to train all": (
         "modules_to_save lora_modules_to_save trainable_token_indices peft_trainable_token_indices "
-        "train_embeddings embedding_learning_rate lora_bias bias lora_embedding_kernel"
+        "train_embeddings embedding_learning_rate lora_bias bias lora_embedding_kernel additional_target"
     ),
     "an adapter has one rank and one alpha for all layers that model.adapter.targets names": (
         "layers_to_transform layers_pattern rank_pattern alpha_pattern lora_rank_pattern lora_alpha_pattern "
         "peft_layers_to_transform finetune_last_n_layers layer_replication fan_in_fan_out lora_fan_in_fan_out "
         "loraplus_lr_ratio loraplus_lr_embedding loraplus lora+ peft_layers_pattern peft_layer_replication "
-        "lora_plus"
+        "lora_plus lorap_lr_ratio finetune_first_n_layers"
     ),
     "model.adapter has LoRA with use_dora, use_rslora and init_lora_weights": (
         "loftq_config loftq eva_config corda_config use_qalora lora_ga_config relora lisa_n_layers lisa galore "
-        "pissa olora vera ia3 loha lokr adalora oft boft prefix_tuning prompt_tuning p_tuning "
-        "bottleneck_adapter merge_adapter_weights relora_prune_ratio loftq_bits lora_on_cpu lora_fa lorafa "
-        "lora_xs qalora lora_ga corda eva hra vblora fourierft xlora randlora delora shira task_type "
-        "lora_task_type inference_mode auto_mapping peft_version ensure_weight_tying alora_invocation_tokens "
-        "qalora_group_size runtime_config megatron_core arrow_config use_bdlora alora qgalore_rank "
-        "lisa_step_interval lora_pro kasa_config velora_config s_lora monteclora_config layernorm_tuning "
-        "adaption_prompt c3a"
+        "pissa olora vera ia3 loha lokr adalora oft boft prefix_tuning prompt_tuning p_tuning bottleneck_adapter "
+        "merge_adapter_weights relora_prune_ratio loftq_bits lora_on_cpu lora_fa lorafa lora_xs qalora lora_ga "
+        "corda eva hra vblora fourierft xlora randlora delora shira task_type lora_task_type inference_mode "
+        "auto_mapping peft_version ensure_weight_tying alora_invocation_tokens qalora_group_size runtime_config "
+        "megatron_core arrow_config use_bdlora alora qgalore_rank lisa_step_interval lora_pro kasa_config "
+        "velora_config s_lora monteclora_config layernorm_tuning adaption_prompt c3a module_dropout "
+        "a2a_experimental peft_ensure_weight_tying qlora_sharded_model_loading use_swift_lora use_llama_pro "
+        "llamapro reft tiny_lora num_virtual_tokens token_dim num_transformer_submodules prompt_tuning_init "
+        "encoder_hidden_size fully_sharded_loras"
     ),
     "all layers are trained, or those of an adapter (model.adapter.targets)": (
         "unfrozen_parameters freeze_layers freeze_moe_router freeze_visual_encoder freeze_vision_tower freeze "
         "num_layers_unfrozen freeze_embeddings freezing_steps frozen_layers trainable_parameters "
-        "optim_target_modules"
+        "optim_target_modules finetuned_layers spectrum_top_fraction spectrum_model_name"
     ),
     "models read text only": (
         "freeze_mm_modules image_key images video_key limit_images max_images_per_prompt log_multimodal "
         "processor_type processor_kwargs multimodal vlm vision image_patch_size mm_processor_kwargs "
         "whisper_language whisper_task audio_key visionlanguage vision_language_model finetune_vision_layers "
-        "vision_tower image_token"
+        "vision_tower image_token use_audio_in_video norm_bbox crop_to_patches media_dir min_pixels max_pixels"
     ),
     "one learning rate, train.lr; a value head's is head.lr_ratio times it": (
         "lr_groups embedding_lr embedding_lr_scale lr_scheduler_kwargs num_cycles decay_steps "
         "jagged_restart_steps lr_div_factor layerwise_lr_decay cosine_constant_lr_ratio loraplus_lr "
-        "lr_quadratic_warmup num_decay_steps wsd"
+        "lr_quadratic_warmup num_decay_steps wsd lr_warmup_init lr_decay_steps weight_decay_incr_style "
+        "use_checkpoint_opt_param_scheduler zero_indexed_step jagged_restart_warmup_steps "
+        "jagged_restart_anneal_steps lr_wsd_decay_style lr_wsd_decay_steps decay_ratio"
     ),
     "weight decay is that of every trained weight: optimizer.weight_decay": (
         "set_weight_decay_on_bias_and_norm no_decay_params"
     ),
     "weights of the model in training are fp32 or bf16; `posttrain quantize` makes 8 or 4 bits after it": (
         "load_in_fp8 fp8 fp8_config qat qat_scheme quantization_aware_training fp4 mxfp4 nvfp4 "
-        "fp8_enable_fsdp_float8_all_gather float8"
+        "fp8_enable_fsdp_float8_all_gather float8 qat.activation_dtype qat.weight_dtype"
     ),
     "supervised rows are weighed by objective and aggregate; objective.label_smoothing is for dpo": (
-        "label_smoothing_factor class_weights focal_loss use_eaft eaft_alpha"
+        "label_smoothing_factor class_weights focal_loss use_eaft eaft_alpha use_eaft_loss eaft_k"
     ),
     "a model's own loss terms are not trained": (
         "router_aux_loss_coef aux_loss_coef load_balancing_loss load_balancing_weight output_router_logits "
-        "moe_aux_loss z_loss aux_loss_alpha"
+        "moe_aux_loss z_loss aux_loss_alpha moe_aux_loss_coef mtp"
     ),
     "a router's choices are computed again in training; correction weighs the difference": (
         "enable_router_replay enable_rollout_routing_replay router_replay routing_replay r3 "
@@ -154,74 +172,94 @@ OPTIONS = {
     "rewards are used as they are; advantage: normalized or batch_normalized scales them": (
         "reward_clip_range reward.clip_range cliprange_reward normalize_reward reward.normalize_enable "
         "use_score_scaling use_score_norm score_clip reward_scaling reward_clip whiten_rewards reward_shaping "
-        "reward_scale reward_normalization"
+        "reward_scale reward_normalization ppo_score_norm ppo_whiten_rewards"
     ),
     "every answer of a batch is trained once; train.ppo_epochs passes over it again": (
         "replay_buffer_size replay_buffer replay_recompute_logps reroll_start_fraction buffer experience_replay "
-        "hard_fraction easy_fraction use_pf_ppo prioritized_replay"
+        "hard_fraction easy_fraction use_pf_ppo prioritized_replay skip_rollout skip_dump_dir rollout.skip"
     ),
     "prompts are drawn in turn; rollout.drop_uniform_groups leaves out those that are too easy or too hard": (
-        "easy_threshold hard_threshold no_resampling_pass_rate curriculum_sampling curriculum "
-        "curriculum_learning dynamic_filtering_range difficulty_filter adaptive_curriculum pass_rate_filter "
-        "custom_sampler sampler difficulty_sampling"
+        "easy_threshold hard_threshold no_resampling_pass_rate curriculum_sampling curriculum curriculum_learning "
+        "dynamic_filtering_range difficulty_filter adaptive_curriculum pass_rate_filter custom_sampler sampler "
+        "difficulty_sampling filters dynamic_filtering_reward_range dynamic_sampling_filter_path "
+        "buffer_filter_path"
     ),
     "rollouts are prefetched whole: rollout.staleness": (
         "partial_rollout_enable partial_rollout strict_async_level async_queue_size over_sample_rate "
-        "cancel_inflight_rollouts_on_eval streaming_partial_batch prefetch_depth queue_maxsize fully_async"
+        "cancel_inflight_rollouts_on_eval streaming_partial_batch prefetch_depth queue_maxsize fully_async "
+        "over_sampling_batch_size"
     ),
     "rollout.staleness: 1 or more samples while the trainer works": (
-        "async_enable async_rl async_prefetch async_training async_train async asynchronous_training"
+        "async_enable async_rl async_prefetch async_training async_train async asynchronous_training use_data_producer"
     ),
     "the trainer waits for value and policy together; head.lr_ratio sets the speed of the value model": (
-        "critic_warmup critic_warmup_steps freezing_actor_steps"
+        "critic_warmup critic_warmup_steps freezing_actor_steps num_critic_only_steps"
     ),
     "a value model is kept in the run's checkpoint": "save_value_network value_head_prefix",
     "checkpoints are written at train.save_every, and kept by train.keep_checkpoints": (
         "keep_interval ckpt.keep_interval save_on_each_node enable_jit_checkpoint async_save ckpt.max_mem "
-        "dynamic_checkpoint save_on_sigterm"
+        "dynamic_checkpoint save_on_sigterm esi_redundant_time del_local_ckpt_after_load default_hdfs_dir "
+        "use_flash_ckpt enable_async_checkpointing async_checkpointing save_async ephemeral_save_interval "
+        "create_checkpoint_symlink max_ckpt_mem use_fault_tolerance async_mode fault_tolerance"
     ),
     "metrics are in metrics.jsonl, which any monitor may read; track: wandb or tensorboard shows them": (
         "heartbeat metrics_server use_otel_metrics prometheus prime_monitor use_mlflow use_comet use_trackio "
-        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online trackio_run_name gradio_title "
-        "mlflow_tracking_uri mlflow_experiment_name trackio_space_id comet_project_name use_swanlab "
-        "swanlab_project comet_api_key comet_workspace wandb_watch wandb_log_model trackio_project_name "
-        "mlflow_run_name trackio_bucket_id send_slack_alerts"
+        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online trackio_run_name mlflow_tracking_uri "
+        "mlflow_experiment_name trackio_space_id comet_project_name use_swanlab swanlab_project comet_api_key "
+        "comet_workspace wandb_watch wandb_log_model trackio_project_name mlflow_run_name trackio_bucket_id "
+        "send_slack_alerts enable_queue_dashboard queue_dashboard_port monitor_gpus gpu_monitoring"
     ),
     "times of each step are in metrics.jsonl; a profiler of yours can run the command": (
-        "profiler profiler_steps memory_profiler_path trace_path torch_profiler profile_steps nsys bench profiling"
+        "profiler profiler_steps memory_profiler_path trace_path torch_profiler profile_steps nsys bench "
+        "profiling global_profiler.steps"
     ),
     "start the command with your cluster's own tool; scale.launcher: torchrun or ray": (
         "slurm slurm.partition slurm_partition resources_per_worker ray_init try_launch_beaker_eval_jobs "
         "try_auto_save_to_beaker gs_bucket_path oe_eval_tasks oe_eval_max_length hf_metadata_dataset beaker "
-        "skypilot"
+        "skypilot placement_strategy num_train_gpus num_infer_gpus enable_resource_pool eval_priority "
+        "eval_workspace gs_checkpoint_state_dir"
     ),
     "rows are prepared before: a file of them is task.path": (
         "dataset_exact_deduplication deduplication streaming streaming_dataset push_dataset_to_hub "
         "dataset_config_name dataset_shard_num shards dataset_transform_fn custom_cls data.custom_cls.path "
         "min_sample_len preprocess_fn dataset_mix_dir data_preprocessing formatting_func field_model "
         "message_property_mappings message_field_role message_field_content ds_type dataset_shard_idx "
-        "preprocess_shards min_length_filter dataset_config dataset_subset subset"
+        "preprocess_shards min_length_filter dataset_config dataset_subset subset partition filter_fn "
+        "input_transform input_format conversation shards_idx split_thinking logprobs_field drop_system_message "
+        "datasets.skip no_input_format system_format chosen_format rejected_format completion_format "
+        "standardize_sharegpt stopping_strategy datagen custom_dataset_info preprocess_iterable buffer_size "
+        "shuffle_buffer_size subsets splits dataset.name map_eos_token mapping"
     ),
     "tokens are the model's own; none are added": (
         "resize_token_embeddings_to_32x resize_token_embeddings added_tokens_overrides resize_model_vocab "
         "additional_special_tokens new_special_tokens shrink_embeddings mean_resizing_embeddings "
-        "fix_untrained_tokens"
+        "fix_untrained_tokens resize_vocab split_special_tokens add_tokens init_special_tokens"
     ),
     "the model is loaded as its folder says; model.dtype, load_bits and attention change that": (
         "model_init_kwargs override_config additional_model_arguments auto_model use_exact_model_name "
         "model_kwargs hf_config_path external_lib max_memory gpu_memory_limit model.impl use_kernels "
         "device_map_planner_kwargs low_cpu_mem experts_implementation model_type use_shm moe_use_grouped_mm "
         "tiled_mlp unsloth_tiled_mlp deepcompile ds.deepcompile use_onebitllms quantize_moe_experts "
-        "scaling_softmax text_only"
+        "scaling_softmax text_only overrides_of_model_config overrides_of_model_kwargs cls_model_config "
+        "type_of_model model_quantization_config model_quantization_config_kwargs torchdistx_path "
+        "llama4_linearized_experts shift_attn s2_attention mixture_of_depths block_diag_attn load_using_meta "
+        "index_cache actor_init_on_gpu init_strategy problem_type base_model_attribute_name use_kt cpu_infer "
+        "fast_moe experimental_skip_move_to_device flash_optimum scaling_softmax_factor scaling_softmax_bias "
+        "chunk_size check_model temporary_patch past_index tpu_num_cores ignore_mismatched_sizes tp_plan flavor "
+        "qkv_format print_after_conversion attention_backend_config"
     ),
     "model.attention: sdpa takes torch's fastest kernel": (
-        "xformers_attention flex_attention sage_attention xformers flex_attn sliding_window flash_attention_4 fa4"
+        "xformers_attention flex_attention sage_attention xformers flex_attn sliding_window flash_attention_4 fa4 "
+        "flex_attn_compile_kwargs"
     ),
     "metrics are computed by rewards and graders; eval.tasks names what is measured": (
         "compute_metrics preprocess_logits_for_metrics include_for_metrics batch_eval_metrics "
         "prediction_loss_only do_predict do_bench_eval bench_dataset do_causal_lm_eval eval_causal_lm_metrics "
         "generate_during_eval eval_do_concat_batches eval_use_gather_object lm_eval_tasks length_column_name "
-        "bench_split num_sample_generations"
+        "bench_split num_sample_generations compute_accuracy predict_with_generate eval_metric acc_strategy "
+        "eval_use_evalscope eval_dataset_args eval_backend lm_eval_model lm_eval_batch_size metric result_path "
+        "write_batch_size return_last_hidden_state num_fewshot fewshot_as_multiturn cache_requests "
+        "check_integrity write_out include_path predict_only"
     ),
     "a judge has one rubric, an option of the reward judge": "apply_evolving_rubric_reward max_active_rubrics",
     "plain sampling in this process, or vLLM": (
@@ -229,9 +267,22 @@ OPTIONS = {
         "use_transformers_continuous paged_attention_hf"
     ),
     "every group counts its own answers; staleness is bounded by rollout.staleness": "use_bias_correction_kl",
-    "recipes are YAML files; Python has pt.train": "plugins hydra_config config_overrides",
+    "recipes are YAML files; Python has pt.train": (
+        "plugins hydra_config config_overrides external_plugins custom_register_path"
+    ),
     "steps keep one checkpoint each; weights are not averaged": (
         "checkpoint_averaging weight_averaging polyak polyak_averaging ema_weights"
+    ),
+    "rollout.max_turns and rollout.tool_seconds are the limits of tools": (
+        "max_parallel_calls max_tool_response_length tool_response_truncate_side tool_max_concurrency "
+        "only_reward_good_outputs number_documents_to_search search_api_endpoint code_tool_api_endpoint "
+        "tool_format agent_template num_repeat_rollouts"
+    ),
+    "an advantage has the options that `posttrain explain advantage` lists": (
+        "length_weighted_mean length_shaping adv_tau advantage.import_path"
+    ),
+    "the optimizer makes its step after the whole gradient, whose norm train.max_grad_norm clips": (
+        "optimizer_in_bwd optim_in_bwd early_step_in_backward"
     ),
 }
 
@@ -242,12 +293,13 @@ METHODS = {
         "objective: module:function"
     ): (
         "gdpo dppo tvpo gfpo a2po vespo dro sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
-        "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft "
-        "raft++ bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg "
-        "l1_rl apa pf_ppo mpo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo "
-        "soft_grpo ttrl spiral grpo_care lspo embedding_grpo stpo dgpo tree_grpo rft rlpr intuitor empo "
-        "tvpo_truncation_cap dppo_divergence_type dppo_divergence_threshold vespo_k_pos vespo_k_neg "
-        "vespo_lambda_pos vespo_lambda_neg ppg capo sppo_hard tic_grpo mgrpo pgpo ebft gpo simple_gspo"
+        "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft raft++ "
+        "bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg l1_rl apa "
+        "pf_ppo mpo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo soft_grpo ttrl "
+        "spiral grpo_care lspo embedding_grpo stpo dgpo tree_grpo rft rlpr intuitor empo tvpo_truncation_cap "
+        "dppo_divergence_type dppo_divergence_threshold vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg "
+        "ppg capo sppo_hard tic_grpo mgrpo pgpo ebft gpo simple_gspo chord calculate_sum_pi_squared "
+        "sum_pi_squared_checkpointing use_policy_gradient"
     ),
     (
         "the nearest are the objectives dpo, ipo, rpo, robust_dpo, exo, kto, orpo and simpo, or a function of "
@@ -256,8 +308,9 @@ METHODS = {
         "xpo bco bco_pair bcotrainer bcoconfig ntpo dpop tdpo wpo betadpo beta_dpo rdpo r_dpo cal_dpo step_dpo "
         "aot aot_pair aot_unpaired discopop sigmoid_norm squarechi kto_pair alphapo alpha_po sppo spin nash_md "
         "nashmd rrhf pro slic_hf cringe chipo chi_po fdpo f_dpo mallows_dpo smaug tpo sft_dpo d2po ld_dpo odpo "
-        "dpo_shift focal_po lusdpo kto_zero bpo minor_dpo senpo spo drdpo dr_dpo wdpo ppo_dpo eto mdpo vdpo "
-        "copo sdpo_stepwise ropo gpo_preference hdpo iw_dpo dpo_norm_wpo"
+        "dpo_shift focal_po lusdpo kto_zero bpo minor_dpo senpo spo drdpo dr_dpo wdpo ppo_dpo eto mdpo vdpo copo "
+        "sdpo_stepwise ropo gpo_preference hdpo iw_dpo dpo_norm_wpo pref_bco_weight prompt_sample_size "
+        "min_density_ratio max_density_ratio dpo_norm_loss"
     ),
     "`posttrain sweep` of DPO runs; preference/dpo samples its pairs once, before training": (
         "online_dpo onlinedpo iterative_dpo onlinedpotrainer xpotrainer nashmdtrainer self_rewarding self_play "
@@ -265,19 +318,20 @@ METHODS = {
     ),
     "the nearest are the recipes distillation/*, rl/sdpo (self-distillation) and objective: distillation": (
         "opsd sdft minillm distillm gold iw_opd skd akl dskd taid speculative_kd asft dft ssd "
-        "self_distillation_ft seqkd abkd goldtrainer goldconfig"
+        "self_distillation_ft seqkd abkd goldtrainer goldconfig use_dft_loss enable_dft_loss use_asft_loss "
+        "asft_alpha"
     ),
     "a method of unlearning: objective dpo with your own pairs, or a function as objective: module:function": (
         "npo simnpo rmu gradient_ascent unlearning graddiff"
     ),
     "the nearest are adamw and muon": (
         "lion adafactor sophia shampoo soap sgd rmsprop adagrad adadelta adam_8bit adamw_8bit paged_adamw_8bit "
-        "paged_adamw_32bit adamw_bnb_8bit apollo galore_adamw schedule_free schedule_free_adamw came "
-        "stable_adamw lamb lars nadam radam adamw_torch_8bit ademamix adopt prodigy dion lomo adalomo "
-        "paged_lion_8bit grokadamw use_8bit_optimizer dadaptation optimi_adamw adamw_apex_fused "
-        "torch_adamw_4bit adamw_torch_4bit scion kron psgd distributed_shampoo adamw_anyprecision nesterov "
-        "muonclip mars normuon optim.nesterov muon.nesterov adam_mini adam_beta3 adam_epsilon2 dion_lr "
-        "dion_momentum dion_rank_fraction optim.momentum qgalore q_galore"
+        "paged_adamw_32bit adamw_bnb_8bit apollo galore_adamw schedule_free schedule_free_adamw came stable_adamw "
+        "lamb lars nadam radam adamw_torch_8bit ademamix adopt prodigy dion lomo adalomo paged_lion_8bit "
+        "grokadamw use_8bit_optimizer dadaptation optimi_adamw adamw_apex_fused torch_adamw_4bit adamw_torch_4bit "
+        "scion kron psgd distributed_shampoo adamw_anyprecision nesterov muonclip mars normuon optim.nesterov "
+        "muon.nesterov adam_mini adam_beta3 adam_epsilon2 dion_lr dion_momentum dion_rank_fraction optim.momentum "
+        "qgalore q_galore dpo_use_paged_optimizer use_adam_mini dion_rank_multiple_of grokfast"
     ),
     "track: wandb or tensorboard; metrics.jsonl has every number for others": (
         "mlflow trackio clearml swanlab comet comet_ml neptune aim dvclive codecarbon azure_ml flyte dagshub "
@@ -303,7 +357,8 @@ METHODS = {
     "a reward reads one answer; a reward of your own is rewards: [module:function]": (
         "length_penalty_reward cosine_scaled_reward get_cosine_scaled_reward repetition_penalty_reward "
         "get_repetition_penalty_reward tag_count_reward reasoning_accuracy_reward len_reward code_reward_e2b "
-        "ioi_code_reward length_reward bleu rouge bertscore perplexity_reward sentiment toxicity_reward"
+        "ioi_code_reward length_reward bleu rouge bertscore perplexity_reward sentiment toxicity_reward "
+        "repetition_n_grams repetition_max_penalty"
     ),
     "search at inference is best_of of a reward model: `posttrain evaluate MODEL --best-of REWARD_MODEL`": (
         "mcts tree_search tree_of_thoughts lookahead rstar beam_search_prm process_search"
@@ -314,14 +369,14 @@ METHODS = {
     ),
     "merge an adapter with `posttrain runs export NAME --to FOLDER --merge`; models are not merged": (
         "model_merging mergekit slerp merge_method ties_merging dare model_soup task_arithmetic merge_models "
-        "mergemodelcallback"
+        "mergemodelcallback llmcompressor"
     ),
     "training reads rows of one turn or several, each whole": (
         "fim fill_in_the_middle mlm masked_lm span_corruption pose use_pose long_context_extension yarn"
     ),
     "encoder models are not trained; models are decoders (CausalLM)": (
         "seq2seq seq2seqtrainer is_encoder_decoder bert t5 num_labels sequence_classification "
-        "token_classification embedding_model cross_encoder diffusion dllm"
+        "token_classification embedding_model cross_encoder diffusion dllm diffusion.eps"
     ),
-    "no kernel is written by hand; torch computes": "triton_kernels flash_infer",
+    "no kernel is written by hand; torch computes": "triton_kernels flash_infer use_v1_kernels",
 }

@@ -27,30 +27,33 @@ SAID = {
     "train.num_minibatches, into how many parts a rollout batch is divided": "ppo_mini_batch_size mini_batch_size",
     "train.num_minibatches, into how many updates a rollout batch is divided": "steps_per_generation",
     "rollout.num_prompts x rollout.group_size, the answers of a rollout batch": (
-        "generation_batch_size oversampling_factor"
+        "generation_batch_size oversampling_factor ppo_buffer_size batch_multiplier"
     ),
-    "train.steps, each of rollout.num_prompts x rollout.group_size answers": "total_episodes num_episodes",
+    "train.steps, each of rollout.num_prompts x rollout.group_size answers": (
+        "total_episodes num_episodes total_rollout_steps"
+    ),
     "train.micro_batch_rows, the rows of every forward pass": (
         "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size local_rollout_forward_batch_size "
         "precompute_ref_batch_size forward_micro_batch_size forward_micro_batch_size_per_gpu "
-        "rollout.micro_batch_size micro_rollout_batch_size"
+        "rollout.micro_batch_size micro_rollout_batch_size forward_batch_size unsloth_grpo_mini_batch "
+        "logprob_batch_size"
     ),
     "train.micro_batch_tokens, the most tokens of a forward pass: lower it if memory is short": (
         "auto_find_batch_size token_batch_size"
     ),
     "train.schedule: constant, linear or cosine, each after train.warmup_steps": (
         "lr_scheduler_type lr_scheduler lr_schedule scheduler lr_decay_style lr_warmup_style warmup_style "
-        "scheduler.type lr_scheduler_name"
+        "scheduler.type lr_scheduler_name decay_type"
     ),
     "train.warmup_steps, a number of steps": (
-        "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio warmup_fraction warmup_proportion"
+        "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio warmup_fraction warmup_proportion warmup_steps_ratio"
     ),
     "train.min_lr_ratio, a share of train.lr": "min_lr lr_min scheduler.min_lr",
     "train.save_every, a number of steps; 0 saves at the end only": (
-        "save_strategy checkpointing_steps saves_per_epoch save_every_epoch save_first_step"
+        "save_strategy checkpointing_steps saves_per_epoch save_every_epoch save_first_step save_every_n_epochs"
     ),
     "eval.every, a number of steps; 0 never evaluates": (
-        "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start_and_end"
+        "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start_and_end steps_before_validation"
     ),
     "eval.best, a metric such as accuracy: with eval.every above 0, checkpoints/best is kept, and commands use it": (
         "load_best_model_at_end metric_for_best_model early_stopping_metric best_metric_key "
@@ -63,19 +66,22 @@ SAID = {
         "fp16 float16 fp16_full_eval half_precision_backend fp16_backend fp16_opt_level"
     ),
     "train.precision: bf16, tf32 or fp32": (
-        "mixed_precision amp optimization_dtype reduce_dtype float32 autocast mixed_precision_training grad_accum_dtype"
+        "mixed_precision amp optimization_dtype reduce_dtype float32 autocast mixed_precision_training "
+        "grad_accum_dtype accumulate_allreduce_grads_in_fp32 mixed_precision_param mixed_precision_reduce "
+        "policy.precision"
     ),
     "train.precision: tf32": "tf32 allow_tf32",
     "train.gradient_checkpointing: true": (
         "use_gradient_checkpointing model.ac model.ac.freq ac selective_checkpointing "
         "gradient_checkpointing_kwargs gradient_checkpointing_reentrant activation_checkpointing_kwargs "
-        "entropy_checkpointing recompute_layer_types"
+        "entropy_checkpointing recompute_layer_types disable_gradient_checkpointing use_reentrant_gc "
+        "use_unsloth_gc ac.mode selective_ac_option activation_checkpoint activation_checkpoint.mode"
     ),
     "optimizer.betas, both in a list: [0.9, 0.95]": "adam_beta1 adam_beta2 beta1 beta2 optim.betas1 optim.betas2",
     "optimizer: adamw or muon, with their keys (betas, eps, weight_decay, momentum)": (
-        "optim_args override_optimizer_config optimizer_kwargs optimizers"
+        "optim_args override_optimizer_config optimizer_kwargs optimizers use_muon optimizer_cls_and_kwargs"
     ),
-    "rollout.drop_uniform_groups: true": "filter_groups.enable",
+    "rollout.drop_uniform_groups: true": "filter_groups.enable fill_completions",
     "rollout.temperature in training, eval.temperature in evaluation": "temperature",
     "rollout.temperature above 0 in training; eval.temperature: 0 is greedy, the default": "do_sample greedy",
     "rollout.max_tokens for answers; data.max_length for rows": "max_tokens",
@@ -83,34 +89,40 @@ SAID = {
         "max_length max_seq_length max_sequence_tokens max_context_length context_length model_max_length "
         "context_window max_ctx_len"
     ),
-    "rollout.engine: vllm": "use_vllm fast_inference",
-    "rollout.engine: native or vllm": "rollout.name",
-    "rollout.staleness: 0 samples and trains in turn, 1 or more at the same time": "rollout.mode trainer_mode",
-    "scale.timeout_seconds, in seconds": "backend_timeout",
+    "rollout.engine: vllm": "use_vllm fast_inference vllm",
+    "rollout.engine: native or vllm": "rollout.name infer_backend infer_dtype generation.backend",
+    "rollout.staleness: 0 samples and trains in turn, 1 or more at the same time": (
+        "rollout.mode trainer_mode staleness_threshold trigger_parameter_sync_step require_batches async_generate "
+        "async_barrier"
+    ),
+    "scale.timeout_seconds, in seconds": "backend_timeout init_timeout_seconds",
     "the hub's own login: `hf auth login`, or the environment variable HF_TOKEN": (
-        "token hf_token use_auth_token hf_use_auth_token auth_token"
+        "token hf_token use_auth_token hf_use_auth_token auth_token hf_hub_token ms_hub_token om_hub_token use_ms "
+        "use_hf use_om"
     ),
     "the key of the server in the environment variable JUDGE_API_KEY": "api_key_var judge_api_key",
     "rollout.engine: vllm, which starts a server on the trainer's GPU; with rollout.engine.gpus it has others": (
         "vllm_mode single_gpu_mode colocate colocate_all train.colocate_all hybrid_engine inference_gpu_ids "
-        "vllm_colocate colocate_all_models colocate_actor_ref colocate_critic_reward vllm_colocate_mode"
+        "vllm_colocate colocate_all_models colocate_actor_ref colocate_critic_reward vllm_colocate_mode colocated"
     ),
     "rollout.engine.url, such as http://HOST:8000": "vllm_server_host vllm_server_port",
     "rollout.engine.gpus, a list: one server divides the model over them": (
         "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size num_engines vllm_num_engines "
-        "inference.parallel.tp vllm.num_engines"
+        "inference.parallel.tp vllm.num_engines rollout_num_gpus_per_engine"
     ),
     "scale.processes, and rollout.engine.gpus for a vLLM server": (
         "gpus trainer_gpu_ids num_gpus_per_node actor.num_gpus_per_node num_learners_per_node "
-        "critic.num_gpus_per_node ref.num_gpus_per_node"
+        "critic.num_gpus_per_node ref.num_gpus_per_node num_inference_workers num_training_workers "
+        "num_postprocessing_workers rollout_num_gpus gpus_per_node"
     ),
     "scale.processes over all nodes, with scale.launcher: torchrun (which starts each node) or ray": (
         "nnodes num_nodes actor.num_nodes use_ray node_rank multi_node multinode ray_num_workers"
     ),
     "scale.sharding: fsdp2": (
         "fsdp deepspeed zero_stage strategy fsdp_config distributed_strategy fsdp_version "
-        "fsdp_transformer_layer_cls deepspeed_stage zero fsdp_size dp_shard_size fsdp_shard_degree "
-        "ds.zero_stage fsdp2 fsdp_plugin fully_shard stage deepspeed_config zero_optimization"
+        "fsdp_transformer_layer_cls deepspeed_stage zero fsdp_size dp_shard_size fsdp_shard_degree ds.zero_stage "
+        "fsdp2 fsdp_plugin fully_shard stage deepspeed_config zero_optimization dtensor_cfg "
+        "data_parallel_replicate_degree data_parallel_shard_degree"
     ),
     "scale.sharding: fsdp2, or model.adapter, which take less memory": (
         "param_offload optimizer_offload fsdp_cpu_offload optim_cpu_offload cpu_offload ac_offloading offload "
@@ -119,16 +131,19 @@ SAID = {
     ),
     "prompt.template: chat for the tokenizer's chat template, or one of our own": (
         "chat_template prompt_template apply_chat_template template chat_template_path chat_template_jinja "
-        "chat_template_name custom_chat_template tokenizer_chat_template input_template use_chat_template"
+        "chat_template_name custom_chat_template tokenizer_chat_template input_template use_chat_template "
+        "response_prefix template_backend conv_template"
     ),
     "prompt.template: chat, with variables such as {enable_thinking: false}": (
-        "chat_template_kwargs apply_chat_template_kwargs enable_thinking"
+        "chat_template_kwargs apply_chat_template_kwargs enable_thinking add_non_thinking_prefix enable_thinking_prefix"
     ),
     "prompt.template: chat, with system: TEXT; or a row's key system": (
-        "system_prompt default_system_message system_message system_prompt_override_file field_system"
+        "system_prompt default_system_message system_message system_prompt_override_file field_system system "
+        "default_system new_system_prompt system_prompt_file system_instruction"
     ),
     "keys of the rows: `system`, `tools`, `reasoning_content` of a message, all read by task: jsonl": (
-        "field_tools field_thinking template_thinking_key field_human roles message_field_training_detail field_input"
+        "field_tools field_thinking template_thinking_key field_human roles message_field_training_detail "
+        "field_input tools_key enable_thinking_key tool_key"
     ),
     "nothing: a row with nothing but `text` is read whole, with prompt.template: document": (
         "dataset_text_field text_field text_column field"
@@ -137,76 +152,87 @@ SAID = {
         "completion_only_loss train_on_responses_only mask_prompt train_on_completions_only response_template "
         "datacollatorforcompletiononlylm mask_inputs"
     ),
-    "data.train_on: assistant": "assistant_only_loss roles_to_train train_on_eos train_on_eot multiturn",
+    "data.train_on: assistant": (
+        "assistant_only_loss roles_to_train train_on_eos train_on_eot multiturn instruction_part response_part"
+    ),
     "data.train_on: all trains the prompt, too; response does not": "train_on_inputs train_on_input train_on_prompt",
     "data.train_on: assistant, response or all; a message with weight: 0 is not trained": (
         "data_collator loss_mask data.loss_mask message_field_training completion_mask mask_history "
-        "train_on_last_step_only"
+        "train_on_last_step_only loss_scale is_binary_loss_scale loss_mask_type"
     ),
     "task, by name; a file or a data set of the hub is task.path (hf:NAME); in Python data=": (
         "dataset dataset_name train_dataset datasets train_files custom_cls.name dataset_id train_data "
-        "prompt_dataset data.name prompt_data pretraining_dataset"
+        "prompt_dataset data.name prompt_data pretraining_dataset data.type data.fake"
     ),
     "task jsonl (or preferences), which reads a file as task.path": (
-        "task.path data.path file data_path train_file data_files dataset_path"
+        "task.path data.path file data_path train_file data_files dataset_path dataset_dir tokenized_path "
+        "dataset.source prompt_file"
     ),
     "eval.tasks, task names or files; in Python eval_data=": (
-        "eval_dataset test_dataset eval.dataset val_dataset validation_dataset eval_file val_file"
+        "eval_dataset test_dataset eval.dataset val_dataset validation_dataset eval_file val_file dataset_val "
+        "eval_on_each_dataset eval_prompt_data"
     ),
     "task: mixture, with parts, each a task and its weight": (
-        "dataset_mixer dataset_mixer_list dataset_mixture interleave_probs dataset_probs prompt_probs "
-        "env_ratios dataset_weights data_mix mix_strategy"
+        "dataset_mixer dataset_mixer_list dataset_mixture interleave_probs dataset_probs prompt_probs env_ratios "
+        "dataset_weights data_mix mix_strategy probabilities interleave_prob prompt_data_probs"
     ),
     "keys `chosen` and `rejected` of the rows, with task: preferences": (
         "chosen_key rejected_key field_chosen field_rejected preference_dataset chosen_column"
     ),
     "keys `completion` and `label` of the rows, with task: preferences": "field_completion field_label",
-    "the environment's keys next to its name: environment: {name: number_guess, high: 50}": "env.args env_config",
+    "the environment's keys next to its name: environment: {name: number_guess, high: 50}": (
+        "env.args env_config env.address extra_env_kwargs"
+    ),
     "tools, a list of module:function, or environment, whose methods are tools": (
         "tools tool_config multi_turn tool_config_path function_tool_path tool_call_names agent_func_path "
-        "default_agent_loop tool_use tool_calling"
+        "default_agent_loop tool_use tool_calling mcp_client_config_path multi_turn.format"
     ),
     "rewards, a list of names, or of functions as module:function": (
         "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager rubric "
         "custom_reward_function.path apply_verifiable_reward reward_fn_key remap_verifier reward_fns "
-        "reward_kwargs reward_functions reward_processing_classes"
+        "reward_kwargs reward_functions reward_processing_classes verification launch_reward_fn_async "
+        "use_reward_loop reward_model_plugin rm_type custom_rm_path group_rm"
     ),
     "rewards: {name: reward_model, run: FOLDER}, a run that trained a reward model": (
         "reward_model reward_model_path reward_model.model.path reward.model_name_or_path remote_rm_url "
-        "reward_pretrain reward_model_name_or_path reward.remote_url rm_path reward_model_name"
+        "reward_pretrain reward_model_name_or_path reward.remote_url rm_path reward_model_name prm_model "
+        "orm_model reward_adapters"
     ),
     "rewards.0.weight, or rewards.NAME.weight: each reward has its own": (
         "reward_weights reward_weight verification_reward r1_style_format_reward"
     ),
     "rewards: [correct, xml_format]": "apply_r1_style_format_reward additive_format_reward",
     "rewards: {name: judge, model: NAME}, with url, temperature, max_tokens and timeout_seconds": (
-        "llm_judge_model llm_judge_max_tokens llm_judge_temperature llm_judge_timeout judge_model llm_as_a_judge"
+        "llm_judge_model llm_judge_max_tokens llm_judge_temperature llm_judge_timeout judge_model llm_as_a_judge judge"
     ),
     "the grader code_tests, with timeout_seconds and memory_megabytes": (
         "code_max_execution_time code_api_url sandbox_fusion sandbox_fusion.url memory_limit_mb"
     ),
     "the reward overlong, with limit and cache": (
         "overlong_buffer overlong_buffer.len overlong_buffer_len overlong_penalty_factor "
-        "max_length_verifier_max_length soft_overlong_punishment"
+        "max_length_verifier_max_length soft_overlong_punishment soft_max_length soft_cache_length max_resp_len"
     ),
     "the reward truncated, with a negative weight": (
-        "missing_eos_penalty non_stop_penalty non_stop_penalty_value stop_properly_penalty_coef"
+        "missing_eos_penalty non_stop_penalty non_stop_penalty_value stop_properly_penalty_coef penalise_no_eos "
+        "reward_penalty"
     ),
     "objective (dpo, ipo, grpo, ...) and aggregate (token_mean, sequence_mean, constant)": (
-        "loss_type loss.type dpo_loss_type trainer_cls"
+        "loss_type loss.type dpo_loss_type trainer_cls pref_loss rlhf_type"
     ),
     "objective: module:function, a loss of your own": "loss.import_path custom_loss compute_loss_func loss loss_func",
     "objective.clip_low, and objective.clip_high above": "epsilon eps_clip_low_high",
     "objective.clip_low and objective.clip_high": "clip_ratio clip_range",
     "objective.beta for preferences (dpo); where the model samples, the weight of the KL is regularize.kl_coef": (
-        "beta rl_beta dpo_beta model.beta"
+        "beta rl_beta dpo_beta model.beta pref_beta reference_policy_kl_penalty"
     ),
     "objective: {name: simpo, gamma: 1.0}, which is absolute, not a ratio to beta": "simpo_gamma dpo_gamma_beta_ratio",
-    "objective: {name: rpo, nll_weight: 1.0}, DPO with objective.nll_weight": "rpo_alpha sft_weight nll_loss_coef",
+    "objective: {name: rpo, nll_weight: 1.0}, DPO with objective.nll_weight": (
+        "rpo_alpha sft_weight nll_loss_coef pref_ftx sft_alpha"
+    ),
     "objective: ipo": "ipo_enable",
     "objective: {name: bradley_terry, margin: true}": "margin_loss_enable margin_loss",
     "objective: grpo for a ratio of each token, gspo for one of the sequence": (
-        "importance_sampling_level loss.ratio_type ratio_type"
+        "importance_sampling_level loss.ratio_type ratio_type sequence_level_importance_ratios"
     ),
     "an objective without a reference (simpo, cpo or orpo) in place of dpo": "reference_free",
     "objective: process, which trains a process reward model": "process_reward_model",
@@ -215,48 +241,57 @@ SAID = {
     ),
     "objective: {name: distillation, divergence: forward_kl}, or reverse_kl, or jsd with jsd_weight": (
         "distillation_mode distillation_alpha opd_loss_mode distillation_objective distillation_loss.loss_mode "
-        "reverse_kl"
+        "reverse_kl gkd_logits_topk_mode"
     ),
     "advantage: normalized divides by the standard deviation of the group, centered does not": (
         "scale_rewards advantage_normalization norm_adv_by_std_in_grpo advantage_normalization_type no_std_norm "
-        "normalize_advantages advantage.type normalize_advantage whiten_advantages"
+        "normalize_advantages advantage.type normalize_advantage whiten_advantages no_advantage_std_norm "
+        "disable_compute_advantages_and_returns"
     ),
     "advantage.gamma, with advantage: gae, return_to_go or turn_normalized": "gamma discount discount_factor",
     "advantage.gae_lambda, with advantage: gae": "lam gae_lambda lambda lambd",
     "aggregate: token_mean, sequence_mean, or {name: constant, length: 1024}": (
         "loss_agg_mode loss_aggregation loss_reduction normalize_loss reduce_loss loss_denominator "
         "loss_scale_factor average_tokens_across_devices masked_mean_axis token_level_loss sequence_level_loss "
-        "token_level token_level_aggregation sequence_level"
+        "token_level token_level_aggregation sequence_level masked_mean_denominator"
     ),
     (
         "correction: {name: token_tis, cap: 2.0}, or sequence_tis, geometric_mask, icepop; with "
         "rollout.old_logprobs: trainer"
     ): (
         "vllm_importance_sampling_correction tis_imp_ratio_cap truncated_importance_sampling rollout_is "
-        "vllm_importance_sampling_cap rollout_is_threshold rollout_rs rollout_correction tis "
-        "rollout_rs_threshold vllm_importance_sampling_mode use_tis truncated_importance_sampling_ratio_cap "
+        "vllm_importance_sampling_cap rollout_is_threshold rollout_rs rollout_correction tis rollout_rs_threshold "
+        "vllm_importance_sampling_mode use_tis truncated_importance_sampling_ratio_cap "
         "vllm_importance_sampling_clip_max is_correction_level is_correction_mode is_correction_threshold "
         "is_correction_gating importance_sampling off_policy_correction enable_vllm_is_correction "
-        "vllm_is_truncated_threshold vllm_is_correction"
+        "vllm_is_truncated_threshold vllm_is_correction rollout_importance_sampling_mode "
+        "rollout_importance_sampling_threshold tis_clip use_importance_sampling_correction "
+        "truncated_importance_sampling_ratio"
     ),
     (
         "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers; with "
         "rollout.old_logprobs: trainer"
     ): (
         "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min off_policy_mask_threshold ipo_mask_low "
-        "ipo_mask_high mask_ratio_high mask_ratio_low"
+        "ipo_mask_high mask_ratio_high mask_ratio_low off_policy_sequence_mask_delta token_mask_high "
+        "token_mask_low geo_mask_high geo_mask_low sequence_mask_high sequence_mask_low sequence_clip_high "
+        "dppo_mask_high dppo_mask_low rollout_rs_threshold_lower rollout_token_veto_threshold kl_mask_type "
+        "ratio_length_norm use_icepop"
     ),
-    "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs",
+    "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs use_rollout_log_probs",
     (
         "the model that the run starts from: regularize.kl_coef and objectives such as dpo compare with it, and "
         "it stays fixed"
-    ): "ref_model reference_model reference_policy ref_policy frozen_reference",
+    ): "ref_model reference_model reference_policy ref_policy frozen_reference ref_load",
     "regularize.kl_coef above 0": "use_kl_loss load_ref_policy algo.kl.use_loss",
-    "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": "kl_penalty",
-    "regularize.kl_estimator: k1 (kl), k2 (mse) or k3 (low_var_kl)": (
-        "kl_estimator kl_loss_type kl_type algo.kl.estimator use_kl_estimator_k3 k3"
+    "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": (
+        "kl_penalty token_level_kl"
     ),
-    "kl_in_reward.weight above 0": "use_kl_in_reward kl_ctrl",
+    "regularize.kl_estimator: k1 (kl), k2 (mse) or k3 (low_var_kl)": (
+        "kl_estimator kl_loss_type kl_type algo.kl.estimator use_kl_estimator_k3 k3 reference_policy_kl_type "
+        "kl_input_clamp_value use_on_policy_kl_approximation"
+    ),
+    "kl_in_reward.weight above 0": "use_kl_in_reward kl_ctrl kl_in_reward.enable",
     "kl_in_reward.weight, a penalty in the reward; regularize.kl_coef is one in the loss": "kl_ctrl.kl_coef",
     "kl_in_reward.estimator: k1 (kl), k2 (mse) or k3 (low_var_kl)": "algorithm.kl_penalty",
     "kl_in_reward.target, which adapts the weight of the KL to it": "kl_ctrl.type adaptive_kl",
@@ -268,12 +303,14 @@ SAID = {
     "model.load_bits: 4, with model.adapter": "load_in_4bit use_qlora qlora",
     "model.load_bits: 8, with model.adapter": "load_in_8bit",
     "model.load_bits: 4 or 8, with model.adapter": (
-        "quantization_config bitsandbytes bnb_config_kwargs quantization bitsandbytesconfig bnb"
+        "quantization_config bitsandbytes bnb_config_kwargs quantization bitsandbytesconfig bnb "
+        "llm_int8_threshold llm_int8_skip_modules"
     ),
     "model.load_bits: 4, which is NF4 with double quantization": (
-        "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant bnb_4bit_quant_storage nf4"
+        "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant bnb_4bit_quant_storage nf4 "
+        "quantization_type double_quantization quantize_base"
     ),
-    "model.dtype: bf16": "load_in_16bit",
+    "model.dtype: bf16": "load_in_16bit pure_bf16",
     "model.dtype: bf16 or fp32, the type of the weights": "torch_dtype",
     "model.attention: flash_attention_2": (
         "use_flash_attention_2 flash_attention flash_attn use_flash_attn flashattention flash_attention_2 fa2"
@@ -284,54 +321,64 @@ SAID = {
     "model.device: cpu": "use_cpu no_cuda",
     "model.device: mps": "use_mps_device",
     "model.adapter: {kind: lora, rank: 16}": (
-        "use_peft peft_config lora use_lora enable_lora model.lora peft peft_type"
+        "use_peft peft_config lora use_lora enable_lora model.lora peft peft_type peft.backend peft.weight_dtype"
     ),
     "model.adapter.targets: all-linear": "lora_target_linear lora_on_linear",
     "model.adapter.targets, which lists what is trained": (
-        "exclude_modules finetune_attention_modules finetune_mlp_modules finetune_language_layers"
+        "exclude_modules finetune_attention_modules finetune_mlp_modules finetune_language_layers "
+        "apply_lora_to_mlp apply_lora_to_output target_regex"
     ),
     "model.adapter.init_lora_weights: default (true elsewhere), gaussian or orthogonal": (
-        "init_lora_weights peft_init_lora_weights lora_a_init_method lora_init"
+        "init_lora_weights peft_init_lora_weights lora_a_init_method lora_init lora_b_init_method init_weights"
     ),
     "model.adapter: null, which trains all weights": "full_finetuning full_finetune",
-    "model.name, a run whose adapter is trained on": "lora_adapter_path adapter_path",
+    "model.name, a run whose adapter is trained on": (
+        "lora_adapter_path adapter_path adapter_name_or_path adapter_folder adapter_checkpoint create_new_adapter "
+        "is_trainable"
+    ),
     "model.init: {architecture: llama, config: {...}}, for a new model": (
         "config_name reinit_weights random_init model_init from_scratch num_layers hidden_size vocab_size "
         "num_hidden_layers num_attention_heads intermediate_size max_position_embeddings"
     ),
     "model.name, a folder of the revision that you want (`hf download NAME --revision REVISION --local-dir FOLDER`)": (
-        "model_revision revision code_revision tokenizer_revision teacher_model_revision"
+        "model_revision revision code_revision tokenizer_revision teacher_model_revision "
+        "trust_remote_code_revision revision_of_model"
     ),
-    "the option --trust-remote-code of a command": "trust_remote_code",
+    "the option --trust-remote-code of a command": "trust_remote_code confirm_run_unsafe_code",
     "track: wandb or tensorboard; [] for none": (
-        "report_to logger loggers log_with with_tracking tracker trackers logging_backend"
+        "report_to logger loggers log_with with_tracking tracker trackers logging_backend metric_logger"
     ),
     "track: {name: wandb, project: NAME}, with entity, group and mode": (
         "use_wandb wandb wandb_mode wandb_project project_name wandb_entity wandb_project_name wandb.project "
         "wandb.offline wandb.org wandb.group wandb_group wandb_run_group project wandb_tags wandb_dir "
-        "wandb_job_type"
+        "wandb_job_type wandb_enabled"
     ),
-    "track: tensorboard": "use_tensorboard tensorboard_dir",
+    "track: tensorboard": "use_tensorboard tensorboard_dir tensorboard_enabled enable_tensorboard",
     "--run; in Python run=": "run_name experiment_name wandb_name exp_name wandb_run_name wandb.name job_name",
     "--runs-dir; in Python runs_dir=": (
         "output_dir default_local_dir save_path save_dir checkpoint_dir outputs logging_dir output out "
-        "checkpoint_state_dir ckpt.path ckpt_path experiment_dir log_dir"
+        "checkpoint_state_dir ckpt.path ckpt_path experiment_dir log_dir dump_folder checkpoint.folder "
+        "save_debug_rollout_data_dir"
     ),
     "--resume, with the run's name as --run; in Python resume=True": (
         "resume_from_checkpoint resume_mode resume auto_resume load_checkpoint_path resume_from resume_step "
-        "auto_resume_from_checkpoints resume_from_path ckpt.resume_step ckpt.load_enable load_checkpoint"
+        "auto_resume_from_checkpoints resume_from_path ckpt.resume_step ckpt.load_enable load_checkpoint "
+        "recipe_checkpoint checkpoint.load_step"
     ),
-    "--quiet; in Python progress=False": "disable_tqdm quiet silent verbose progress_bar",
+    "--quiet; in Python progress=False": (
+        "disable_tqdm quiet silent verbose progress_bar verbosity disable_color_printing"
+    ),
     "model; in Python a loaded (model, tokenizer)": "processing_class tokenizer.name",
     "in Python on_step=, on_evaluation= or on_checkpoint=, each one function of an event, which can stop the run": (
         "callbacks callback trainercallback add_callback"
     ),
     "`posttrain evaluate`, which trains nothing": "val_only eval_only",
-    "`posttrain quantize MODEL --bits 4`": "quantization_method gptq awq hqq ptq",
+    "`posttrain quantize MODEL --bits 4`": "quantization_method gptq awq hqq ptq quant_method",
     "`posttrain runs export NAME --to FOLDER`, and the hub's own upload": (
         "hub_model_id push_to_hub hub_strategy save_method hub_token hub_private_repo hub_always_push "
         "hub_revision hf_entity hf_repo_id hf_repo_revision hf_repo_url save_to_hub push_to_hub_merged "
-        "log_completions_hub_repo hub_repo_id export_path"
+        "log_completions_hub_repo hub_repo_id export_path hf_hub_repo_id export_hub_model_id eval.save_to_hf "
+        "hf_hub_log_args"
     ),
     "`posttrain runs export NAME --to FOLDER --merge`": (
         "merge_lora merge_and_unload save_pretrained_merged merge_adapter save_merged_model"
@@ -342,123 +389,188 @@ SAID = {
         "eval_split dataset_test_split eval.split test_split dataset_mixer_eval_list_splits"
     ),
     "environment, a component that plays the turns; contrib/ has adapters": (
-        "rollout_func rollout_function agent_loop custom_rollout"
+        "rollout_func rollout_function agent_loop custom_rollout multi_turn_scheduler use_gym_env "
+        "custom_async_server agent_loop_config_path agent_loop_manager_class interaction_config_path "
+        "context_manager custom_generate_function_path rollout_function_path"
     ),
+    "model.adapter: {kind: lora}, or null, which trains all weights": (
+        "finetuning_type train_type tuner_type tuner_backend"
+    ),
+    "task.prompt_key, task.messages_key, task.response_key and task.answer_key, which name the rows' keys": (
+        "columns column_map prompt_dict_keys response_dict_keys"
+    ),
+    "task.step_separator, with task: preferences": "step_separator",
+    "teacher.name, a model, a folder or a run": "teacher_adapters teacher_checkpointer",
+    "rollout.max_turn_tokens for a turn, rollout.max_tokens for all of an answer": "completion_length_limit_scope",
+    "--dry-run, which prints the resolved recipe and trains nothing": "dry_run print_config show_config",
+    "the hub's own cache: the environment variable HF_HOME": (
+        "cache_dir hf_home model_cache_dir local_repo_path download_mode"
+    ),
+    "`posttrain chat MODEL`, or `posttrain studio`": "gradio gradio_title",
+    "advantage: leave_one_out": "use_leave_one_out_baseline",
+    "objective.length_normalized: true, with objective: dpo": "preference_average_log_probs",
 }
 
 # What needs no key: the reason, and the names.
 NOT_NEEDED = {
-    "weights are stored as safetensors": "save_safetensors safe_serialization save_format",
+    "weights are stored as safetensors": "save_safetensors safe_serialization save_format use_safetensors",
     "the tokenizer is the model's own (model.name)": (
         "tokenizer_name tokenizer_type tokenizer_name_or_path tokenizer_path tokenizer_config tokenizer_mode "
-        "tokenizer_use_fast use_slow_tokenizer disable_fast_tokenizer use_fast tokenizer"
+        "tokenizer_use_fast use_slow_tokenizer disable_fast_tokenizer use_fast tokenizer use_fast_tokenizer "
+        "input_tokenizer merges_file get_tokenizer_fn fix_tokenizer"
     ),
     "the end of an answer is the tokenizer's, or that of its chat template": (
         "eos_token stop_token eos_token_id eot_tokens stop_token_id"
     ),
     "special tokens are the tokenizer's own": (
         "special_tokens bos_token bos_token_id add_bos unk_token skip_special_tokens add_special_tokens "
-        "add_eos_token add_bos_token eos bos"
+        "add_eos_token add_bos_token eos bos spaces_between_special_tokens forced_bos_token_id "
+        "forced_eos_token_id"
     ),
     "reference log-probabilities are computed once where the data are fixed": (
-        "precompute_ref_log_probs dataset_skip_cache"
+        "precompute_ref_log_probs dataset_skip_cache cache_logprobs_only reference_logprobs_cache_path"
     ),
     "rows are read once, before the first step": (
         "dataloader_num_workers dataset_num_proc dataset_prepared_path preprocessing_num_workers "
         "dataset_processes dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers "
         "overwrite_cache dataset_cache_mode dataset_local_cache_dir dataset_config_hash skip_prepare_dataset "
         "dataset_keep_in_memory filter_overlong_prompts_workers dataloader_in_order "
-        "dataloader_multiprocessing_context dataset_kwargs"
+        "dataloader_multiprocessing_context dataset_kwargs packing_num_proc lazy_tokenize cached_dataset "
+        "load_from_cache_file preprocessing_batch_size data_shared_file_system num_dataset_shards_to_save "
+        "dataset_config_eval_hash sample_packing_mp_start_method eval_num_proc"
     ),
     "rows are read once; scale.processes is the number of processes": "num_workers reward_num_workers",
     "rows are shuffled anew in every epoch, by train.seed": (
-        "shuffle shuffle_dataset shuffle_merged_datasets shuffle_before_merging_datasets train_sampling_strategy"
+        "shuffle shuffle_dataset shuffle_merged_datasets shuffle_before_merging_datasets train_sampling_strategy "
+        "dataset_shuffle val_dataset_shuffle train_dataloader_shuffle disable_shuffling shuffle_eval_dataset "
+        "validation_shuffle sample_packing_sequentially rollout_shuffle"
     ),
-    "batches are packed, without padding": "group_by_length pad_to_sequence_len pad_to_multiple_of pad_to_length",
+    "batches are packed, without padding": (
+        "group_by_length pad_to_sequence_len pad_to_multiple_of pad_to_length pad_mode allow_world_padding"
+    ),
     "rows are always packed, and never see one another": (
         "packing eval_sample_packing sample_packing padding_free remove_padding use_remove_padding "
         "packing_strategy eval_packing packing_samples sequence_packing dpo_padding_free pack_sequences bfd "
-        "sample_packing_group_size multipack batch_flattening pack_function"
+        "sample_packing_group_size multipack batch_flattening pack_function neat_packing sample_packing_bin_size "
+        "multipack_real_batches pretrain_multipack_buffer_size pretrain_multipack_attn "
+        "pretraining_sample_concatenation streaming_multipack_buffer_size sample_packing_eff_est dataset.packed "
+        "data_flattening"
     ),
     "micro-batches have train.micro_batch_tokens at most": (
         "use_dynamic_bsz log_prob_use_dynamic_bsz dynamic_batch_enable balance_batch use_dynamic_batch "
-        "dynamic_batch_size"
+        "dynamic_batch_size balance_dp_token balance_data make_sequence_length_divisible_by dynamic_batching"
     ),
     "every step has a whole batch; the rest of an epoch goes on with the next": "dataloader_drop_last drop_last",
     "prompts above prompt.max_prompt_tokens are left out and counted": "filter_overlong_prompts",
     "rows that are too long are left out and counted, never cut": (
-        "truncation excess_length_strategy truncation_mode truncation_side max_reprompt_len"
+        "truncation excess_length_strategy truncation_mode truncation_side max_reprompt_len truncation_strategy "
+        "truncate_prompt_tokens"
     ),
     "the engine fills its batches; eval.num_examples is the number of rows": (
         "eval_batch_size val_batch_size per_device_eval_batch_size eval_accumulation_steps "
-        "vllm_generate_batch_size per_gpu_eval_batch_size"
+        "vllm_generate_batch_size per_gpu_eval_batch_size batch_size_val max_validation_batches"
     ),
     "eval.every above 0 evaluates before the first step, too": (
-        "val_before_train eval_on_start eval_on_step_0 eval_base_model"
+        "val_before_train eval_on_start eval_on_step_0 eval_base_model val_at_start"
     ),
     "every completion is recorded in the run": (
         "log_completions log_val_generations num_completions_to_print rollout_data_dir log_completions_steps "
-        "save_traces rollouts_save_path log_extras validation_data_dir log_samples log_unique_prompts"
+        "save_traces rollouts_save_path log_extras validation_data_dir log_samples log_unique_prompts trace "
+        "eval.save log_extras.samples save_debug_rollout_data num_val_samples_to_print"
     ),
     "every step is written to metrics.jsonl": (
         "logging_steps log_interval logging_first_step include_tokens_per_second logging_strategy "
         "log_every_n_steps include_num_input_tokens_seen logging_nan_inf_filter include_tkps record_entropy "
-        "calculate_entropy logging_freq log_freq log_every log_steps log_every_steps logging_interval"
+        "calculate_entropy logging_freq log_freq log_every log_steps log_every_steps logging_interval log_entropy "
+        "plot_loss include_effective_tokens_per_second log_rollout_offpolicy_metrics log_peak_memory_stats perf "
+        "total_num_tokens total_supervised_tokens print_param_status"
     ),
     "notices are short; POSTTRAIN_TRACEBACK shows where an error arose": (
-        "log_level log_level_replica log.level log_on_each_node log.file debug"
+        "log_level log_level_replica log.level log_on_each_node log.file debug debug_rollout_only debug_train_only"
     ),
-    "log-probabilities and the head are always computed in fp32": "cast_lm_head_to_fp32 lm_head_fp32 upcast_logits",
-    "a model's own dropout is off; model.adapter.dropout is the adapter's": "disable_dropout attention_dropout",
+    "log-probabilities and the head are always computed in fp32": (
+        "cast_lm_head_to_fp32 lm_head_fp32 upcast_logits upcast_layernorm upcast_lmhead_output embeddings_skip_upcast"
+    ),
+    "a model's own dropout is off; model.adapter.dropout is the adapter's": (
+        "disable_dropout attention_dropout hidden_dropout"
+    ),
     "a vLLM server on the trainer's own GPU sleeps while it computes": (
         "vllm_enable_sleep_mode free_cache_engine enable_sleep_mode vllm.enable_sleep ds.enable_sleep "
-        "multi_stage_wake_up vllm_enable_sleep enable_sleep deepspeed_enable_sleep sleep_mode sleep"
+        "multi_stage_wake_up vllm_enable_sleep enable_sleep deepspeed_enable_sleep sleep_mode sleep sleep_level "
+        "unsloth_vllm_standby"
     ),
     "weights go to a vLLM server whenever they have changed, over NCCL or files": (
         "weight_broadcast weight_broadcast.type vllm_sync_backend sync_backend weight_sync_steps "
         "vllm_sync_interval parameter_sync_step vllm_group_port vllm_sync_frequency rollout_transport "
         "gather_whole_model ds3_gather_for_generation inflight_updates update_weights_bucket_megabytes "
-        "vllm_lora_sync weight_sync"
+        "vllm_lora_sync weight_sync move_model_batches wait_for_weights_timeout steps_before_sync "
+        "vllm_sync_with_ray transfer_queue checkpoint_engine"
     ),
     "torchrun's environment says it": "local_rank master_addr master_port",
-    "all keys of a row are kept in its meta": "remove_unused_columns label_names dataset_target_columns",
+    "all keys of a row are kept in its meta": (
+        "remove_unused_columns label_names dataset_target_columns return_raw_input_ids return_raw_chat "
+        "return_full_prompt metadata_key"
+    ),
     "batches are packed, and positions follow the lengths": "padding_side padding_value padding",
-    "masks come from lengths, not from a padding token": "pad_token pad_token_id",
+    "masks come from lengths, not from a padding token": (
+        "pad_token pad_token_id label_pad_token_id ignore_pad_token_for_loss"
+    ),
     "layers run as they are": (
-        "torch_compile torch_compile_backend torch_compile_mode use_torch_compile compile model.compile "
-        "fullgraph torchdynamo use_ipex jit_mode_eval"
+        "torch_compile torch_compile_backend torch_compile_mode use_torch_compile compile model.compile fullgraph "
+        "torchdynamo use_ipex jit_mode_eval unsloth_force_compile"
     ),
     "log-probabilities are computed in pieces, so that logits never exist whole": (
         "use_liger_kernel use_liger use_liger_loss use_liger_grpo_loss liger_kernel_config use_fused_kernels "
         "chunked_cross_entropy fused_lm_head_chunk_size entropy_from_logits_with_chunking dpo_use_liger_kernel "
         "entropy_from_logits_chunk_size flash_attn_cross_entropy return_logits liger liger_kernel "
-        "unsloth_num_chunks compute_fp32_loss"
+        "unsloth_num_chunks compute_fp32_loss chunked_cross_entropy_num_chunks cut_cross_entropy "
+        "liger_fused_linear_cross_entropy liger_cross_entropy num_output_chunks fused_kernel_options "
+        "unsloth_logit_chunk_multiplier unsloth_cross_entropy_loss unsloth_return_logits "
+        "unsloth_return_hidden_states logprob_chunk_size enable_loss_parallel"
     ),
     "log-probabilities are computed where a token is trained": "logits_to_keep",
-    "log-probabilities of the sampler are stored with each answer": "logprobs max_logprobs logprobs_mode",
+    "log-probabilities of the sampler are stored with each answer": (
+        "logprobs max_logprobs logprobs_mode top_logprobs output_scores output_logits return_dict_in_generate"
+    ),
     "a checkpoint holds what resuming needs; `posttrain runs export` gives the model alone": (
-        "save_only_model save_hf save_contents load_contents ckpt.weights save_16bit"
+        "save_only_model save_hf save_contents load_contents ckpt.weights save_16bit weights_only "
+        "save_weights_only save_adapter_weights_only save_sharded save_adapter_separately skip_optimizer "
+        "save_hf_ckpt disable_ds_ckpt use_ds_universal_ckpt maximum_memory_usage temporary_location "
+        "state_dict_type final_state_dict_type load_weight save_hf_weights last_save_model_only export_dtype "
+        "exclude_from_loading checkpoint.enable"
     ),
     "sampling always caches": "use_cache cache_implementation",
     "prompts share the computation of their beginnings: natively within a group, in vLLM by its default": (
         "enable_prefix_caching vllm_enable_prefix_caching prefix_caching use_prefix_grouper prefix_cache"
     ),
-    "a new run has a new folder; nothing is overwritten": "overwrite_output_dir do_not_randomize_output_dir",
-    "whether a metric is better high or low is known": "greater_is_better",
+    "a new run has a new folder; nothing is overwritten": (
+        "overwrite_output_dir do_not_randomize_output_dir exist_ok add_version clean_output_dir "
+        "add_seed_and_date_to_exp_name"
+    ),
+    "whether a metric is better high or low is known": "greater_is_better higher_is_better",
     "training begins with `posttrain train`": "do_train train_mode",
     "chosen and rejected answers are computed together": "concatenated_forward dpo_concat",
     "a run follows its recipe when it is resumed, bit for bit": (
         "ignore_data_skip skip_dataloader skip_progress restore_callback_states_from_checkpoint skip_scheduler"
     ),
     "torch's allocator manages the memory": (
-        "torch_empty_cache_steps gc_steps gc_collect_steps low_cpu_mem_usage skip_memory_metrics"
+        "torch_empty_cache_steps gc_steps gc_collect_steps low_cpu_mem_usage skip_memory_metrics gc gc_freq"
     ),
     "adamw runs in its fastest form": "fused_optimizer optimizer_impl fused",
     "processes talk over NCCL on GPUs and gloo on CPUs": (
         "ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp "
-        "accelerator_config reshard_after_forward use_orig_params overlap_comm disable_trace_cache"
+        "accelerator_config reshard_after_forward use_orig_params overlap_comm disable_trace_cache "
+        "sync_each_batch"
     ),
     "every process has one GPU, and the whole model without scale.sharding": (
         "dp_replicate data_parallel_size dp_replicate_size inference.parallel.dp data_parallel"
+    ),
+    "unknown keys are always refused": "strict ignore_args_error forbid_unknown",
+    "there is one implementation": "use_legacy_worker_impl use_v1",
+    "the tokens that were sampled are the tokens that are trained": (
+        "tokenization_sanity_check_mode ignore_input_ids_mismatch trajectory_strategy use_inference_chat_template"
+    ),
+    "the weights of an adapter are fp32, also where the model's are bf16": (
+        "lora_dtype autocast_adapter_dtype peft_autocast_adapter_dtype"
     ),
 }

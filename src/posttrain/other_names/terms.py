@@ -58,13 +58,14 @@ TERMS = {
     "model.name, a name of the hub, a folder or a run": (
         "automodelforcausallm automodel fastlanguagemodel fastmodel from_pretrained autoconfig base_model_name "
         "huggingface hub huggingface_hub hf_hub checkpoint_path load_model fastvisionmodel_text instruct_model "
-        "base_models pretrained_model warm_start cold_start initial_checkpoint"
+        "base_models pretrained_model warm_start cold_start initial_checkpoint checkpoint_files resume_only_model"
     ),
     "the tokenizer of model.name; `posttrain data show TASK --model NAME` counts its tokens": (
         "autotokenizer tokenization bpe fasttokenizer tokenizers"
     ),
     "rollout.temperature, top_k, top_p and max_tokens in training, the same keys of eval in evaluation": (
-        "samplingparams generationconfig sampling_parameters sampling decoding_strategy nucleus_sampling"
+        "samplingparams generationconfig sampling_parameters sampling decoding_strategy nucleus_sampling "
+        "eval_generation_config"
     ),
     "rollout.engine: vllm, and `posttrain serve-command` for a server": (
         "llm engineargs asyncllmengine asyncengineargs vllmclient llmengine vllm_serve trl_vllm_serve"
@@ -162,18 +163,21 @@ TERMS = {
     "`posttrain generate MODEL --steer FEATURE=FACTOR`": (
         "steering steering_vector activation_steering representation_engineering feature_steering"
     ),
-    "`posttrain activations MODEL --layer N`": "activations hidden_states residual_stream hooks activation_recording",
+    "`posttrain activations MODEL --layer N`": (
+        "activations hidden_states residual_stream hooks activation_recording output_attentions output_hidden_states"
+    ),
     "`posttrain quantize MODEL --bits 4` after training, model.load_bits with model.adapter in training": (
         "quantize_model int8 int4 post_training_quantization awq_model gptqconfig llm_int8"
     ),
     "`posttrain runs export NAME --to FOLDER`": (
-        "export merge save_model upload model_card save_pretrained deploy_model export_model merged_model"
+        "export merge save_model upload model_card save_pretrained deploy_model export_model merged_model to_hf "
+        "to_mcore"
     ),
     "`posttrain serve MODEL`, for programs that ask as they ask OpenAI": (
         "serving inference_server openai_api openai_server deployment api_server"
     ),
     "train.save_every and train.keep_checkpoints; `--resume` continues": (
-        "checkpointing checkpoints save_checkpoint resuming resume_training"
+        "checkpointing checkpoints save_checkpoint resuming resume_training checkpointer"
     ),
     "track: wandb": "weights_and_biases weights_biases wandb_logging",
     "recipes rl/expert-iteration and rl/rejection-sampling": (
@@ -190,7 +194,9 @@ TERMS = {
         "moe mixture_of_experts llama mistral qwen qwen2 qwen3 gemma phi deepseek olmo gpt_oss gpt2 causallm"
     ),
     "rollout.temperature: 1.0 by default; objectives that follow the sampler use it, too": "sampling_temp",
-    "prompt.template": "prompt_format chat_format chatml jinja jinja2 response_format_template prompting few_shot",
+    "prompt.template": (
+        "prompt_format chat_format chatml jinja jinja2 response_format_template prompting few_shot n_shot"
+    ),
     "correction: token_tis or sequence_tis, with rollout.old_logprobs: trainer": (
         "importance_weights importance_ratio is_ratio"
     ),
@@ -210,7 +216,9 @@ TERMS = {
     ),
     "`posttrain generate MODEL PROMPT`, `posttrain chat MODEL` and `posttrain serve MODEL`": "inference",
     "the metrics generate_tokens_per_second and step times in metrics.jsonl": "throughput tokens_per_second mfu speed",
-    "train.steps, or train.num_epochs": "epoch step iteration iterations num_updates training_length",
+    "train.steps, or train.num_epochs": (
+        "epoch step iteration iterations num_updates training_length max_steps_per_epoch"
+    ),
     "train.num_minibatches, and train.ppo_epochs": "minibatch mini_batch ppo_minibatch gradient_updates_per_batch",
     "rollout.engine: native, which batches continuously and computes a prompt once, or vllm": (
         "kv_cache continuous_batching paged_attention pagedattention cuda_graphs cuda_graph"

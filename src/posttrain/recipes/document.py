@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from posttrain import registry
 from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
 from posttrain.other_names import answer_other_name, answer_spelling
+from posttrain.recipes.older import Older
+from posttrain.recipes.overriding import apply_overrides, merge
 from posttrain.recipes.sections import Component, Section
-from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
+from posttrain.strict_yaml import MAX_CHARS, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
 
 # Place, processes, trackers and description of a run: no part of the fingerprint, and free to change when it is resumed
@@ -43,20 +46,20 @@ PLACE_KEYS = (
 )
 # Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
 INTERPRETATION = ("dictionary", "changes")
-# Sections that have a key called name, and are no components: what is not given stays as it was below.
-_NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
 _SHIPPED = Path(__file__).parent
 Rule = tuple[object, str, str]  # broken if true, the key, the message after the key
-# Keys of the length of a training: one replaces the other.
-LENGTHS = ("steps", "num_epochs")
 
 
 class Content(Section):
-    """Content of a kind of document. ``label``: its name in messages; ``extensible``: it may extend another."""
+    """Content of a kind of document.
+
+    ``label``: its name in messages; ``extensible``: it may extend another; ``older``: how earlier versions stored it.
+    """
 
     label: ClassVar[str] = "a recipe"
     extensible: ClassVar[bool] = True
+    older: ClassVar[Older] = Older()
 
     def dump(self) -> dict[str, Any]:
         """Return plain data, without keys that are None by default; a None in the place of another default stays."""
@@ -106,7 +109,7 @@ class Document(Generic[T]):
         """
         if isinstance(name_or_path, Mapping):
             declare_code(name_or_path)
-            return cls(model, copy.deepcopy(dict(name_or_path)))
+            return cls(model, model.older.bring_up_to_date(copy.deepcopy(dict(name_or_path))))
         place, text = recipe_text(name_or_path, shelf)
         return cls.read(model, place, text, is_own=is_own)
 
@@ -114,6 +117,7 @@ class Document(Generic[T]):
     def read(cls, model: type[T], place: str, text: str, *, is_own: bool = True) -> Document[T]:
         """Return the document in ``text``, which is from the file ``place``; see ``load``."""
         content, lines = parse_yaml(text, place, is_own=is_own)
+        content = model.older.bring_up_to_date(content)
         return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
 
     def extend(self, above: Sequence[str] = ()) -> Document[T]:
@@ -136,11 +140,16 @@ class Document(Generic[T]):
             raise RecipeError(f"{where}: more than {_MAX_BELOW} recipes extend one another; write some together")
         if name in above:
             what = " and ".join(map(repr, above))
-            how = "extends itself" if len(above) == 1 else "extend one another in a circle"
+            how = "extend one another in a circle"
+            if len(above) == 1:
+                how = "extends itself"
             raise RecipeError(f"{where}: {what} {how}; leave one out")
+        file = name
         sibling = Path(self.place).parent / name
+        if name and kind_of_file(sibling) != "nothing":
+            file = str(sibling)
         try:
-            place, text = recipe_text(str(sibling) if name and kind_of_file(sibling) != "nothing" else name)
+            place, text = recipe_text(file)
         except RecipeError as error:
             raise RecipeError(f"{where}: {error}") from None
         # What a stored recipe extends was not written by the user.
@@ -181,13 +190,17 @@ class Document(Generic[T]):
 
         A section that only the command line has begun, and all in it, is the command line's.
         """
-        within = any(f"{key}.".startswith(f"{name}.") for name in self.overridden)
-        if within or (key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)):
+        if any(f"{key}.".startswith(f"{name}.") for name in self.overridden):
+            return "command line: "
+        is_begun_there = any(name.startswith(f"{key}.") for name in self.overridden)
+        if key and key not in self.places and is_begun_there:
             return "command line: "
         around = key
         while around and around not in self.places:
             around = around.rpartition(".")[0]
-        return f"{self.places[around]}: " if around else f"{self.place}: "
+        if around:
+            return f"{self.places[around]}: "
+        return f"{self.place}: "
 
     def check(self) -> T:
         """Return the checked content; components are checked when it is resolved.
@@ -208,68 +221,98 @@ class Document(Generic[T]):
     def _explain(self, item: Any) -> str:
         path = [str(part) for part in item["loc"]]
         key = ".".join(path)
-        where = f"{self.line_of(key)}{key}: " if key else self.line_of(key)
-        what = f"section {'.'.join(path[:-1])!r}" if path[:-1] else self.model.label
+        where = self.line_of(key)
+        if key:
+            where = f"{where}{key}: "
+        what = self.model.label
+        if path[:-1]:
+            what = f"section {'.'.join(path[:-1])!r}"
         if item["type"] != "extra_forbidden":
-            own = known_keys(self.model, path) if isinstance(item["input"], str) else []
-            hint = next((f". Did you mean {key}.{word}?" for word in ("name", "kind") if word in own), "")
-            if key == "data" and isinstance(item["input"], str):
-                hint = ". A file of rows is task.path (task jsonl or preferences)"
-            return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
+            return f"{where}{registry.explain_fault(item, key, what, (), self._form_hint(item, path))}"
         known = known_keys(self.model, path[:-1])
         inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
-        meant = nearest(path[0], known) if inner != key else None
-        is_slip = meant is not None and inner.partition(".")[2] in known_keys(self.model, [meant])
-        if (
-            inner != key
-            and key not in GONE
-            and not is_slip
-            and (answer := answer_other_name(inner) or answer_spelling(inner))
-        ):
-            return f"{where}{what} has no key {inner!r}.{answer}"
+        if inner != key and key not in GONE:
+            meant = nearest(path[0], known)
+            is_slip = meant is not None and inner.partition(".")[2] in known_keys(self.model, [meant])
+            answer = ""
+            if not is_slip:
+                answer = answer_other_name(inner) or answer_spelling(inner)
+            if answer:
+                return f"{where}{what} has no key {inner!r}.{answer}"
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
-        inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in known_keys(self.model, [name])]
-        hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
+        inside = []
+        if len(path) == 1:
+            inside = [f"{name}.{key}" for name in known if key in known_keys(self.model, [name])]
+        hint = ""
+        if inside:
+            hint = f" Did you mean {' or '.join(inside)}?"
         section, _, rest = path[0].partition(".")
         if rest and section in known:
             hint = f" Keys with dots are for the command line; in a file it is {section}: {{{rest}: ...}}."
         return f"{where}{registry.explain_fault(item, key, what, known, hint)}"
 
+    def _form_hint(self, item: Any, path: Sequence[str]) -> str:
+        """Return which key was probably meant where a text stands in the place of a section."""
+        if not isinstance(item["input"], str):
+            return ""
+        key = ".".join(path)
+        if key == "data":
+            return ". A file of rows is task.path (task jsonl or preferences)"
+        own = known_keys(self.model, path)
+        for word in ("name", "kind"):
+            if word in own:
+                return f". Did you mean {key}.{word}?"
+        return ""
+
 
 def _whole_component(model: type[BaseModel], key: str) -> str:
     """Return ``task`` for ``task.name`` and the like: another name leaves no options of the component before."""
     above = key.removesuffix(".name")
-    field: Any = None
-    for part in above.split(".") if above != key else ():
-        field = getattr(model, "model_fields", {}).get(part.replace("-", "_"))
-        of_list = field is None or get_origin(field.annotation) is list
-        kinds = [] if of_list else [field.annotation, *get_args(field.annotation)]
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
-    return above if model is Component else key
+    if above == key:
+        return key
+    kind: type[BaseModel] | None = model
+    for part in above.split("."):
+        field = getattr(kind, "model_fields", {}).get(part.replace("-", "_"))
+        kind = None
+        if field is not None and get_origin(field.annotation) is not list:
+            kind = _section_of(field)
+    if kind is Component:
+        return above
+    return key
 
 
 def known_keys(model: Any, path: Sequence[str]) -> list[str]:
     """Return the keys of the section at ``path``; none where that is no section."""
-    for part in (part for part in path if not part.isdigit()):  # in a list of sections each has the same keys
-        section = getattr(model, "model_fields", {}).get(part)
-        if section is None:
+    for part in path:
+        if part.isdigit():  # in a list of sections each has the same keys
+            continue
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
             return []
-        kinds = [section.annotation, *get_args(section.annotation)]
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-    return list(model.model_fields) if model is not None else []
+        model = _section_of(field)
+    if model is None:
+        return []
+    return list(model.model_fields)
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a key holds, alone, in a list or beside None; None for a plain value."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def _plain(value: object) -> Any:
     """Return a section, component or value as plain data; see ``Content.dump``."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
-        # The options of a component were completed when it was resolved.
-        values = (
-            value.model_dump(mode="json") if isinstance(value, Component) else {k: getattr(value, k) for k in fields}
-        )
-        shown = {k: v for k, v in values.items() if v is not None or k not in fields or fields[k].default is not None}
-        return shown if isinstance(value, Component) else {k: _plain(v) for k, v in shown.items()}
+        if isinstance(value, Component):  # its options were completed when it was resolved
+            values = value.model_dump(mode="json")
+        else:
+            values = {key: _plain(getattr(value, key)) for key in fields}
+        return {k: v for k, v in values.items() if v is not None or k not in fields or fields[k].default is not None}
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -310,9 +353,16 @@ def _shipped_names() -> tuple[str, ...]:
 
 def interpretation_names(section: str | None = None) -> list[str]:
     """Return the names of the shipped recipes of ``posttrain sae``; with ``section``, only those that have it."""
-    wanted = tuple(f"{key}:" for key in (INTERPRETATION if section is None else (section,)))
-    texts = {name: recipe_text(name)[1] for name in recipe_names()}  # read as lines, for all are looked through
-    return [name for name, text in texts.items() if any(line.startswith(wanted) for line in text.splitlines())]
+    sections: tuple[str, ...] = INTERPRETATION
+    if section is not None:
+        sections = (section,)
+    wanted = tuple(f"{key}:" for key in sections)
+    names = []
+    for name in recipe_names():
+        _, text = recipe_text(name)
+        if any(line.startswith(wanted) for line in text.splitlines()):  # all are looked through, so none is parsed
+            names.append(name)
+    return names
 
 
 def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
@@ -329,17 +379,26 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
         return str(path), _read_file(path)
     known = recipe_names()
     if path.suffix in (".yaml", ".yml") or (kind != "nothing" and name_or_path not in known):
-        what = "no such recipe file" if kind == "nothing" else f"this is a {kind}; give a recipe's YAML file, or a name"
-        if kind_of_file(path / "recipe.yaml") == "file":
+        if kind == "nothing":
+            what = "no such recipe file"
+        elif kind_of_file(path / "recipe.yaml") == "file":
             what = f"this is the folder of a run; `posttrain runs resume {path.name}` goes on with it, and "
             what += f"{path / 'recipe.yaml'} is its recipe"
-        hint = recipe_hint(str(path.with_suffix(""))) if path.suffix and str(path.with_suffix("")) in known else ""
+        else:
+            what = f"this is a {kind}; give a recipe's YAML file, or a name"
+        hint = ""
+        if path.suffix and str(path.with_suffix("")) in known:
+            hint = recipe_hint(str(path.with_suffix("")))
         raise RecipeError(f"{name_or_path}: {what}.{hint} `posttrain recipes` lists those that ship")
     if name_or_path in GONE:
         raise RecipeError(f"the recipe {name_or_path!r} was removed. Use {GONE[name_or_path]}.")
     if name_or_path not in known:
-        near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
-        sweep = f" Did you mean `posttrain sweep {name_or_path}`?" if f"sweep/{name_or_path}" in known else ""
+        near = []
+        if shelf:
+            near = [name.removeprefix(shelf) for name in known if name.startswith(shelf)]
+        sweep = ""
+        if f"sweep/{name_or_path}" in known:
+            sweep = f" Did you mean `posttrain sweep {name_or_path}`?"
         elsewhere = answer_other_name(name_or_path.rpartition("/")[2])
         hint = sweep or registry.suggest(name_or_path, near) or recipe_hint(name_or_path) or elsewhere
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
@@ -351,15 +410,26 @@ def recipe_hint(name: str, before: str = "") -> str:
 
     ``before``: the command that goes before each name.
     """
-    known, plain = [one for one in recipe_names() if not one.startswith("sweep/")], name.lower().replace("_", "-")
+    known = [one for one in recipe_names() if not one.startswith("sweep/")]
+    plain = name.lower().replace("_", "-")
     last = {one: one.rpartition("/")[2] for one in known}
     found = [one for one in known if last[one] == plain or one.startswith(f"{plain}/")]
-    found = found or [one for one in known if one == nearest(name, recipe_names())]
-    found = found or [one for one in known if last[one] == nearest(name, last.values())]
-    found = sorted(found, key=lambda one: (not one.startswith("tiny/"), len(one)))[:4]
-    *others, final = [f"`{before}{one}`" if before else repr(one) for one in found] or [""]
-    meant = f"{', '.join(others)} or {final}" if others else final
-    return f" Did you mean {meant}?" if found else ""
+    if not found:
+        near = nearest(name, recipe_names())
+        found = [one for one in known if one == near]
+    if not found:
+        near = nearest(name, last.values())
+        found = [one for one in known if last[one] == near]
+    if not found:
+        return ""
+    found.sort(key=lambda one: (not one.startswith("tiny/"), len(one)))
+    shown = [repr(one) for one in found[:4]]
+    if before:
+        shown = [f"`{before}{one}`" for one in found[:4]]
+    *others, final = shown
+    if others:
+        return f" Did you mean {', '.join(others)} or {final}?"
+    return f" Did you mean {final}?"
 
 
 def _read_file(path: Path) -> str:
@@ -391,134 +461,3 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     if is_own and kind_of_file(place) == "file" and not is_stored(place):
         declare_code(data, Path(place).parent, Path.cwd())
     return data, lines
-
-
-def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Set dotted keys in plain data, in place: whole components before their options, in whichever order they come.
-
-    With another task, ``eval.tasks`` of the earlier one go.
-
-    Return the keys with the numbers of list entries that they named.
-
-    Raises:
-        RecipeError: see ``apply_override``.
-    """
-    task = copy.deepcopy(data.get("task"))
-    whole_first = sorted(overrides, key=lambda override: override[0].count("."))
-    keys = [apply_override(data, key, value) for key, value in whole_first]
-    if not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
-        _drop_evaluation_of(task, data)
-    return keys
-
-
-def _drop_evaluation_of(before: object, data: dict[str, object]) -> None:
-    """Remove ``eval.tasks`` where another task is trained on than ``before``: evaluation is then of the new task."""
-    name, evaluation = _component_name(data.get("task")), data.get("eval")
-    if before is None or name in (None, _component_name(before)) or not isinstance(evaluation, Mapping):
-        return
-    tasks = evaluation.get("tasks") or []
-    if any(_component_name(task) != name for task in (tasks if isinstance(tasks, list) else [tasks])):
-        data["eval"] = {key: value for key, value in evaluation.items() if key != "tasks"}
-
-
-def _component_name(component: object) -> object:
-    return component.get("name") if isinstance(component, Mapping) else component
-
-
-def apply_override(data: dict[str, Any], key: str, value: str) -> str:
-    """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in plain data, in place.
-
-    ``value`` is read as YAML. A name for a whole component (``objective reinforce``) replaces its options too. Returns
-    the key with numbers.
-
-    Raises:
-        RecipeError: the path runs through something that is not a section.
-    """
-    shown = key if len(key) <= MAX_KEY_CHARS else f"{key[:40]}..."
-    parsed = read_option(value, shown) if value else ""
-    parts = key.split(".")
-    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
-        raise RecipeError(f"command line: {shown}: there is no such key; write it like train.lr")
-    target: Any = data
-    for i, part in enumerate(parts):
-        place = _place_in(target, part, ".".join(parts[: i + 1]))
-        parts[i] = str(place)
-        path = ".".join(parts[: i + 1])
-        if i + 1 == len(parts):
-            break
-        child = target.get(place) if isinstance(target, dict) else target[place]
-        if child is None or isinstance(child, str):  # a bare name gains options
-            child = {} if child is None else {"name": child}
-        elif not isinstance(child, dict | list):
-            raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
-        target[place] = child
-        target = child
-    if isinstance(target, dict):
-        _displace(target, {str(place): parsed})
-    target[place] = parsed
-    return ".".join(parts)
-
-
-def _place_in(entries: Mapping[str, object] | list[object], part: str, path: str) -> str | int:
-    """Return a key of a section (``ppo-epochs`` is ``ppo_epochs``), or the index of a list's entry by number or name.
-
-    Raises:
-        RecipeError: a list has no such entry, or several of that name.
-    """
-    if not isinstance(entries, list):
-        return part if part in entries else part.replace("-", "_")
-    if part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries):
-        return int(part)
-    names = [_component_name(entry) for entry in entries]
-    if names.count(part) == 1:
-        return names.index(part)
-    if part in names:
-        numbers = " and ".join(str(place) for place, name in enumerate(names) if name == part)
-        raise RecipeError(f"command line: {path}: the list has several entries {part!r}; give the number, {numbers}")
-    named = [name for name in names if isinstance(name, str)]
-    there = f"the list has entries 0 to {len(entries) - 1}" if entries else "there is nothing in the list"
-    there += f" ({', '.join(named)})" if named else ""
-    raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
-
-
-def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
-    """Return plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
-
-    ``inside`` a section or component, ``null`` is a value like any other (``max_grad_norm: null``). Changes that name
-    another task and no ``eval.tasks`` inherit none.
-    """
-    merged = dict(below)
-    _displace(merged, above)
-    for key, value in above.items():
-        known = merged.get(key)
-        if isinstance(known, str) and isinstance(value, Mapping):
-            known = {"name": known}  # a bare name, which may gain options
-        joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
-        if joins and isinstance(known, Mapping):
-            merged[key] = merge(known, value, inside=True)
-        elif value is None and not inside:
-            merged.pop(key, None)
-        else:
-            merged[key] = value
-    own = above.get("eval")
-    if not inside and not (isinstance(own, Mapping) and "tasks" in own):
-        _drop_evaluation_of(below.get("task"), merged)
-    return merged
-
-
-def _displace(below: dict[str, object], above: Mapping[str, object]) -> None:
-    """Remove a length from ``below`` where ``above`` has another one."""
-    lengths = [key for key in LENGTHS if above.get(key) is not None]
-    for key in LENGTHS:
-        if lengths and key not in lengths:
-            below.pop(key, None)
-
-
-def flatten(data: object, prefix: str = "") -> dict[str, Any]:
-    """Return the dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
-    if not isinstance(data, Mapping | list) or not data:
-        return {prefix: data}
-    flat: dict[str, Any] = {}
-    for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

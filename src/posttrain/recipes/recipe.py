@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
+from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
@@ -65,7 +66,9 @@ _OTHERS = {
 
 
 def _named_adamw(value: object) -> object:
-    return {"name": "adamw"} | value if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {"name": "adamw"} | value
 
 
 class Recipe(Content):
@@ -95,6 +98,8 @@ class Recipe(Content):
         scale: number of processes and sharding.
         track: where the metrics are shown in addition to ``metrics.jsonl``.
     """
+
+    older = OLDER_RECIPES
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
@@ -127,41 +132,58 @@ class Recipe(Content):
 
     def rules(self) -> Iterator[Rule]:
         """Yield conditions between sections that need no component; ``training/checks`` has those that do."""
-        rollout, data, train = self.rollout, self.data, self.train
-        tasks = {"task": self.task, **{f"eval.tasks.{i}": task for i, task in enumerate(self.eval.tasks)}}
-        for where, component in tasks.items():
-            if component.name == MIXTURE:
-                try:
-                    read_parts(component.options.get("parts"), where)
-                except (RecipeError, UnknownComponent) as error:
-                    key, colon, message = str(error).partition(":")
-                    yield True, key, colon + message
+        yield from self._mixture_rules()
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
-        alone = ": {key!r} belongs to 'rollout'; a supervised recipe has none"
+        if self.rollout is None:
+            yield self.data is None, "rollout", one
+        else:
+            yield self.data is not None, "data", one
+        if self.data is not None:
+            for key in ("advantage", "kl_in_reward", "correction"):
+                alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
+                yield getattr(self, key) is not None, key, alone
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
-        turns = (
-            ": {key!r} answers a model that samples; give 'rollout', or leave it out. A recipe with 'rollout' "
-            "whose model.name is this run evaluates it in turns before the first step"
-        )
-        one_turn = ": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"
+        yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
+        if self.data is not None:
+            yield from self._supervised_rules()
+        if self.rollout is not None:
+            yield from self._rollout_rules(self.rollout)
+
+    def _mixture_rules(self) -> Iterator[Rule]:
+        tasks = {"task": self.task}
+        for number, task in enumerate(self.eval.tasks):
+            tasks[f"eval.tasks.{number}"] = task
+        for where, component in tasks.items():
+            if component.name != MIXTURE:
+                continue
+            try:
+                read_parts(component.options.get("parts"), where)
+            except (RecipeError, UnknownComponent) as error:
+                key, colon, message = str(error).partition(":")
+                yield True, key, colon + message
+
+    def _supervised_rules(self) -> Iterator[Rule]:
+        for key in ("environment", "tools"):
+            turns = (
+                f": {key!r} answers a model that samples; give 'rollout', or leave it out. A recipe with 'rollout' "
+                "whose model.name is this run evaluates it in turns before the first step"
+            )
+            yield getattr(self, key), key, turns
+        for key in ("ppo_epochs", "num_minibatches"):
+            reused = f": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
+            yield getattr(self.train, key) != 1, f"train.{key}", reused
+
+    def _rollout_rules(self, rollout: RolloutSection) -> Iterator[Rule]:
+        if self.environment is None and not self.tools:
+            for key in (*TURN_DEFAULTS, "max_turn_tokens"):
+                one_turn = (
+                    f": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"
+                )
+                yield getattr(rollout, key) is not None, f"rollout.{key}", one_turn
         compared = (
             ": it compares the trainer's log-probabilities with the sampler's; set rollout.old_logprobs to trainer"
         )
-        reused = ": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
-        in_turns = [] if self.environment is not None or self.tools else [*TURN_DEFAULTS, "max_turn_tokens"]
-        broken = [
-            ((rollout is None) == (data is None), "rollout" if data is None else "data", one),
-            *(
-                (data and getattr(self, key) is not None, key, alone)
-                for key in ("advantage", "kl_in_reward", "correction")
-            ),
-            (self.model.dtype == "fp64" and train.precision != "fp32", "train.precision", whole),
-            *((data and getattr(self, key), key, turns) for key in ("environment", "tools")),
-            *((rollout and getattr(rollout, key) is not None, f"rollout.{key}", one_turn) for key in in_turns),
-            (self.correction and rollout and rollout.old_logprobs != "trainer", "correction", compared),
-            *((data and getattr(train, key) != 1, f"train.{key}", reused) for key in ("ppo_epochs", "num_minibatches")),
-        ]
-        yield from ((is_so, key, text.format(key=key.rpartition(".")[2])) for is_so, key, text in broken)
+        yield self.correction is not None and rollout.old_logprobs != "trainer", "correction", compared
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
         """Return the recipe with the options of all components checked and completed.
@@ -189,7 +211,9 @@ class Recipe(Content):
                 registry.import_component("tool", tool, f"tools.{index}")
         for path, kind in COMPONENT_KINDS.items():
             above, _, key = path.rpartition(".")
-            section = getattr(resolved, above) if above else resolved
+            section = resolved
+            if above:
+                section = getattr(resolved, above)
             value = getattr(section, key, None)
             if isinstance(value, list):
                 setattr(section, key, [complete(component, kind, f"{path}.{i}") for i, component in enumerate(value)])
@@ -201,8 +225,10 @@ class Recipe(Content):
         """Fill in the components that follow from the objective: aggregation, selection, advantage and head."""
         traits = registry.find("objective", self.objective.name, "objective").traits
         level = traits.get("level", "token")
-        if self.aggregate is None:
-            self.aggregate = Component(name="token_mean" if level == "token" else "unit_mean")
+        if self.aggregate is None and level == "token":
+            self.aggregate = Component(name="token_mean")
+        elif self.aggregate is None:
+            self.aggregate = Component(name="unit_mean")
         if traits.get("policy_term"):
             self.regularize = self.regularize or RegularizeSection()
         elif self.regularize is not None:
@@ -213,27 +239,41 @@ class Recipe(Content):
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
         if self.eval.num_kl_prompts is None:
-            known = [
-                (component.name, f"rewards.{i}")
-                for i, component in enumerate(self.rewards)
-                if is_declared(component.name)
-            ]
-            judged = any(registry.find("reward", *component).traits.get("asks_a_model") for component in known)
-            is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
-            self.eval.num_kl_prompts = min(KL_PROMPTS, self.eval.num_examples) if is_pulled else 0
+            # A policy that a model rewards may be pulled away from where it began.
+            is_pulled = self._is_rewarded_by_a_model() and self.eval.every > 0 and not self.trains_scorer
+            self.eval.num_kl_prompts = 0
+            if is_pulled:
+                self.eval.num_kl_prompts = min(KL_PROMPTS, self.eval.num_examples)
         if self.rollout is not None:
-            for key, value in TURN_DEFAULTS.items() if self.environment is not None or self.tools else ():
-                if getattr(self.rollout, key) is None:
-                    setattr(self.rollout, key, value)
-            if self.rollout.select is None:
-                self.rollout.select = Component(name="best_and_worst" if level == "pair" else "every")
-            if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
-                self.advantage = Component(name="gae" if traits.get("head") == "value" else "normalized")
+            self._fill_rollout(self.rollout, traits)
+
+    def _is_rewarded_by_a_model(self) -> bool:
+        for number, reward in enumerate(self.rewards):
+            if not is_declared(reward.name):
+                continue
+            if registry.find("reward", reward.name, f"rewards.{number}").traits.get("asks_a_model"):
+                return True
+        return False
+
+    def _fill_rollout(self, rollout: RolloutSection, traits: Mapping[str, Any]) -> None:
+        if self.environment is not None or self.tools:
+            for key, value in TURN_DEFAULTS.items():
+                if getattr(rollout, key) is None:
+                    setattr(rollout, key, value)
+        if rollout.select is None:
+            rollout.select = Component(name="every")
+            if traits.get("level", "token") == "pair":
+                rollout.select = Component(name="best_and_worst")
+        if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
+            self.advantage = Component(name="normalized")
+            if traits.get("head") == "value":
+                self.advantage = Component(name="gae")
 
     def within(self, context: int) -> int:
         """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
-        limit = self.rollout.max_total_tokens if self.rollout is not None else None
-        return context if limit is None else min(context, limit)
+        if self.rollout is None or self.rollout.max_total_tokens is None:
+            return context
+        return min(context, self.rollout.max_total_tokens)
 
     @property
     def trains_scorer(self) -> bool:
@@ -242,7 +282,9 @@ class Recipe(Content):
         Where the objective of a stored recipe may not be imported, its sections decide: a head on data scores.
         """
         traits = registry.traits_of("objective", self.objective.name)
-        return self.head is not None and self.data is not None if traits is None else traits.get("head") == "score"
+        if traits is None:
+            return self.head is not None and self.data is not None
+        return traits.get("head") == "score"
 
 
 def stored_recipe(stored: Mapping[str, object], place: str) -> Recipe:
@@ -273,18 +315,23 @@ def load_recipe(
 
 def lost_options(name_or_path: str | Mapping[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Return a line for each component that the command line replaces, with the options of the recipe that go."""
-    below = Document.load(Recipe, name_or_path).extend()
-    after, lines = below.override(overrides).content, []
+    document = Document.load(Recipe, name_or_path).extend()
+    below = document.content
+    after = document.override(overrides).content
+    lines = []
     for key in dict.fromkeys(key.removesuffix(".name") for key, _ in overrides):
-        before, now = _value_at(below.content, key), _value_at(after, key)
-        if isinstance(before, Mapping) and "name" in before:
-            kept = now if isinstance(now, Mapping) else {"name": now}
-            lost = [f"{option} ({before[option]})" for option in before if option not in kept]
-            if lost:
-                was = f"{kept.get('name')} in place of {before['name']}"
-                lines.append(f"{key}: {was}, whose options in the recipe are left out: {', '.join(lost)}")
-    tasks = (_value_at(below.content, "eval.tasks"), _value_at(after, "eval.tasks"))
-    if tasks[0] and not tasks[1] and not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
+        before = _value_at(below, key)
+        if not isinstance(before, Mapping) or "name" not in before:
+            continue
+        kept = _value_at(after, key)
+        if not isinstance(kept, Mapping):
+            kept = {"name": kept}
+        lost = [f"{option} ({before[option]})" for option in before if option not in kept]
+        if lost:
+            was = f"{kept.get('name')} in place of {before['name']}"
+            lines.append(f"{key}: {was}, whose options in the recipe are left out: {', '.join(lost)}")
+    names_tasks = any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides)
+    if _value_at(below, "eval.tasks") and not _value_at(after, "eval.tasks") and not names_tasks:
         lines.append("eval.tasks: those of the recipe are left out with its task; evaluation is of the new task")
     return lines
 
@@ -293,10 +340,12 @@ def _value_at(content: Mapping[str, object], key: str) -> object:
     """Return the value under a dotted key; None where there is none."""
     value: object = content
     for part in key.split("."):
-        if isinstance(value, list):
-            value = value[int(part)] if part.isdigit() and int(part) < len(value) else None
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping):
+            value = value.get(part)
         else:
-            value = value.get(part) if isinstance(value, Mapping) else None
+            return None
     return value
 
 
@@ -307,4 +356,4 @@ def validate_recipe(data: Mapping[str, object], place: str = "recipe", *, is_own
     """
     if is_own:
         declare_code(data)
-    return Document(Recipe, dict(data), place, {}).check()
+    return Document(Recipe, Recipe.older.bring_up_to_date(data), place, {}).check()

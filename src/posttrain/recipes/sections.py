@@ -41,7 +41,9 @@ class Component(Options):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return {"name": value}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -74,7 +76,9 @@ def as_list(value: object) -> object:
     """Return a list of components from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",")]
-    return [value] if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return [value]
 
 
 Components = Annotated[list[Component], BeforeValidator(as_list)]
@@ -98,7 +102,9 @@ class Part(Options):
 
 def parts_of(component: Component) -> list[Part]:
     """Return the parts of a mixture; of any other task none."""
-    return read_parts(component.options.get("parts"), "task") if component.name == MIXTURE else []
+    if component.name != MIXTURE:
+        return []
+    return read_parts(component.options.get("parts"), "task")
 
 
 def task_components(component: Component) -> list[Component]:
@@ -541,10 +547,11 @@ class EvalSection(Section):
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
         draws = {"samples": self.samples > 1, "top_k": self.top_k is not None, "top_p": self.top_p < 1}
-        for key in (key for key, is_set in draws.items() if is_set and self.temperature == 0):
-            raise ValueError(
-                f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
-            )
+        for key, is_set in draws.items():
+            if is_set and self.temperature == 0:
+                raise ValueError(
+                    f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
+                )
         if self.items == "first" and self.items_seed:
             raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
         return self

@@ -23,6 +23,7 @@ from posttrain.untrusted import harmless
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
+    from matplotlib.ticker import Formatter
 
 MAX_POINTS = 400
 MAX_DOTS = 40  # of a line whose points are shown
@@ -88,7 +89,9 @@ class Series:
     def drawn(self) -> list[int]:
         """The points that are drawn: those with a number, and of a long line every so many and the last."""
         finite = [i for i, value in enumerate(self.ys) if abs(value) < LARGEST]  # NaN is not below it either
-        stride = 1 if self.is_points or self.is_bars else max(1, -(-len(finite) // MAX_POINTS))
+        stride = 1
+        if not self.is_points and not self.is_bars:
+            stride = max(1, math.ceil(len(finite) / MAX_POINTS))
         return sorted({*finite[::stride], *finite[-1:]})
 
 
@@ -119,7 +122,12 @@ class Panel:
     @property
     def size(self) -> tuple[float, float]:
         """Width and height in inches: small, so that its texts are as large as those of the page."""
-        return 3.9, 0.9 + 0.2 * len(self.names) if self.names else 2.8 if self.x_label else 2.5
+        width = 3.9
+        if self.names:
+            return width, 0.9 + 0.2 * len(self.names)
+        if self.x_label:
+            return width, 2.8
+        return width, 2.5
 
 
 def axis_range(panel: Panel) -> Range:
@@ -127,27 +135,39 @@ def axis_range(panel: Panel) -> Range:
 
     Whiskers are inside. The bands of lines widen it by the values' own extent at most: over two seeds they are huge.
     """
-    values = [v for s in panel.series for v in s.ys] + [value for _, value in panel.levels]
-    values += [v for s in panel.series if s.is_points for v in (*s.low, *s.high)]
-    values += [0.0 for s in panel.series if s.is_bars]
+    values = [value for _, value in panel.levels]
+    bands = []
+    for series in panel.series:
+        values += series.ys
+        bands += [*series.low, *series.high]
+        if series.is_points:
+            values += [*series.low, *series.high]
+        if series.is_bars:
+            values.append(0.0)
     values = [value for value in values if abs(value) < LARGEST] or [0.0, 1.0]
+    bands = [value for value in bands if abs(value) < LARGEST]
     reach = (max(values) - min(values)) or 1.0
-    bands = [v for s in panel.series for v in (*s.low, *s.high) if abs(v) < LARGEST]
     low = max(min([*values, *bands]), min(values) - reach)
     high = min(max([*values, *bands]), max(values) + reach)
     if panel.is_share and low >= 0:
-        return 0.0, 1.0 if high > 0.25 or high <= 0 else high * 1.15
+        if high > 0.25 or high <= 0:
+            return 0.0, 1.0
+        return 0.0, high * 1.15
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return (0.0 if 0 <= low < 0.35 * high else low - room), high + room
+    if 0 <= low < 0.35 * high:
+        return 0.0, high + room
+    return low - room, high + room
 
 
 def interval_ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
     """Return means and the ends of their intervals: NaN where a mean has none, no ends where none has one."""
-    means, halves = [s.mean for s in summaries], [s.half_width or math.nan for s in summaries]
+    means = [s.mean for s in summaries]
+    halves = [s.half_width or math.nan for s in summaries]
     if all(map(math.isnan, halves)):
         return means, [], []
-    pairs = list(zip(means, halves, strict=True))
-    return means, [mean - half for mean, half in pairs], [mean + half for mean, half in pairs]
+    low = [mean - half for mean, half in zip(means, halves, strict=True)]
+    high = [mean + half for mean, half in zip(means, halves, strict=True)]
+    return means, low, high
 
 
 BACKEND_VARIABLE = "MPLBACKEND"
@@ -210,7 +230,9 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
     """
     assert panels, "without numbers there is no picture"
     columns = min(columns, len(panels))
-    heights = [max(0.9 + panel.size[1] for panel in panels[i : i + columns]) for i in range(0, len(panels), columns)]
+    heights = []
+    for start in range(0, len(panels), columns):
+        heights.append(max(0.9 + panel.size[1] for panel in panels[start : start + columns]))
     target = Path(path)
     with _settings():
         from matplotlib.figure import Figure
@@ -242,7 +264,12 @@ def _draw(figure: FigureBase, panel: Panel) -> Axes:
     axes = figure.subplots()
     for index, series in enumerate(panel.series):
         color = COLORS[series.color or nth_color(index)]
-        dashes = DASHES[1 if series.is_dashed else 0 if series.color else index // NUM_COLORS % len(DASHES)]
+        if series.is_dashed:
+            dashes = DASHES[1]
+        elif series.color:
+            dashes = DASHES[0]
+        else:
+            dashes = DASHES[index // NUM_COLORS % len(DASHES)]
         _draw_series(axes, series, color, dashes, bool(panel.names))
     for label, value in panel.levels:
         look: dict[str, Any] = {"color": COLORS["soft"], "linewidth": 0.9, "linestyle": (0, (3, 4)), "zorder": 1}
@@ -255,30 +282,51 @@ def _draw(figure: FigureBase, panel: Panel) -> Axes:
     _draw_axes(axes, panel)
     named = [series for series in panel.series if series.label]
     if len(named) > 1 or (named and (panel.x_label or named[0].is_points)):
-        ncols = 3 if max(len(series.label) for series in named) < 14 else 2
+        ncols = 2
+        if max(len(series.label) for series in named) < 14:
+            ncols = 3
         figure.legend(loc="outside lower left", ncols=ncols, frameon=False, fontsize=7.5)
     return axes
 
 
 def _draw_series(axes: Axes, series: Series, color: str, dashes: Dashes, is_flat: bool) -> None:
     drawn = series.drawn()
-    xs, ys = [series.xs[i] for i in drawn], [series.ys[i] for i in drawn]
-    low, high = ([bound[i] for i in drawn] if bound else [] for bound in (series.low, series.high))
+    xs = [series.xs[i] for i in drawn]
+    ys = [series.ys[i] for i in drawn]
+    low = [series.low[i] for i in drawn if series.low]
+    high = [series.high[i] for i in drawn if series.high]
     look: dict[str, Any] = {"color": color, "label": _short(series.label) or "_nolegend_"}
     if series.is_bars:
         width = 0.92 * min((b - a for a, b in pairwise(xs)), default=1.0)
-        (axes.barh if is_flat else axes.bar)(xs, ys, width, alpha=0.6, **look)
+        if is_flat:
+            axes.barh(xs, ys, width, alpha=0.6, **look)
+        else:
+            axes.bar(xs, ys, width, alpha=0.6, **look)
     elif series.is_points or len(drawn) < 2:
-        place = (ys, xs) if is_flat else (xs, ys)
-        axes.scatter(*place, s=5 if color == COLORS["soft"] else 16, zorder=3, clip_on=False, **look)
-        if low:
-            reach = [[max(0.0, b - a) for a, b in zip(*ends, strict=True)] for ends in ((low, ys), (ys, high))]
-            x, y = (reach, None) if is_flat else (None, reach)
-            axes.errorbar(*place, xerr=x, yerr=y, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
+        size = 16
+        if color == COLORS["soft"]:
+            size = 5
+        below = [max(0.0, y - end) for y, end in zip(ys, low, strict=False)]
+        above = [max(0.0, end - y) for y, end in zip(ys, high, strict=False)]
+        whiskers: dict[str, Any] = {"fmt": "none", "ecolor": color, "elinewidth": 1.2, "capsize": 2}
+        if is_flat:
+            axes.scatter(ys, xs, s=size, zorder=3, clip_on=False, **look)
+            if low:
+                axes.errorbar(ys, xs, xerr=[below, above], **whiskers)
+        else:
+            axes.scatter(xs, ys, s=size, zorder=3, clip_on=False, **look)
+            if low:
+                axes.errorbar(xs, ys, yerr=[below, above], **whiskers)
     else:
-        dots = "o" if len(drawn) <= MAX_DOTS and not series.is_thin else None
-        thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4} if series.is_thin else {"linewidth": 1.6}
-        axes.plot(xs, ys, linestyle=dashes, marker=dots, markersize=2.6, **thin, **look)
+        dots = None
+        if len(drawn) <= MAX_DOTS and not series.is_thin:
+            dots = "o"
+        width = 1.6
+        alpha = None
+        if series.is_thin:
+            width = 0.6
+            alpha = 0.4
+        axes.plot(xs, ys, linestyle=dashes, marker=dots, markersize=2.6, linewidth=width, alpha=alpha, **look)
         if low:
             axes.fill_between(xs, low, high, color=color, alpha=0.14, linewidth=0)
     if series.mark and drawn:
@@ -289,7 +337,10 @@ def _draw_series(axes: Axes, series: Series, color: str, dashes: Dashes, is_flat
 def show_tick(value: float) -> str:
     """Write a number of an axis: ``−1,500``, ``0.25``; only the largest and smallest with an exponent."""
     is_plain = value == 0 or 1e-4 <= abs(value) < 1e7
-    text = f"{value:,.10g}" if is_plain else re.sub("e[+]?(-?)0*", r"e\1", f"{value:.3g}")
+    if is_plain:
+        text = f"{value:,.10g}"
+    else:
+        text = re.sub("e[+]?(-?)0*", r"e\1", f"{value:.3g}")
     return text.replace("-", "\N{MINUS SIGN}")
 
 
@@ -297,23 +348,33 @@ def _draw_axes(axes: Axes, panel: Panel) -> None:
     """Scales, ranges, ticks and labels."""
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    axes.set(xscale="log" if panel.log_x else "linear", yscale="log" if panel.log_y else "linear")
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
     low, high = panel.y_range or axis_range(panel)
-    high = high * 1.03 if panel.is_share and panel.y_range is None else high
-    shown = PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: show_tick(value))
-    axes.set(xlabel=_short(panel.x_label or "step" * (not panel.names)), ylabel=_short(panel.y_label))
+    if panel.is_share and panel.y_range is None:
+        high = high * 1.03
+    value_format: Formatter = FuncFormatter(lambda value, _: show_tick(value))
+    if panel.is_share:
+        value_format = PercentFormatter(1.0)
+    x_label = panel.x_label
+    if not x_label and not panel.names:
+        x_label = "step"
+    axes.set(xlabel=_short(x_label), ylabel=_short(panel.y_label))
     if panel.names:
         axes.set(xlim=(low, high), ylim=(len(panel.names) - 0.5, -0.5))
         axes.yaxis.set_ticks(range(len(panel.names)), [_short(name)[:MAX_NAME] for name in panel.names])
-        axes.xaxis.set_major_formatter(shown)
+        axes.xaxis.set_major_formatter(value_format)
         return
     axes.set_ylim(low, high)
     if panel.x_range is not None:
         axes.set_xlim(*panel.x_range)
     if panel.has_diagonal:
-        ends = [(max(axes.get_xlim()[0], low),) * 2, (min(axes.get_xlim()[1], high),) * 2]
-        axes.axline(*ends, color=COLORS["soft"], linestyle=(0, (3, 4)))
-    axes.yaxis.set_major_formatter(shown)
+        start = max(axes.get_xlim()[0], low)
+        end = min(axes.get_xlim()[1], high)
+        axes.axline((start, start), (end, end), color=COLORS["soft"], linestyle=(0, (3, 4)))
+    axes.yaxis.set_major_formatter(value_format)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_tick(value)))
     axes.minorticks_off()
     if panel.x_ticks:

@@ -13,7 +13,8 @@ from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_poin
 
 MAX_BARS = 12
 NUM_BINS = 40
-_TRAINING, _HELD_OUT = "training", "held-out"
+_TRAINING = "training"
+_HELD_OUT = "held-out"
 # Metrics that share a panel, which the first of them names; a line of each is drawn, and of its evaluations.
 _PANELS: tuple[tuple[str, ...], ...] = (
     ("accuracy",), ("reward",), ("completion_length", "completion_length_correct", "completion_length_wrong"),
@@ -44,40 +45,84 @@ def meaning_of(metric: Metric, recorded: Collection[str]) -> str:
     for name, unit in units:
         if name in recorded:
             return f"The objective, a mean over the {unit}; its values are no log-probabilities."
-    return metric.meaning if "nll" in recorded else "The objective under its aggregation."
+    if "nll" not in recorded:
+        return "The objective under its aggregation."
+    return metric.meaning
 
 
 def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> list[Panel]:
     """The panels for which a run has numbers, that of the primary metric first. Non-finite values are in no line."""
-    evaluations, recorded = evaluation_points(rows), dict.fromkeys(name for row in rows for name in row.metrics)
-    groups = [*_PANELS, *([] if any(primary.name in names for names in _PANELS) else [(primary.name,)])]
-    # the loss of samples or to a teacher has no level that means something; that of imitation has (``nll``)
-    without = {"loss"} if {"uniform_groups", "divergence"} & {*recorded} and "nll" not in recorded else set()
-    panels: list[tuple[int, Panel]] = []
+    evaluations = evaluation_points(rows)
+    recorded = dict.fromkeys(name for row in rows for name in row.metrics)
+    groups = list(_PANELS)
+    if not any(primary.name in names for names in groups):
+        groups.append((primary.name,))
+    first: list[Panel] = []
+    second: list[Panel] = []
+    others: list[Panel] = []
     for names in groups:
-        series: dict[Metric, list[Series]] = {}
-        for metric in map(metric_of, names):
-            kinds = (_TRAINING, _HELD_OUT) if len(names) == 1 else (metric.label, f"{metric.label}, {_HELD_OUT}")
-            lines = [] if metric.name in without else _metric_series(rows, metric.name, kinds[0])
-            if metric.name not in _IN_TRAINING or metric.name == primary.name:
-                lines += _evaluation_series(evaluations, metric.name, kinds[1])
-            if lines:
-                series[metric] = lines
-        if series:
-            first, *_ = series
-            rank = 0 if primary in series else 1 if {*names} & {*primary.further} else 2
-            lines = [one for own in series.values() for one in own]
-            panels.append((rank, Panel(_title(first.label), meaning_of(first, recorded), lines, first.is_share)))
-    for metric in map(METRICS.__getitem__, _BY_PART):
-        keys = [key for key in recorded if "/" not in key and key.endswith(f":{metric.name}")]
-        lines = [one for key in keys for one in _metric_series(rows, key, key.rpartition(":")[0])]
+        series = _group_series(names, rows, evaluations, recorded, primary)
+        if not series:
+            continue
+        lines = [line for lines_of_metric in series.values() for line in lines_of_metric]
+        leading = next(iter(series))
+        panel = Panel(_title(leading.label), meaning_of(leading, recorded), lines, leading.is_share)
+        if primary in series:
+            first.append(panel)
+        elif set(names) & set(primary.further):
+            second.append(panel)
+        else:
+            others.append(panel)
+    others += _part_panels(rows, evaluations, recorded)
+    others += _kind_panels(evaluations)
+    return [*first, *second, *others]
+
+
+def _group_series(
+    names: Sequence[str],
+    rows: Sequence[MetricsRow],
+    evaluations: Sequence[EvaluationPoint],
+    recorded: Collection[str],
+    primary: Metric,
+) -> dict[Metric, list[Series]]:
+    """The lines of metrics that share a panel, in training and held out; metrics without a line are left out."""
+    # The loss of samples or to a teacher has no level that means something; the loss of imitation has (``nll``).
+    loss_has_level = "nll" in recorded or not {"uniform_groups", "divergence"} & set(recorded)
+    series: dict[Metric, list[Series]] = {}
+    for metric in map(metric_of, names):
+        if len(names) == 1:
+            label = _TRAINING
+            label_held_out = _HELD_OUT
+        else:
+            label = metric.label
+            label_held_out = f"{metric.label}, {_HELD_OUT}"
+        lines = []
+        if metric.name != "loss" or loss_has_level:
+            lines += _metric_series(rows, metric.name, label)
+        if metric.name not in _IN_TRAINING or metric.name == primary.name:
+            lines += _evaluation_series(evaluations, metric.name, label_held_out)
+        if lines:
+            series[metric] = lines
+    return series
+
+
+def _part_panels(
+    rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationPoint], recorded: Collection[str]
+) -> list[Panel]:
+    """A panel for each metric that is recorded by the parts of a mixture, with a line for each part."""
+    panels = []
+    for name in _BY_PART:
+        metric = METRICS[name]
+        keys = [key for key in recorded if "/" not in key and key.endswith(f":{name}")]
+        lines = []
+        for key in keys:
+            lines += _metric_series(rows, key, key.rpartition(":")[0])
         for key in keys:
             lines += _evaluation_series(evaluations, key, f"{key.rpartition(':')[0]}, {_HELD_OUT}")
         if lines:
-            title, caption = f"{_title(metric.label)} by part", meaning_of(metric, recorded)
-            panels.append((2, Panel(title, caption, lines, metric.is_share)))
-    panels += [(2, panel) for panel in _kind_panels(evaluations)]
-    return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
+            title = f"{_title(metric.label)} by part"
+            panels.append(Panel(title, meaning_of(metric, recorded), lines, metric.is_share))
+    return panels
 
 
 def _kind_panels(evaluations: Sequence[EvaluationPoint]) -> list[Panel]:
@@ -90,11 +135,11 @@ def _kind_panels(evaluations: Sequence[EvaluationPoint]) -> list[Panel]:
             key, _, value = kind.partition("=")
             lines.setdefault(key, []).extend(_evaluation_series(evaluations, name, value))
     caption = "Held-out items by this key of their meta."
-    return [
-        Panel(f"Accuracy by {key}", caption, series, is_share=True)
-        for key, series in lines.items()
-        if len(series) <= MAX_BARS
-    ]
+    panels = []
+    for key, series in lines.items():
+        if len(series) <= MAX_BARS:
+            panels.append(Panel(f"Accuracy by {key}", caption, series, is_share=True))
+    return panels
 
 
 def _title(label: str) -> str:
@@ -102,22 +147,42 @@ def _title(label: str) -> str:
 
 
 def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> list[Series]:
-    points = [(row.step, row.metrics[name]) for row in rows if abs(row.metrics.get(name, math.nan)) < LARGEST]
-    return [Series(label, [float(step) for step, _ in points], [value for _, value in points])] if points else []
+    steps = []
+    values = []
+    for row in rows:
+        if _is_drawable(row.metrics.get(name)):
+            steps.append(float(row.step))
+            values.append(row.metrics[name])
+    if not steps:
+        return []
+    return [Series(label, steps, values)]
+
+
+def _is_drawable(value: float | None) -> bool:
+    """Return whether a value was measured and is finite, and not so large that axes would fail."""
+    return value is not None and abs(value) < LARGEST
 
 
 def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label: str) -> list[Series]:
-    tasks = list(dict.fromkeys(e.name for e in evaluations if abs(e.results.get(name, math.nan)) < LARGEST))
+    by_task: dict[str, list[EvaluationPoint]] = {}
+    for point in evaluations:
+        if _is_drawable(point.results.get(name)):
+            by_task.setdefault(point.name, []).append(point)
     series = []
-    for task in tasks:
-        drawn = [e for e in evaluations if e.name == task and abs(e.results.get(name, math.nan)) < LARGEST]
-        points = sorted(drawn, key=lambda e: e.step)
-        keys = (f"{name}_low", f"{name}_high")
-        has_interval = all(abs(e.results.get(key, math.nan)) < LARGEST for e in points for key in keys)
-        low, high = ([e.results[key] for e in points] if has_interval else [] for key in keys)
-        own = label if len(tasks) == 1 else f"{label} {task}"
-        steps, values = [float(e.step) for e in points], [e.results[name] for e in points]
-        series.append(Series(own, steps, values, low, high, is_points=True))
+    for task, points in by_task.items():
+        points.sort(key=lambda point: point.step)
+        steps = [float(point.step) for point in points]
+        values = [point.results[name] for point in points]
+        low = []
+        high = []
+        ends = (f"{name}_low", f"{name}_high")
+        if all(_is_drawable(point.results.get(end)) for point in points for end in ends):
+            low = [point.results[ends[0]] for point in points]
+            high = [point.results[ends[1]] for point in points]
+        own_label = label
+        if len(by_task) > 1:
+            own_label = f"{label} {task}"
+        series.append(Series(own_label, steps, values, low, high, is_points=True))
     return series
 
 
@@ -133,13 +198,19 @@ def data_panels(stats: Description, unit: str) -> list[Panel]:
         label = f"{part} (median {percentile(values, 0.5):,.0f})"
         series.append(Series(label, [width * (place + 0.5) for place in range(NUM_BINS)], ys, is_bars=True))
     beyond = sum(length > width * NUM_BINS for length in everything)
-    axis = unit + (f" ({beyond:,} longer texts are beyond the edge)" if beyond else "")
+    axis = unit
+    if beyond:
+        axis = f"{unit} ({beyond:,} longer texts are beyond the edge)"
     panels = [Panel("Lengths", "", series, x_label=axis, y_label="texts")]
     for name, counted in balances(stats):
         shown = counted.most_common(MAX_BARS)
-        caption = f"the {MAX_BARS} commonest of {len(counted)}" if len(counted) > MAX_BARS else ""
-        bars = Series("", [float(i) for i in range(len(shown))], [float(n) for _, n in shown], is_bars=True)
-        panels.append(Panel(name, caption, [bars], x_label=" ", names=[f"{value[:28]} ({n:,})" for value, n in shown]))
+        caption = ""
+        if len(counted) > MAX_BARS:
+            caption = f"the {MAX_BARS} commonest of {len(counted)}"
+        heights = [float(count) for _, count in shown]
+        bars = Series("", [float(place) for place in range(len(shown))], heights, is_bars=True)
+        names = [f"{value[:28]} ({count:,})" for value, count in shown]
+        panels.append(Panel(name, caption, [bars], x_label=" ", names=names))
     return panels
 
 

@@ -58,19 +58,19 @@ def _divergence_line(kl: Info) -> str:
 
 def _patching_line(patching: Info) -> str:
     counts = patching["counts"]
-    changed, others = (
-        [_mean(column) for column in zip(*patching[name], strict=True)] for name in ("changed", "random")
-    )
+    changed = _mean([of_seed[-1] for of_seed in patching["changed"]])
+    others = _mean([of_seed[-1] for of_seed in patching["random"]])
     return (
-        f"{counts[-1]} changed features, put into the base, recover {_percent(changed[-1])} of the KL; random ones "
-        f"that fire as often {_percent(others[-1])}, the mean difference alone {_percent(patching['mean_vector'])}, "
+        f"{counts[-1]} changed features, put into the base, recover {_percent(changed)} of the KL; random ones "
+        f"that fire as often {_percent(others)}, the mean difference alone {_percent(patching['mean_vector'])}, "
         f"the whole difference at this layer {_percent(patching['everything'])}."
     )
 
 
 def causal_lines(causal: Info) -> list[str]:
     """The result of the causal test, one sentence a test."""
-    base, post = causal["unchanged"]["base"], causal["unchanged"]["post"]
+    base = causal["unchanged"]["base"]
+    post = causal["unchanged"]["post"]
     tests = (
         ("given", 1.0, "base", base, "Moved to where the post model has them", "the base's"),
         ("returned", 1.0, "post", post, "Moved back to where the base has them", "the post model's"),
@@ -78,13 +78,16 @@ def causal_lines(causal: Info) -> list[str]:
     )
     lines = []
     for test, factor, writer, untouched, what, whose in tests:
-        points, count = causal[test][0], causal["features"]
+        points = causal[test][0]
+        count = causal["features"]
         index = next((i for i, p in enumerate(points) if p["dose"] == factor and p["features"] == count), None)
         if index is None:
             continue
         changed = _mean([row[index]["changed"] for row in causal[test]])
         others = _mean([_mean(row[index]["random"]) for row in causal[test]])
-        most = f" (all activations there: {causal['everything'][writer]:.3f})" if writer is not None else ""
+        most = ""
+        if writer is not None:
+            most = f" (all activations there: {causal['everything'][writer]:.3f})"
         line = (
             f"{what}, the {count} most changed features turn {whose} {causal['measure']} from "
             f"{untouched:.3f} into {changed:.3f}, random features like them into {others:.3f}{most}"
@@ -93,8 +96,11 @@ def causal_lines(causal: Info) -> list[str]:
         if verdict["half_width"] is None:
             lines.append(f"{line}; with one seed there is no interval, so this shows nothing yet.")
             continue
-        answer = "separates" if verdict["separates"] else "does NOT separate"
-        low, high = verdict["mean"] - verdict["half_width"], verdict["mean"] + verdict["half_width"]
+        answer = "does NOT separate"
+        if verdict["separates"]:
+            answer = "separates"
+        low = verdict["mean"] - verdict["half_width"]
+        high = verdict["mean"] + verdict["half_width"]
         interval = f"difference {low:+.3f} to {high:+.3f}, 95 % over {verdict['seeds']} seeds"
         lines.append(f"{line}; {interval}: the test {answer} changed from random features.")
     return lines
@@ -114,28 +120,41 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _percent(value: float | None) -> str:
-    return "an unknown share" if value is None else f"{value:.1%}"
+    if value is None:
+        return "an unknown share"
+    return f"{value:.1%}"
 
 
 def render_diff(results: Info) -> str:
     """The whole page as HTML (``templates/differences.jinja``)."""
-    about = f"Base: {results['base']}. Post: {results['post']}. Read at {results['activations']['site']}."
+    lead = f"Base: {results['base']}. Post: {results['post']}. Read at {results['activations']['site']}."
+    if results["description"]:
+        lead = f"{results['description']} {lead}"
     kl = results["divergence"]
+    panels = {
+        "changes": _change_panels(results["dictionaries"][0]["rates"]),
+        "divergence": _divergence_panels(kl["places"]),
+        "patching": [],
+        "causal": [],
+    }
+    if "patching" in results:
+        panels["patching"] = [_patching_panel(results["patching"])]
+    causal_findings = []
+    if "causal" in results:
+        panels["causal"] = _causal_panels(results["causal"])
+        causal_findings = causal_lines(results["causal"])
+    smallest_scale = 1e-9  # so that nothing is divided by 0 where no KL is shown
+    shown_kls = [value for shown in kl["shown"] for value in shown["kl"]]
     return render(
         "differences.jinja",
         title=results["title"],
-        lead=f"{results['description']} {about}" if results["description"] else about,
+        lead=lead,
         results=results,
         findings=findings(results),
-        causal_findings=causal_lines(results["causal"]) if "causal" in results else [],
+        causal_findings=causal_findings,
         half_width=_half_width(kl["per_answer_error"], kl["documents"]),
-        largest_kl=max([value for shown in kl["shown"] for value in shown["kl"]] + [1e-9]),
-        panels={
-            "changes": _change_panels(results["dictionaries"][0]["rates"]),
-            "divergence": _divergence_panels(kl["places"]),
-            "patching": [_patching_panel(results["patching"])] if "patching" in results else [],
-            "causal": _causal_panels(results["causal"]) if "causal" in results else [],
-        },
+        largest_kl=max([*shown_kls, smallest_scale]),
+        panels=panels,
         seconds=[(name, f"{value:g} s") for name, value in results["seconds"].items()],
         command=results["command"],
     )
@@ -145,17 +164,26 @@ def _change_panels(rates: Info) -> list[Panel]:
     """Every feature's firing rate before and after."""
     labels = {"soft": "not changed", "c1": "changed, rose", "c0": "changed, fell"}
     groups = {color: Series(label, [], [], is_points=True, color=color) for color, label in labels.items()}
-    every = zip(*(rates[k] for k in ("base", "post", "tested", "changed", "mean_base", "mean_post")), strict=True)
-    for before, after, is_tested, has_changed, mean_before, mean_after in every:
-        if is_tested and before and after:
-            group = groups["soft" if not has_changed else "c1" if mean_after > mean_before else "c0"]
-            group.xs.append(before)
-            group.ys.append(after)
+    columns = [rates[name] for name in ("base", "post", "tested", "changed", "mean_base", "mean_post")]
+    for before, after, is_tested, has_changed, mean_before, mean_after in zip(*columns, strict=True):
+        if not is_tested or not before or not after:
+            continue
+        if not has_changed:
+            color = "soft"
+        elif mean_after > mean_before:
+            color = "c1"
+        else:
+            color = "c0"
+        groups[color].xs.append(before)
+        groups[color].ys.append(after)
     values = [value for group in groups.values() for value in (*group.xs, *group.ys)]
     if not values:
         return []
-    limits = 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)) + 1e-9)
-    where, about = "share of tokens on which it fires", "on the dotted line: as often as before"
+    lowest = 10.0 ** math.floor(math.log10(min(values)))
+    highest = 10.0 ** math.ceil(math.log10(max(values)) + 1e-9)
+    limits = (lowest, highest)
+    where = "share of tokens on which it fires"
+    about = "on the dotted line: as often as before"
     return [
         Panel("How often each feature fires", about, list(groups.values()), x_label=f"{where}: base", y_label="post",
               x_range=limits, y_range=limits, log_x=True, log_y=True, has_diagonal=True)
@@ -166,11 +194,14 @@ def _divergence_panels(places: Sequence[Info]) -> list[Panel]:
     """KL at each token of an answer."""
     if not places:
         return []
-    xs, ys = [place["place"] + 1.0 for place in places], [place["kl"] for place in places]
+    xs = [place["place"] + 1.0 for place in places]
+    ys = [place["kl"] for place in places]
     halves = [_half_width(place["error"], place["answers"]) for place in places]
-    low, high = ([y + sign * half for y, half in zip(ys, halves, strict=True)] for sign in (-1, 1))
+    low = [y - half for y, half in zip(ys, halves, strict=True)]
+    high = [y + half for y, half in zip(ys, halves, strict=True)]
     line = Series("KL(post ‖ base)", xs, ys, low, high)
-    about, where = "mean over answers; band: 95 %", "token of the answer"
+    about = "mean over answers; band: 95 %"
+    where = "token of the answer"
     return [Panel("KL along the answer", about, [line], x_label=where, y_label="KL, nats")]
 
 
@@ -194,37 +225,56 @@ def _patching_panel(patching: Info) -> Panel:
 
 def _causal_panels(causal: Info) -> list[Panel]:
     """Outcomes against the number of features and against the dose, for each test."""
-    unchanged, everything = causal["unchanged"], causal["everything"]
-    base, post = ("base, untouched", unchanged["base"]), ("post, untouched", unchanged["post"])
+    unchanged = causal["unchanged"]
+    everything = causal["everything"]
+    base = ("base, untouched", unchanged["base"])
+    post = ("post, untouched", unchanged["post"])
     tests = {
         "given": ("The base, given the changes", [base, ("all of post's activations", everything["base"])]),
         "returned": ("The post model, changes undone", [post, ("all of base's", everything["post"])]),
         "scaled": ("The post model, features scaled", [post]),
     }
+    varied = (("features", "dose", 1.0), ("dose", "features", causal["features"]))
     panels = []
     for test, (title, levels) in tests.items():
-        for key, other, fixed in (("features", "dose", 1.0), ("dose", "features", causal["features"])):
+        for key, other, fixed in varied:
             rows = [[point for point in row if point[other] == fixed] for row in causal[test]]
             if len(rows[0]) < 2 or (test, key) == ("scaled", "features"):
                 continue
-            xs = [float(point[key]) for point in rows[0]]
-            changed = [[point["changed"] for point in row] for row in rows]
-            others = [[_mean(point["random"]) for point in row] for row in rows]
-            lines = [
-                _over_seeds("most changed features", xs, changed, "c1"),
-                _over_seeds("random features like them", xs, others, "c0"),
-            ]
             caption = f"{other} {fixed:g}; band: 95 % over seeds"
-            panels.append(
-                Panel(title, caption, lines, x_label=key, y_label=causal["measure"], log_x=key == "features",
-                      x_ticks=[(x, f"{x:g}") for x in xs], levels=levels)
-            )  # fmt: skip
+            panels.append(_causal_panel(title, caption, key, rows, causal["measure"], levels))
     return panels
+
+
+def _causal_panel(
+    title: str,
+    caption: str,
+    key: str,
+    rows: Sequence[Sequence[Info]],
+    measure: str,
+    levels: Sequence[tuple[str, float]],
+) -> Panel:
+    """Outcomes against ``key`` of the points; ``rows``: the points of each seed."""
+    xs = [float(point[key]) for point in rows[0]]
+    changed = [[point["changed"] for point in row] for row in rows]
+    others = [[_mean(point["random"]) for point in row] for row in rows]
+    lines = [
+        _over_seeds("most changed features", xs, changed, "c1"),
+        _over_seeds("random features like them", xs, others, "c0"),
+    ]
+    ticks = [(x, f"{x:g}") for x in xs]
+    return Panel(
+        title, caption, lines, x_label=key, y_label=measure, log_x=key == "features", x_ticks=ticks, levels=levels
+    )
 
 
 def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], color: str) -> Series:
     """The mean over seeds (rows) at each x, with its 95 % Student-t band where there are several."""
-    summaries = [s for column in zip(*rows, strict=True) if (s := summarize_seeds(list(column))) is not None]
+    summaries = []
+    for column in zip(*rows, strict=True):
+        summary = summarize_seeds(list(column))
+        if summary is not None:
+            summaries.append(summary)
     return Series(label, xs, *interval_ends(summaries), color=color)
 
 

@@ -12,7 +12,7 @@ from posttrain.evaluation.items import Item
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.tables import (
     NOTHING,
-    Row,
+    ResultsRow,
     TextTable,
     at_k_table,
     kind_tables,
@@ -54,13 +54,20 @@ _JUDGING = {
 
 def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment: Mapping[str, object]) -> str:
     """The page of one evaluation, as Markdown."""
-    template, results = settings.get("template"), evaluation.results
-    name = template["name"] if isinstance(template, Mapping) else template
-    row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
-    at_k = at_k_table(results) if row.is_graded else None
+    template = settings.get("template")
+    results = evaluation.results
+    if isinstance(template, Mapping):
+        name = template["name"]
+    else:
+        name = template
+    row = ResultsRow(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
     others = [name for name in results if name not in _IN_FIRST_TABLE and not re.search(r"@|_low$|_high$", name)]
-    further = TextTable("Further results", ["result", "mean"], [[name, show_number(results, name)] for name in others])
-    tables = [*([at_k] if at_k else []), *kind_tables(evaluation.kinds), further]
+    tables = kind_tables(evaluation.kinds)
+    tables.append(_further_table("mean", others, results))
+    if row.is_graded:
+        of_several_answers = at_k_table(results)
+        if of_several_answers is not None:
+            tables.insert(0, of_several_answers)
     timing = {name: f"{value:,.1f}" for name, value in evaluation.timing.items()}
     parts = [
         f"# {plain(evaluation.name)}: {plain(row.model)}\n",
@@ -73,7 +80,12 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
     return "\n".join(part for part in parts if part)
 
 
-def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping[str, str]) -> str:
+def _further_table(what: str, names: Sequence[str], results: Results) -> TextTable:
+    """The results that no other table shows."""
+    return TextTable("Further results", ["result", what], [[name, show_number(results, name)] for name in names])
+
+
+def write_table_page(rows: Sequence[ResultsRow], notes: Sequence[str], folders: Mapping[str, str]) -> str:
     """The page of several evaluations: a table for each task, and where each has its own page."""
     tables = [to_markdown(results_table(own)) for own in by_evaluation(rows)]
     links = "".join(f"- [{plain(name)}]({folder})\n" for name, folder in folders.items())
@@ -81,9 +93,12 @@ def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping
     return "\n".join(part for part in parts if part)
 
 
-def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
+def by_evaluation(rows: Sequence[ResultsRow]) -> list[list[ResultsRow]]:
     """The rows of each task, in the order of their first appearance."""
-    return [[row for row in rows if row.evaluation == name] for name in dict.fromkeys(row.evaluation for row in rows)]
+    groups: dict[str, list[ResultsRow]] = {}
+    for row in rows:
+        groups.setdefault(row.evaluation, []).append(row)
+    return list(groups.values())
 
 
 def settings_list(settings: Mapping[str, object]) -> str:
@@ -96,13 +111,18 @@ def shown_value(value: object) -> str:
     """A setting as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {shown_value(inner)}" for key, inner in value.items())
-    return ", ".join(map(shown_value, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown_value, value))
+    return str(value)
 
 
 def first_items(items: Sequence[T], show: Callable[[T], tuple[str, str]]) -> str:
     """The first items in full, nothing is picked; ``show`` an item: its name and its text."""
     shown = [show(item) for item in items[:NUM_ITEMS_SHOWN]]
-    return "\n".join([f"## The first {len(shown)} items\n", *(f"### {plain(name)}\n\n{text}" for name, text in shown)])
+    parts = [f"## The first {len(shown)} items\n"]
+    for name, text in shown:
+        parts.append(f"### {plain(name)}\n\n{text}")
+    return "\n".join(parts)
 
 
 def _show_item(item: Item) -> tuple[str, str]:
@@ -111,8 +131,13 @@ def _show_item(item: Item) -> tuple[str, str]:
     if item.answer is not None:
         parts.append(f"gold answer: {code(item.answer)}\n")
     for sample in item.samples[:1]:
-        answer = "no answer found" if sample.extracted is None else f"answer {code(sample.extracted)}"
-        cut = ", cut off" if sample.finish == "length" else ""
+        if sample.extracted is None:
+            answer = "no answer found"
+        else:
+            answer = f"answer {code(sample.extracted)}"
+        cut = ""
+        if sample.finish == "length":
+            cut = ", cut off"
         parts.append(f"{quoted(sample.text)}\n\n{sample.outcome}: {answer}, {sample.num_tokens} tokens{cut}\n")
     if not item.samples:
         parts.append("The prompt does not fit into the model's context.\n")
@@ -121,9 +146,11 @@ def _show_item(item: Item) -> tuple[str, str]:
 
 def quoted(text: str) -> str:
     """Text of data or of a model as a block, cut where it is very long; no fence in it can end the block."""
-    shown = text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]} …"
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", shown)), default=0))
-    return f"{fence}\n{shown}\n{fence}"
+    if len(text) > MAX_TEXT_CHARS:
+        text = f"{text[:MAX_TEXT_CHARS]} …"
+    longest_run = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest_run + 1)
+    return f"{fence}\n{text}\n{fence}"
 
 
 def head_to_head_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
@@ -138,21 +165,21 @@ def head_to_head_table(name: str, a: str, b: str, results: Results, others: Mapp
         "accuracy_b": f"right: {b}",
         **_JUDGING,
     }
-    lines = [
-        [label, show_share(results, key), show_interval(results, key)]
-        for key, label in shares.items()
-        if key in results
-    ]
-    parts = [show_share(results, key) for key in ("wins", "ties", "losses")]
-    lines.insert(1, ["better / equally good / worse", " / ".join(parts), NOTHING])
+    lines = []
+    for key, label in shares.items():
+        if key in results:
+            lines.append([label, show_share(results, key), show_interval(results, key)])
+    outcomes = " / ".join(show_share(results, key) for key in ("wins", "ties", "losses"))
+    lines.insert(1, ["better / equally good / worse", outcomes, NOTHING])
     for judge, own in others.items():
         lines.append([f"{a} wins, by {judge}", show_share(own, "win_rate"), show_interval(own, "win_rate")])
     for label, side in ((a, "a"), (b, "b")):
         lines.append([f"characters: {label}", f"{results[f'characters_{side}']:.0f}", NOTHING])
     for label, key in ((f"KL({a} ‖ {b})", "kl_ab"), (f"KL({b} ‖ {a})", "kl_ba")):
         if key in results:
-            low, high = (show_number(results, f"{key}_{end}") for end in ("low", "high"))
-            interval = f"{low} – {high}" if results[f"{key}_low"] < results[f"{key}_high"] else NOTHING
+            interval = NOTHING
+            if results[f"{key}_low"] < results[f"{key}_high"]:
+                interval = f"{show_number(results, f'{key}_low')} – {show_number(results, f'{key}_high')}"
             lines.append([f"{label}, nats per answer", show_number(results, key), interval])
             lines.append([f"{label}, nats per token", f"{results[f'{key}_per_token']:.3g}", NOTHING])
     return TextTable(f"{name}: {a} against {b}, n = {results['n']:.0f}", ["", "value", "95 % interval"], lines)
@@ -165,22 +192,33 @@ def write_head_to_head_page(
 
     def show(item: Mapping[str, Any]) -> tuple[str, str]:
         texts = [f"{quoted(item['question'])}\n"]
-        texts += [f"gold answer: {code(item['answer'])}\n"] if item["answer"] is not None else []
+        if item["answer"] is not None:
+            texts.append(f"gold answer: {code(item['answer'])}\n")
         for side in ("a", "b"):
             answer = item[side][0]
-            score = "" if answer["score"] is None else f", score {show_number(answer, 'score')}"
+            score = ""
+            if answer["score"] is not None:
+                score = f", score {show_number(answer, 'score')}"
             texts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
         return item["id"], "\n".join(texts)
 
-    parts = [f"# {plain(table.title)}\n", to_markdown(table), bullets(notes), settings_list(settings)]
-    return "\n".join(part for part in [*parts, first_items(items, show)] if part)
+    parts = [
+        f"# {plain(table.title)}\n",
+        to_markdown(table),
+        bullets(notes),
+        settings_list(settings),
+        first_items(items, show),
+    ]
+    return "\n".join(part for part in parts if part)
 
 
 Show = Callable[[Results, str], str]
 
 
 def _decimals(results: Results, name: str) -> str:
-    return f"{results[name]:.3f}" if name in results else NOTHING
+    if name not in results:
+        return NOTHING
+    return f"{results[name]:.3f}"
 
 
 # The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
@@ -230,23 +268,27 @@ NOTES: Mapping[str, str] = {
 
 def _groups(rows: Sequence[tuple[str, RewardEvaluation]]) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
     """The evaluations of each task and view."""
-    keys = dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows)
-    return {key: [row for row in rows if (row[1].name, row[1].view) == key] for key in keys}
+    groups: dict[tuple[str, str], list[tuple[str, RewardEvaluation]]] = {}
+    for label, evaluation in rows:
+        groups.setdefault((evaluation.name, evaluation.view), []).append((label, evaluation))
+    return groups
 
 
 def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
     """The tables of each task and what was measured on it, one line for each model."""
     tables = []
     for (name, view), own in _groups(rows).items():
+        measured = {key for _, evaluation in own for key in evaluation.results}
         for about, count, every in TABLES[view]:
-            columns = [column for column in every if any(column[1] in e.results for _, e in own)]
-            lines = [
-                [label, show_number(e.results, count), *(show(e.results, key) for _, key, show in columns)]
-                for label, e in own
-            ]
-            if columns:
-                header = ["model", "n", *(label for label, _, _ in columns)]
-                tables.append(TextTable(f"{name}, {about}", header, lines))
+            columns = [(label, key, show) for label, key, show in every if key in measured]
+            if not columns:
+                continue
+            header = ["model", "n", *(label for label, _, _ in columns)]
+            lines = []
+            for model, evaluation in own:
+                values = [show(evaluation.results, key) for _, key, show in columns]
+                lines.append([model, show_number(evaluation.results, count), *values])
+            tables.append(TextTable(f"{name}, {about}", header, lines))
     return tables
 
 
@@ -259,7 +301,8 @@ def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[Text
     for (name, view), ((first, base), *others) in _groups(rows).items():
         lines = []
         for label, evaluation in others:
-            if pairs := shared_verdicts(base.items, evaluation.items):
+            pairs = shared_verdicts(base.items, evaluation.items)
+            if pairs:
                 gap = paired_bootstrap([a for a, _ in pairs], [b for _, b in pairs])
                 points = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
                 lines.append([label, f"{gap.n}", points, f"{gap.p:.2g}"])
@@ -276,29 +319,36 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     for item in b:
         other = known.get(item["id"])
         if other is not None and item["right"] is not None:
-            both = float(other["right"]), float(item["right"])
+            both = (float(other["right"]), float(item["right"]))
             of_problem.setdefault(item.get("problem", item["id"]), []).append(both)
-    return [
-        (statistics.fmean(x for x, _ in pairs), statistics.fmean(y for _, y in pairs)) for pairs in of_problem.values()
-    ]
+    means = []
+    for pairs in of_problem.values():
+        mean_a = statistics.fmean(right for right, _ in pairs)
+        mean_b = statistics.fmean(right for _, right in pairs)
+        means.append((mean_a, mean_b))
+    return means
 
 
 def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, object]) -> str:
     """Return the page of one evaluation, as Markdown."""
     results = evaluation.results
-    shown = {name for _, _, columns in TABLES[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}
-    further = [name for name in results if name not in shown and not name.endswith(("_low", "_high"))]
+    shown = {"num_problems", "n"}
+    for _, _, columns in TABLES[evaluation.view]:
+        shown |= {name for _, name, _ in columns}
+    others = [name for name in results if name not in shown and not name.endswith(("_low", "_high"))]
     tables = [
         *score_tables([(label, evaluation)]),
         *kind_tables(evaluation.kinds),
-        TextTable("Further results", ["result", "value"], [[name, show_number(results, name)] for name in further]),
+        _further_table("value", others, results),
     ]
-    dropped = ", ".join(f"{n} {reason}" for reason, n in evaluation.dropped.items())
+    dropped = ""
+    if evaluation.dropped:
+        dropped = f"Not measured: {', '.join(f'{n} {reason}' for reason, n in evaluation.dropped.items())}\n"
     parts = [
         f"# {plain(evaluation.name)}: {plain(label)}\n",
         f"{NOTES[evaluation.view]}\n",
         *(to_markdown(table) for table in tables if table.lines),
-        f"Not measured: {dropped}\n" if dropped else "",
+        dropped,
         settings_list(settings),
         first_items(evaluation.items, lambda item: (item["id"], _SHOWN[evaluation.view](item))),
     ]
@@ -306,7 +356,9 @@ def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping
 
 
 def _number(value: float | None) -> str:
-    return "no score" if value is None else f"{value:.3f}"
+    if value is None:
+        return "no score"
+    return f"{value:.3f}"
 
 
 def _shown_pair(item: Mapping[str, Any]) -> str:
@@ -315,16 +367,21 @@ def _shown_pair(item: Mapping[str, Any]) -> str:
 
 
 def _shown_answer(item: Mapping[str, Any]) -> str:
-    text = item["text"] if item["answer"] is None else f"{item['text']}\nanswer: {item['answer']}"
+    if item["answer"] is None:
+        text = item["text"]
+    else:
+        text = f"{item['text']}\nanswer: {item['answer']}"
     return f"label {item['label']:g}, score {_number(item['score'])}\n\n{quoted(text)}\n"
 
 
 def _shown_steps(item: Mapping[str, Any]) -> str:
-    lines = [
-        f"{p:.2f}  label {'–' if label is None else label}  {step.strip()}"
-        for step, p, label in zip(item["steps"], item["probabilities"], item["labels"], strict=True)
-    ]
-    return f"P(good), label and text of each step\n\n{quoted(chr(10).join(lines))}\n"
+    lines = []
+    for step, probability, label in zip(item["steps"], item["probabilities"], item["labels"], strict=True):
+        if label is None:
+            label = NOTHING
+        lines.append(f"{probability:.2f}  label {label}  {step.strip()}")
+    text = "\n".join(lines)
+    return f"P(good), label and text of each step\n\n{quoted(text)}\n"
 
 
 _SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {

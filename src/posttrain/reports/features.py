@@ -28,18 +28,22 @@ def _compact(report: Report) -> dict[str, Any]:
     def place(text: str) -> int:
         return places.setdefault(text, len(places))
 
-    def context(one: dict[str, Any], largest: float) -> list[Any]:
-        levels = [_DROPPED if x is None else round(x * NUM_LEVELS / largest) for x in one["activations"]]
-        where = [one["document"], one["position"], one["position"] - one["start"]]
-        return [one["activation"], *where, [place(text) for text in one["tokens"]], levels]
+    def level(activation: float | None, largest: float) -> int:
+        if activation is None:
+            return _DROPPED
+        return round(activation * NUM_LEVELS / largest)
 
-    rows = [
-        [
-            *(feature[key] for key in ("feature", "active", "density", "mean", "max")),
-            *feature["histogram"].values(),
-            *([[place(text), logit] for text, _, logit in feature[side]] for side in ("promoted", "suppressed")),
-            [context(one, feature["max"]) for one in feature["contexts"]],
-        ]
-        for feature in report["features"]
-    ]
+    def context(shown: dict[str, Any], largest: float) -> list[Any]:
+        levels = [level(activation, largest) for activation in shown["activations"]]
+        where = [shown["document"], shown["position"], shown["position"] - shown["start"]]
+        return [shown["activation"], *where, [place(text) for text in shown["tokens"]], levels]
+
+    rows = []
+    for feature in report["features"]:
+        row = [feature[key] for key in ("feature", "active", "density", "mean", "max")]
+        row += feature["histogram"].values()
+        for side in ("promoted", "suppressed"):
+            row.append([[place(text), logit] for text, _, logit in feature[side]])
+        row.append([context(shown, feature["max"]) for shown in feature["contexts"]])
+        rows.append(row)
     return {"rows": report["about"].get("rows", 0), "texts": list(places), "features": rows}

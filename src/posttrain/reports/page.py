@@ -40,28 +40,46 @@ def write_html(page: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+def fact_lines(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
     """Nested facts as lines for a table: ``("hardware: cores", 2)``; those that are None are left out."""
     lines: list[tuple[str, object]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
-            lines += flatten(value, f"{prefix}{name}: ")
+            lines += fact_lines(value, f"{prefix}{name}: ")
         elif name.endswith("_bytes"):
             lines.append((f"{prefix}{name.removesuffix('_bytes')}", f"{value / 2**30:,.1f} GiB"))
+        elif isinstance(value, list | tuple):
+            lines.append((f"{prefix}{name}", ", ".join(map(str, value)) or "none"))
         elif value is not None:
-            is_list = isinstance(value, list | tuple)
-            lines.append((f"{prefix}{name}", (", ".join(map(str, value)) or "none") if is_list else value))
+            lines.append((f"{prefix}{name}", value))
     return lines
 
 
 def visible(text: str) -> str:
     """A token with its spaces and line ends to be seen; what cannot be printed is written out."""
-    return "".join(MARKS.get(char) or (char if char.isprintable() else repr(char)[1:-1]) for char in text)
+    return "".join(_visible_char(char) for char in text)
+
+
+def _visible_char(char: str) -> str:
+    if char in MARKS:
+        return MARKS[char]
+    if char.isprintable():
+        return char
+    return repr(char)[1:-1]
 
 
 def decimals(value: float | None) -> str:
     """Two decimals, or a dash."""
-    return "—" if value is None else f"{value:.2f}"
+    if value is None:
+        return "—"
+    return f"{value:.2f}"
+
+
+def _without_hidden_characters(value: object) -> object:
+    """What ``{{ }}`` writes, before it is escaped; markup that we drew stays as it is."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return harmless(value)
+    return value
 
 
 @cache
@@ -70,7 +88,7 @@ def _environment() -> Environment:
         loader=PackageLoader("posttrain.reports"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: value if not isinstance(value, str) or hasattr(value, "__html__") else harmless(value),
+        finalize=_without_hidden_characters,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -78,7 +96,7 @@ def _environment() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {
         "fmt": format,
-        "flatten": flatten,
+        "fact_lines": fact_lines,
         "visible": visible,
         "decimals": decimals,
         "svg": lambda panel: Markup(draw_svg(panel)),

@@ -45,10 +45,14 @@ class Answer:
     def verdict(self) -> str:
         """``right``, ``no answer``, or the wrong answer; without a gold answer the reward, or nothing."""
         if self.is_correct is None:
-            return "" if self.reward is None else f"reward {self.reward:.3f}"
+            if self.reward is None:
+                return ""
+            return f"reward {self.reward:.3f}"
         if self.is_correct:
             return "right"
-        return "no answer" if self.extracted is None else f"wrong: {self.extracted[:24]}"
+        if self.extracted is None:
+            return "no answer"
+        return f"wrong: {self.extracted[:24]}"
 
     @property
     def pieces(self) -> list[str]:
@@ -69,7 +73,9 @@ class Transcript:
 def turns_of(question: str) -> list[tuple[str, str]]:
     """The turns of a recorded dialogue (``store.rollouts.prompt_text``): (role, text); none of a single message."""
     pieces = _TURN.split(question)
-    return [] if pieces[0] or len(pieces) == 1 else list(zip(pieces[1::2], pieces[2::2], strict=True))
+    if pieces[0] or len(pieces) == 1:
+        return []
+    return list(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen, MethodCurve
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
-from posttrain.sweeps.results import Part, SweepResults
+from posttrain.sweeps.results import SweepPart, SweepResults
 from posttrain.untrusted import fitting, harmless
 
 DISTANCE = "√KL from the initial model (KL in nats per answer)"
@@ -59,22 +59,25 @@ def sweep_panels(sweep: SweepResults) -> list[Panel]:
     return [panel for name, part in sweep.parts.items() for panel in _part_panels(name, part)]
 
 
-def _part_panels(name: str, part: Part) -> list[Panel]:
-    return _PANELS.get(name, learning_panels)(*part.drawn) if part.drawn else []
+def _part_panels(name: str, part: SweepPart) -> list[Panel]:
+    if not part.drawn:
+        return []
+    return _PANELS.get(name, learning_panels)(*part.drawn)
 
 
-def _transcripts(part: Part) -> list[Transcript]:
+def _transcripts(part: SweepPart) -> list[Transcript]:
     """The samples of a part; dialogues as turns."""
-    fit = fitting([text for question, answers in part.samples for text in (question, *(one[1] for one in answers))])
-    return [
-        Transcript(
-            fit(question),
-            None,
-            [Answer(who, fit(text), None, None, reward=score) for who, text, score in answers],
-            turns_of(fit(question)),
-        )
-        for question, answers in part.samples
-    ]
+    texts = []
+    for question, answers in part.samples:
+        texts.append(question)
+        texts += [text for _, text, _ in answers]
+    fit = fitting(texts)
+    transcripts = []
+    for question, answers in part.samples:
+        prompt = fit(question)
+        columns = [Answer(who, fit(text), None, None, reward=score) for who, text, score in answers]
+        transcripts.append(Transcript(prompt, None, columns, turns_of(prompt)))
+    return transcripts
 
 
 def learning_panels(
@@ -87,58 +90,98 @@ def learning_panels(
 
     Rows are numbered by rank. Of more than ``NUM_TOGETHER`` rows each has a panel of its own.
     """
-    curves, drift, metric = [], [], primary.name
     drawn = [row for row in rows if any(trial.points for trial in row.finished)]
+    curves = []
+    drift = []
     for rank, row in enumerate(drawn, 1):
-        seeds = [{point.step: point.results for point in trial.points} for trial in row.finished]
-        steps = sorted(set.intersection(*(set(points) for points in seeds)))
-        values = [[points[step][metric] for points in seeds] for step in steps]
-        kls = [[points[step].get(KL, math.nan) for points in seeds] for step in steps]
-        xs, means = [float(step) for step in steps], [fmean(of_step) for of_step in values]
-        low, high = [min(of_step) for of_step in values], [max(of_step) for of_step in values]
-        curves.append(Series(f"{rank} {row.name}", xs, means, low, high, mark=str(rank)))
-        pairs = [(fmean(kl), mean) for kl, mean in zip(kls, means, strict=True) if math.isfinite(fmean(kl))]
-        drift.append(Series("", [x for x, _ in pairs], [y for _, y in pairs], mark=str(rank)))
-    name, is_share = primary.label, primary.is_share
-    level = [("start", start[metric])] if start else []
-    label, about = f"held-out: {primary.label}", f"held-out {name}, numbered by rank"
-    together = Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates",
-                     levels=level)  # fmt: skip
+        curve, against_kl = _learning_curves(row, rank, primary.name)
+        curves.append(curve)
+        drift.append(against_kl)
+    levels = []
+    if start:
+        levels = [("start", start[primary.name])]
+    caption = f"held-out: {primary.label}; band: lowest to highest seed"
+    together = Panel("Learning curves", caption, curves, primary.is_share, "updates", levels=levels)
+    about_kl = f"held-out {primary.label}, numbered by rank"
     is_many = len(drawn) > NUM_TOGETHER
-    panels = [_result_panel(drawn, primary, level, over)] if drawn and (over or is_many) else []
-    panels += _each_alone(together) if is_many else [together]
+    panels = []
+    if drawn and (over or is_many):
+        panels.append(_result_panel(drawn, primary, levels, over))
     if is_many:
-        drift = [replace(one, xs=one.xs[-1:], ys=one.ys[-1:]) for one in drift]
-        about = f"{about}; at the last evaluation"
-    panels.append(
-        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the initial model, nats per answer")
-    )
+        panels += _each_alone(together)
+        drift = [replace(series, xs=series.xs[-1:], ys=series.ys[-1:]) for series in drift]
+        about_kl = f"{about_kl}; at the last evaluation"
+    else:
+        panels.append(together)
+    title = f"{primary.label.capitalize()} against KL"
+    panels.append(Panel(title, about_kl, drift, primary.is_share, "KL from the initial model, nats per answer"))
     return [panel for panel in panels if any(series.xs for series in panel.series)]
+
+
+def _learning_curves(row: RowResult, rank: int, metric: str) -> tuple[Series, Series]:
+    """The metric of a row by step, the band over its seeds, and its mean against the mean KL."""
+    seeds = [{point.step: point.results for point in trial.points} for trial in row.finished]
+    steps = sorted(set.intersection(*(set(points) for points in seeds)))
+    means = []
+    low = []
+    high = []
+    kls = []
+    means_of_kl = []
+    for step in steps:
+        values = [points[step][metric] for points in seeds]
+        mean = fmean(values)
+        means.append(mean)
+        low.append(min(values))
+        high.append(max(values))
+        kl = fmean(points[step].get(KL, math.nan) for points in seeds)
+        if math.isfinite(kl):
+            kls.append(kl)
+            means_of_kl.append(mean)
+    xs = [float(step) for step in steps]
+    curve = Series(f"{rank} {row.name}", xs, means, low, high, mark=str(rank))
+    return curve, Series("", kls, means_of_kl, mark=str(rank))
 
 
 def _result_panel(
     rows: Sequence[RowResult],
     primary: Metric,
-    level: Sequence[tuple[str, float]],
+    levels: Sequence[tuple[str, float]],
     over: tuple[str, Mapping[str, float]] | None,
 ) -> Panel:
     """The last results with their intervals: over a number that is varied, or else by rank."""
-    key, places = over or (" ", {row.name: float(index) for index, row in enumerate(rows)})
+    if over:
+        key, places = over
+        names = []
+        what = f" over {key}"
+    else:
+        key = " "
+        places = {row.name: float(index) for index, row in enumerate(rows)}
+        names = [f"{rank} {row.name}" for rank, row in enumerate(rows, 1)]
+        what = " by rank"
     rows = sorted(rows, key=lambda row: places[row.name])
-    xs, ends = [places[row.name] for row in rows], interval_ends([row.summaries[primary.name] for row in rows])
+    xs = [places[row.name] for row in rows]
+    ends = interval_ends([row.summaries[primary.name] for row in rows])
     seeds = [(places[row.name], trial.info[primary.name]) for row in rows for trial in row.finished]
     series = [
         Series("single seeds", [x for x, _ in seeds], [y for _, y in seeds], is_points=True, color="soft"),
         Series("mean, 95 %", xs, *ends, is_points=True, color="c0"),
-        *([Series("", xs, ends[0], is_thin=True, color="c0")] if over else []),
     ]
-    title = primary.label.capitalize() + (f" over {key}" if over else " by rank")
-    caption = "held out, after the last update" + "; dashed: the start" * bool(level)
+    if over:
+        series.append(Series("", xs, ends[0], is_thin=True, color="c0"))
+    caption = "held out, after the last update"
+    if levels:
+        caption = f"{caption}; dashed: the start"
     return Panel(
-        title, caption, series, primary.is_share, key, levels=level, x_ticks=[(x, show_tick(x)) for x in xs],
+        f"{primary.label.capitalize()}{what}",
+        caption,
+        series,
+        primary.is_share,
+        key,
+        levels=levels,
+        x_ticks=[(x, show_tick(x)) for x in xs],
         log_x=min(xs) > 0 and max(xs) >= 10 * min(xs),
-        names=[] if over else [f"{rank} {row.name}" for rank, row in enumerate(rows, 1)],
-    )  # fmt: skip
+        names=names,
+    )
 
 
 def _each_alone(together: Panel) -> list[Panel]:
@@ -154,10 +197,14 @@ def _each_alone(together: Panel) -> list[Panel]:
 
 def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
     """Gold against distance, proxy against distance, gold against proxy."""
-    gold, proxy, plane = [], [], []
+    gold = []
+    proxy = []
+    plane = []
     for index, method in enumerate(methods):
-        color, distances = nth_color(index), [point.distance for point in method.means]
-        golds, proxies = (interval_ends([getattr(point, kind) for point in method.means]) for kind in ("gold", "proxy"))
+        color = nth_color(index)
+        distances = [point.distance for point in method.means]
+        golds = interval_ends([point.gold for point in method.means])
+        proxies = interval_ends([point.proxy for point in method.means])
         gold.append(Series(method.name, distances, *golds, color=color))
         proxy.append(Series(method.name, distances, *proxies, color=color))
         plane.append(Series(method.name, proxies[0], golds[0], color=color))
@@ -175,29 +222,41 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
 
 def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
     """Shares of right choices against n."""
-    shares, ns = [], choices[0].ns
+    shares = []
+    ns = choices[0].ns
     for index, chosen in enumerate(choices):
-        xs, color, is_model = [float(n) for n in ns], nth_color(index), index < num_models
-        low, high = ([chosen.bounds[n][side] for n in ns] for side in (0, 1))
+        xs = [float(n) for n in ns]
+        color = nth_color(index)
+        is_model = index < num_models
+        low = [chosen.bounds[n][0] for n in ns]
+        high = [chosen.bounds[n][1] for n in ns]
         means = [chosen.mean(n) for n in ns]
         shares.append(Series(chosen.name, xs, means, low, high, is_dashed=not is_model, color=color))
-        for own in zip(*(chosen.seeds[n] for n in ns), strict=True) if is_model else ():
-            shares.append(Series("", xs, list(own), is_thin=True, color=color))
-    where, ticks = "n answers to choose from", [(float(n), str(n)) for n in ns]
+        if not is_model:
+            continue
+        for of_seed in zip(*(chosen.seeds[n] for n in ns), strict=True):
+            shares.append(Series("", xs, list(of_seed), is_thin=True, color=color))
+    where = "n answers to choose from"
+    ticks = [(float(n), str(n)) for n in ns]
     about = "band: 95 % over problems"
     return [Panel("Right answers among those chosen", about, shares, True, where, log_x=True, x_ticks=ticks)]
 
 
 def head_to_head_panels(rows: Mapping[str, Mapping[str, Estimate]]) -> list[Panel]:
     """Win rates over the start with intervals, and the judge's reward against √KL; rows are numbered by rank."""
-    rates, plane = [], [Series("", [0.0], [0.0], is_points=True, color="soft", mark="start")]
+    rates = []
+    plane = [Series("", [0.0], [0.0], is_points=True, color="soft", mark="start")]
     for label, name, color, shift in (("judge", "win_rate", "c0", -0.12), ("proxy", "win_rate_proxy", "c1", 0.12)):
-        means, low, high = ([measures[name][i] for measures in rows.values()] for i in range(3))
+        estimates = [measures[name] for measures in rows.values()]
+        means = [mean for mean, _, _ in estimates]
+        low = [least for _, least, _ in estimates]
+        high = [most for _, _, most in estimates]
         xs = [index + shift for index in range(len(rows))]
         rates.append(Series(f"by the {label}", xs, means, low, high, is_points=True, color=color))
     for rank, measures in enumerate(rows.values(), 1):
         if "kl" in measures:  # it could not be measured of every pair of models
-            x, (mean, least, most) = math.sqrt(max(0.0, measures["kl"][0])), measures["reward_judge"]
+            x = math.sqrt(max(0.0, measures["kl"][0]))
+            mean, least, most = measures["reward_judge"]
             plane.append(Series("", [x], [mean], [least], [most], is_points=True, mark=str(rank)))
     names = [f"{rank} {row}" for rank, row in enumerate(rows, 1)]
     return [

@@ -49,13 +49,19 @@ class Child:
     def describe_end(self, code: int) -> str:
         """Describe its end by its exit code and the last line of its log."""
         if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-            hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""
+            name = str(-code)
+            if -code in set(signal.Signals):
+                name = signal.Signals(-code).name
+            hint = ""
+            if -code == posix.SIGKILL:
+                hint = ", as the system does where memory runs out"
             return f"its process was ended by {name}{hint}"
         lines: list[str] = []
         with suppress(OSError):
             lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip().splitlines()
-        last = f": {harmless(lines[-1][-300:])} ({self.log})" if lines else ""
+        last = ""
+        if lines:
+            last = f": {harmless(lines[-1][-300:])} ({self.log})"
         return f"its process ended with exit code {code}{last}"
 
 
@@ -73,8 +79,14 @@ def start_child(
         StorageError: the log cannot be written, or the process not started.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads)  # the environment decides; MKL goes with OMP
-    counts = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads}
-    environment = {**os.environ, **counts, **(settings or {})}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads,
+    }
+    if settings is not None:
+        environment.update(settings)
+    environment[LIFELINE] = "stdin"
     with storage_errors(f"the log of {what}", log), log.open("ab") as output:
         start = output.tell()
         process = subprocess.Popen(
@@ -82,7 +94,7 @@ def start_child(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment | {LIFELINE: "stdin"},
+            env=environment,
             process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
         )
     return Child(process, log, start, time.monotonic())
@@ -91,8 +103,9 @@ def start_child(
 def end_children(children: Iterable[Child], seconds: float = TIMEOUT_SECONDS) -> None:
     """Ask all to save and end; those that have not after so many seconds are killed, with what they started."""
     working = list(children)
-    for child in working if seconds else ():
-        child.interrupt()
+    if seconds:
+        for child in working:
+            child.interrupt()
     deadline = time.monotonic() + seconds
     for child in working:
         with suppress(subprocess.TimeoutExpired):
@@ -124,7 +137,9 @@ def end_with_parent() -> None:
 def threads_per_child(default: int) -> int:
     """Return the number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(requested) if requested.isascii() and requested.isdigit() and int(requested) > 0 else default
+    if requested.isascii() and requested.isdigit() and int(requested) > 0:
+        return int(requested)
+    return default
 
 
 @contextmanager

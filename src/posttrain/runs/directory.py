@@ -17,20 +17,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, Field
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
 from posttrain.option_types import shorten
-from posttrain.recipes.document import flatten, is_place
-from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.document import is_place
+from posttrain.recipes.overriding import flatten
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.metric_names import ACCURACY, Metric, metric_of
-from posttrain.store.reading import read_declared, read_yaml
+from posttrain.store.reading import read_declared, read_yaml_file
 from posttrain.untrusted import harmless, kind_of_file
 
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
@@ -72,6 +73,28 @@ class RunStatus:
     evaluation: str | None = None
 
 
+class RunLength(Protocol):
+    """The section of a recipe that says how long a run is and when it saves."""
+
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def save_every(self) -> int | None: ...
+
+
+class RunRecipe(Protocol):
+    """What a run needs of its recipe, whether it trains a language model or a sparse autoencoder."""
+
+    @property
+    def train(self) -> RunLength: ...
+    def resolve(self) -> Self: ...
+    def dump(self) -> dict[str, Any]: ...
+    def to_yaml(self) -> str: ...
+    def fingerprint(self) -> str: ...
+
+
 class _Hardware(BaseModel, extra="allow"):
     gpus: list[str] = []
 
@@ -104,22 +127,28 @@ def check_run_name(name: str) -> str:
 def name_of_recipe(recipe_name: str) -> str:
     """Return a run's default name: ``tiny/grpo`` and ``my/tiny-grpo.yaml`` both give ``tiny-grpo``."""
     path = Path(recipe_name)
-    plain = path.stem if path.suffix in (".yaml", ".yml") else recipe_name
+    if path.suffix in (".yaml", ".yml"):
+        plain = path.stem
+    else:
+        plain = recipe_name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.")[:MAX_NAME_CHARS] or "run"
 
 
 def find_run(root: str | Path, name: str) -> Path:
     """Return the directory of a run, by name under ``root`` or by path; raises UsageError if there is none."""
-    for path in (Path(root) / name, Path(name)) if name else ():
-        if kind_of_file(path / "recipe.yaml") != "nothing":
-            return path
+    if name:
+        for path in (Path(root) / name, Path(name)):
+            if kind_of_file(path / "recipe.yaml") != "nothing":
+                return path
     known = run_names(root)
     raise UsageError(f"there is no run {shorten(name)} in {root}.{suggest(name, known)} {list_names(known)}")
 
 
 def list_names(known: Sequence[str]) -> str:
     """Return the names of runs for a message: some of them, and the number of the others."""
-    more = f" and {len(known) - NUM_NAMES_SHOWN} more" if len(known) > NUM_NAMES_SHOWN else ""
+    more = ""
+    if len(known) > NUM_NAMES_SHOWN:
+        more = f" and {len(known) - NUM_NAMES_SHOWN} more"
     return f"Runs there: {', '.join(known[:NUM_NAMES_SHOWN]) or 'none'}{more}"
 
 
@@ -202,33 +231,34 @@ class RunDirectory:
         """Nothing there yet but a lock, or what a killed start left."""
         return not any(item for item in self.folder.iterdir() if not item.name.startswith((LOCK, ".tmp-")))
 
-    def write_recipe(self, recipe: Recipe) -> None:
+    def write_recipe(self, recipe: RunRecipe) -> None:
         """Put the resolved recipe in place; atomic."""
         replace_file(self.recipe_path, recipe.to_yaml().encode())
 
     def read_recipe(self) -> dict[str, Any]:
         """Return the stored recipe as plain data; raises DataError if it cannot be read."""
         try:
-            data = read_yaml(self.recipe_path)
+            data = read_yaml_file(self.recipe_path)
         except FileNotFoundError as error:
             raise DataError(self.recipe_path, f"the run's recipe cannot be read ({error.strerror})") from None
         if not isinstance(data, dict):
             raise DataError(self.recipe_path, "the run's recipe is not a mapping of sections")
         return data
 
-    def as_it_began(self, recipe: Recipe) -> Recipe:
+    def as_it_began(self, recipe: RunRecipe) -> RunRecipe:
         """Return the recipe for a run that is resumed: keys that came later say what the run has done so far."""
-        changed = recipe
+        changed: Any = recipe
         for key in keys_that_came_later(self.read_recipe()):
             section, _, name = key.partition(".")
             settings = getattr(changed, section)
             if name in type(settings).model_fields:  # the sections of `posttrain sae` are others
                 settings = settings.model_copy(update={name: LATER_KEYS[key]})
                 changed = changed.model_copy(update={section: settings})
-        return changed
+        began: RunRecipe = changed
+        return began
 
     def changed_keys(
-        self, recipe: Recipe, stored: Mapping[str, object] | None = None, *, places: bool = False
+        self, recipe: RunRecipe, stored: Mapping[str, object] | None = None, *, places: bool = False
     ) -> dict[str, tuple[object, object]]:
         """Return the dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
 
@@ -239,13 +269,17 @@ class RunDirectory:
             stored: plain data to compare with; by default the run's ``recipe.yaml``.
             places: the keys of place (``document.PLACE_KEYS``), which may change at any time, instead of all others.
         """
-        stored = dict(stored) if stored is not None else self.read_recipe()
+        if stored is not None:
+            stored = dict(stored)
+        else:
+            stored = self.read_recipe()
         later = keys_that_came_later(stored)
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no longer validates is
         # compared as it is.
         with suppress(PosttrainError):
             stored = validate_recipe(stored, is_own=False).resolve(to_read=True).dump()
-        old, new = flatten(stored), flatten(recipe.dump())
+        old = flatten(stored)
+        new = flatten(recipe.dump())
         kept = [key for key in {**old, **new} if is_place(key) == places and key not in later]
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}
 
@@ -264,11 +298,14 @@ class RunDirectory:
     def primary_metric(self) -> Metric:
         """Return the primary metric of the run; the accuracy where nothing is stored."""
         status = self.read_status()
-        return ACCURACY if status is None or status.primary_metric is None else metric_of(status.primary_metric)
+        if status is None or status.primary_metric is None:
+            return ACCURACY
+        return metric_of(status.primary_metric)
 
     def write_environment(self, recipe_name: str, fingerprint: str) -> None:
         """Add this start of the run to ``env.json``: command, commit, versions, hardware."""
-        environment, now = self.read_environment(), describe_environment()
+        environment = self.read_environment()
+        now = describe_environment()
         content = {
             "recipe": environment.get("recipe", recipe_name),
             "created": environment.get("created", now["started"]),

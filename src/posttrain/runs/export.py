@@ -79,7 +79,8 @@ def export_run(
         CheckpointError: the checkpoint does not verify.
         StorageError: the disk is full or not writable; the target is not there.
     """
-    run, goal = Path(folder), Path(target)
+    run = Path(folder)
+    goal = Path(target)
     _check_target(Path(root), goal)
     step = _choose_step(run, weights)
     content = aside_of(goal)
@@ -88,7 +89,9 @@ def export_run(
         remove_asides(goal)
         try:
             content.mkdir()
-            warnings = [] if step is None else _copy_weights(run, step, content, merge)
+            warnings = []
+            if step is not None:
+                warnings = _copy_weights(run, step, content, merge)
             for name in RECORDS:
                 if (run / name).is_file() and not (run / name).is_symlink():
                     shutil.copyfile(run / name, content / name)
@@ -114,7 +117,8 @@ def _check_target(root: Path, goal: Path) -> None:
 
 def _choose_step(run: Path, weights: Weights | None) -> int | None:
     folder = run / "checkpoints"
-    steps, best = checkpoint_steps(folder), best_step(folder)
+    steps = checkpoint_steps(folder)
+    best = best_step(folder)
     if weights not in (None, *get_args(Weights)):
         raise UsageError(f"--weights {weights!r}: give best, last or none")
     if weights == "none":
@@ -123,37 +127,60 @@ def _choose_step(run: Path, weights: Weights | None) -> int | None:
         raise UsageError(f"--weights best: no checkpoint of {run.name} is marked as the best; use --weights last")
     if not steps:
         raise UsageError(f"{run.name} has no checkpoint; --weights none exports recipe and results alone")
-    return steps[-1] if weights == "last" or best is None else best
+    if weights == "last" or best is None:
+        return steps[-1]
+    return best
 
 
 def model_card(run: Path, step: int | None, weights: Path) -> str:
     """Return ``README.md`` of an export: origin of the ``weights`` in it, results, and how to load them."""
-    summary, made_by = summarize_run(run), RunDirectory(run).made_by() or "?"
+    summary = summarize_run(run)
+    made_by = RunDirectory(run).made_by() or "?"
     description = str(RunDirectory(run).read_recipe().get("description") or "").strip()
-    front: dict[str, object] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers"}
-    front |= {"base_model": summary.model} if re.fullmatch(r"[\w.-]+/[\w.-]+", summary.model) else {}
-    lines = ["---", yaml.safe_dump(front | {"tags": ["posttrain"]}).rstrip(), "---", ""] if step is not None else []
-    lines += [f"# {plain(run.name)}", "", *([paragraph(description), ""] if description else [])]
+    lines = []
+    shown_weights = "none"
+    if step is not None:
+        shown_weights = f"after step {step} of {summary.steps}"
+        lines += _front_matter(summary.model, weights)
+    lines += [f"# {plain(run.name)}", ""]
+    if description:
+        lines += [paragraph(description), ""]
     lines += [
         f"- trained with: posttrain {plain(made_by)}, recipe {code(summary.recipe)} (resolved: `recipe.yaml`)",
         f"- from: {code(summary.model)}",
         f"- objective: {plain(summary.objective)}",
-        f"- weights: {'none' if step is None else f'after step {step} of {summary.steps}'}",
+        f"- weights: {shown_weights}",
         f"- last held-out evaluation: {plain(summary.result) or 'none'}",
     ]
     ends = [code(name) for name in names_of_ends(weights)]
-    lines += [f"- an answer ends at {' or '.join(ends)} (`generation_config.json`)"] if ends else []
+    if ends:
+        lines.append(f"- an answer ends at {' or '.join(ends)} (`generation_config.json`)")
     lines.append("")
     if is_adapter(str(weights)):
-        scorer = f" {_SCORER[0].upper()}{_SCORER[1:]}." if _is_scorer(weights) else ""
+        scorer = ""
+        if _is_scorer(weights):
+            scorer = f" {_SCORER[0].upper()}{_SCORER[1:]}."
         lines += [f"The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.{scorer}", ""]
     return harmless("\n".join(lines))
 
 
+def _front_matter(model: str, weights: Path) -> list[str]:
+    """Return what the hub reads of a model card."""
+    front: dict[str, object] = {"library_name": "transformers", "tags": ["posttrain"]}
+    if is_adapter(str(weights)):
+        front["library_name"] = "peft"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        front["base_model"] = model
+    return ["---", yaml.safe_dump(front).rstrip(), "---", ""]
+
+
 def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]:
     """Copy or merge the weights, and compare them with the trained model; returns notices."""
-    source, model = step_folder(run / "checkpoints", step), RunDirectory(run).read_recipe().get("model")
-    dtype = short_dtype(str(model.get("dtype", "?"))) if isinstance(model, Mapping) else "?"
+    source = step_folder(run / "checkpoints", step)
+    model = RunDirectory(run).read_recipe().get("model")
+    dtype = "?"
+    if isinstance(model, Mapping):
+        dtype = short_dtype(str(model.get("dtype", "?")))
     digests = _verified(source)
     adapter = source / ADAPTER_CONFIG
     has_head = "heads.safetensors" in digests
@@ -166,30 +193,42 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
             )
         _merge_into_base(dtype, source, content)
         return []
-    base = str(read_object(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
+    base = ""
+    if adapter.is_file():
+        base = str(read_object(adapter).get("base_model_name_or_path"))
     lower = ""
-    with suppress(UsageError):  # a base that is not there peft does not find either
-        lower = base_of(str(source)) if base else ""
+    if base:
+        with suppress(UsageError):  # a base that is not there peft does not find either
+            lower = base_of(str(source))
     if lower and is_adapter(lower):  # peft would load another model without a warning
-        remedy = "train it from a merged export" if has_head else "--merge exports a model that stands alone"
+        remedy = "--merge exports a model that stands alone"
+        if has_head:
+            remedy = "train it from a merged export"
         raise UsageError(f"{run.name}: its adapter is on top of an adapter, {base}, which peft does not load; {remedy}")
+    _copy_files(source, content, digests)
+    if not base:
+        return []
+    what = f"the weights are an adapter on top of {base}"
+    if Path(base).exists():
+        what += ", which is a folder of this machine"
+        if not has_head:
+            what += "; --merge exports a model that stands alone"
+    if lower and Path(lower).is_dir():
+        _compare_with_trained(dtype, source, content, "the exported adapter")
+    else:
+        what += ". The base is not here, so the adapter was not compared with the trained model"
+    if _is_scorer(content):
+        return [what, _SCORER]
+    return [what]
+
+
+def _copy_files(source: Path, content: Path, digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
         (content / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, content / name, follow_symlinks=False)
         with (content / name).open("rb") as copied:
             if file_digest(copied, "sha256").hexdigest() != digest:
                 raise StorageError(f"{name}: the copy differs from the checkpoint; try another disk")
-    if not base:
-        return []
-    what = f"the weights are an adapter on top of {base}"
-    if Path(base).exists():
-        what += ", which is a folder of this machine"
-        what += "" if has_head else "; --merge exports a model that stands alone"
-    if lower and Path(lower).is_dir():
-        _compare_with_trained(dtype, source, content, "the exported adapter")
-    else:
-        what += ". The base is not here, so the adapter was not compared with the trained model"
-    return [what, _SCORER] if _is_scorer(content) else [what]
 
 
 def _verified(source: Path) -> dict[str, str]:
@@ -243,16 +282,24 @@ def _compare_with_trained(dtype: str, source: Path, content: Path, what: str) ->
     from posttrain.models.comparison import check_same, read_probe
     from posttrain.models.load import load_model
 
-    given = read_object(source / ADAPTER_CONFIG).get("trainable_token_indices") or []
-    tokens = [index for ids in (given.values() if isinstance(given, dict) else [given]) for index in ids]
-    # The rounding of two ways to compute the same in fp32 may exceed the tolerance; that of the weights does not.
-    for last, chosen in [(True, dtype)] if dtype != "fp32" else [(False, dtype), (True, "fp64")]:
-        folders = (_model_section(folder, chosen) for folder in (source, content))
-        trained, exported = (read_probe(load_model(section, seed=0).model, tokens) for section in folders)
-        try:
-            check_same(trained, exported, what, exact=dtype != "bf16")
-        except RunFailure:
-            if last:
-                raise
-        else:
-            return
+    given = read_object(source / ADAPTER_CONFIG).get("trainable_token_indices")
+    tokens = []
+    if isinstance(given, dict):  # by module
+        for ids in given.values():
+            tokens += ids
+    elif given:
+        tokens += given
+
+    def compare(dtype_of_weights: str) -> None:
+        trained = read_probe(load_model(_model_section(source, dtype_of_weights), seed=0).model, tokens)
+        exported = read_probe(load_model(_model_section(content, dtype_of_weights), seed=0).model, tokens)
+        check_same(trained, exported, what, exact=dtype != "bf16")
+
+    if dtype != "fp32":
+        compare(dtype)
+        return
+    try:
+        compare("fp32")
+    except RunFailure:
+        # The rounding of two ways to compute the same in fp32 may exceed the tolerance; that of the weights does not.
+        compare("fp64")

@@ -1,9 +1,4 @@
-"""Starting, continuing and ending a run in its directory; the training itself is ``training/loop.py``.
-
-A checkpoint records what decided it (``settings``: the recipe without its keys of place) and the number of records.
-Before a run goes on, changes of the recipe and missing records are named, and it goes on with them only where that is
-accepted; nothing was changed before.
-"""
+"""Starting, continuing and ending a run in its directory; the training itself is ``training/loop.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from posttrain import __version__
 from posttrain.errors import DataError, MissingExtra, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ScaleSection
@@ -29,6 +23,7 @@ from posttrain.registry import suggest
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import (
     RunDirectory,
+    RunRecipe,
     RunStatus,
     State,
     check_run_name,
@@ -40,17 +35,16 @@ from posttrain.runs.directory import (
     run_names,
 )
 from posttrain.runs.processes import check_scale, join_processes, task_of
-from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers, newest_state
+from posttrain.runs.resume import claim_to_resume, describe_changes, hard_changes
+from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
-from posttrain.store.metrics import MetricsLog
-from posttrain.store.rollouts import RolloutStore
 from posttrain.training.files import Observer, RunFiles
 from posttrain.untrusted import allow_code_options
 
 DEFAULT_ROOT = "runs"
 # training/loop.py: train(recipe, files, *, resume, observer, should_stop, ...), with .step, .reason, .evaluations
 Train = Callable[..., Any]
-# Writes the files that show a run: curves, results, report (``commands.summary.write_summary``).
+# Writes the files that show a run: curves, results, report (``reports.summary.write_summary``).
 Summarize = Callable[[Path], object]
 
 
@@ -65,7 +59,7 @@ class RunResult:
 
 
 def launch(
-    recipe: Recipe,
+    recipe: RunRecipe,
     *,
     root: str | Path,
     name: str | None = None,
@@ -97,25 +91,23 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    check_scale(recipe.scale if isinstance(recipe, Recipe) else ScaleSection())
+    check_scale(_scale_of(recipe))
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
         check_run_name(name)
-    place, is_new_root = Path(root), not Path(root).exists()
-    folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
+    is_new_root = not Path(root).exists()
+    if resume:
+        folder = _folder_to_resume(Path(root), name, recipe_name)
+    else:
+        folder = _new_folder(Path(root), name, recipe, recipe_name)
     directory = RunDirectory(folder)
     with lock_run(folder):
-        if resume:
-            recipe = directory.as_it_began(recipe)
-        warnings = _claim(directory, recipe, resume, accept_changes)
+        recipe, notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
-        status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
-        record = _Record(directory, status, observer, should_stop)
+        record = _Record(directory, _status_at_start(directory, recipe, resume), observer, should_stop)
         try:
-            record.update()
-            for message in [*warnings, *notes]:
-                record.notice(message)
+            record.begin([*notices, *notes])
             result = _train(recipe, directory, resume, record, train)
             record.conclude(summarize)
         except BaseException as error:
@@ -128,6 +120,19 @@ def launch(
         return result
 
 
+def _scale_of(recipe: RunRecipe) -> ScaleSection:
+    if isinstance(recipe, Recipe):
+        return recipe.scale
+    return ScaleSection()  # of a sparse autoencoder, which one process trains
+
+
+def _status_at_start(directory: RunDirectory, recipe: RunRecipe, resume: bool) -> RunStatus:
+    before = None
+    if resume:
+        before = directory.read_status()
+    return new_status(recipe.train.steps or 0, before)
+
+
 def _take_back(folder: Path, is_new_root: bool) -> None:
     """Remove a run that never began: the same command, once corrected, finds the name free."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -136,7 +141,7 @@ def _take_back(folder: Path, is_new_root: bool) -> None:
             folder.parent.rmdir()
 
 
-def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
+def _train(recipe: RunRecipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
     with storage_errors("run", directory.folder):
         files = RunFiles.within(directory.folder)
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
@@ -162,12 +167,14 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record.notice(f"{what}; continue with: {resume_command(directory.folder)}")
-    reason = record.reason if result.reason == "interrupted" else result.reason
+        reason = record.reason
+    else:
+        reason = result.reason
     return RunResult(directory.folder, result.step, reason, dict(result.evaluations))
 
 
 def find_or_train(
-    recipe: Recipe,
+    recipe: RunRecipe,
     *,
     root: Path,
     recipe_name: str,
@@ -187,8 +194,12 @@ def find_or_train(
     if finished is not None:
         say(f"{recipe_name}: a finished run is there, {finished}")
         return finished, None
-    say(f"{recipe_name}: {f'going on with {unfinished}' if unfinished else 'no finished run; training one'}")
-    name = unfinished.name if unfinished else None
+    name = None
+    if unfinished is None:
+        say(f"{recipe_name}: no finished run; training one")
+    else:
+        say(f"{recipe_name}: going on with {unfinished}")
+        name = unfinished.name
     with observing() as observer:
         result = launch(
             recipe,
@@ -202,34 +213,40 @@ def find_or_train(
     return result.folder, result
 
 
-def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
+def find_runs(recipe: RunRecipe, root: Path) -> tuple[Path | None, Path | None]:
     """Return the newest finished run of exactly this recipe, and the newest that could go on."""
-    finished, unfinished = (next(iter(runs), None) for runs in runs_of(recipe, root))
-    return finished, unfinished
+    finished, unfinished = runs_by_recipe(recipe, root)
+    return next(iter(finished), None), next(iter(unfinished), None)
 
 
-def runs_of(recipe: Recipe, root: Path) -> tuple[list[Path], list[Path]]:
+def runs_by_recipe(recipe: RunRecipe, root: Path) -> tuple[list[Path], list[Path]]:
     """Return the finished runs of exactly this recipe, and those that could go on, the newest first."""
-    found: dict[bool, list[Path]] = {True: [], False: []}
+    finished = []
+    unfinished = []
     for name in run_names(root):
         run = RunDirectory(root / name)
         with suppress(DataError):  # a damaged run is not this one; `posttrain runs` reports it
             if "model" in run.read_recipe() and not run.changed_keys(recipe):
                 status = run.read_status()
-                found[status is not None and status.state == "finished"].append(run.folder)
-    for runs in found.values():
-        runs.sort(key=_age, reverse=True)
-    return found[True], found[False]
+                if status is not None and status.state == "finished":
+                    finished.append(run.folder)
+                else:
+                    unfinished.append(run.folder)
+    finished.sort(key=_age, reverse=True)
+    unfinished.sort(key=_age, reverse=True)
+    return finished, unfinished
 
 
 def resume_command(folder: Path) -> str:
     """Return the command that continues a run here, where the code that it named was allowed to run."""
-    words, root = ["posttrain", "runs", "resume", folder.name], str(folder.parent)
-    words += [] if root == DEFAULT_ROOT else ["--runs-dir", root]
+    words = ["posttrain", "runs", "resume", folder.name]
+    root = str(folder.parent)
+    if root != DEFAULT_ROOT:
+        words += ["--runs-dir", root]
     return shlex.join([*words, *allow_code_options(os.getcwd())])
 
 
-def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) -> Path:
+def _new_folder(root: Path, name: str | None, recipe: RunRecipe, recipe_name: str) -> Path:
     """Make a directory to start in; an existing one is only taken if it is empty."""
     with storage_errors("runs", root):
         root.mkdir(parents=True, exist_ok=True)
@@ -238,25 +255,30 @@ def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) 
             (root / name).mkdir(exist_ok=True)
             return root / name
         base = name_of_recipe(recipe_name)
-        for count in itertools.count(1):
-            folder = root / (base if count == 1 else f"{base}-{count}")
+        folder = root / base
+        for count in itertools.count(2):
             with suppress(FileExistsError):
                 folder.mkdir()
                 return folder
+            folder = root / f"{base}-{count}"
     raise AssertionError
 
 
-def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
-    folder, other = directory.folder, "Nothing was changed. Choose another name with --run NAME"
+def _refuse_taken(directory: RunDirectory, recipe: RunRecipe) -> None:
+    folder = directory.folder
+    other = "Nothing was changed. Choose another name with --run NAME"
     if not folder.exists() or (folder.is_dir() and directory.is_empty):
         return
     if not directory.recipe_path.is_file():
         raise RunConflict(f"{folder}: this is no run. {other}")
     refuse_live_folder(folder)
-    status, changed = directory.read_status(), directory.changed_keys(recipe)
+    status = directory.read_status()
+    changed = directory.changed_keys(recipe)
     where = "has no status"
     if status is not None:  # no process works in it: "running" is the state of a killed one
-        state = "killed" if status.state == "running" else status.state
+        state: str = status.state
+        if state == "running":
+            state = "killed"
         where = f"is at step {status.step} of {status.steps} ({state})"
     what = f"of the same recipe exists already and {where}. Continue it with --resume. {other}"
     if hard_changes(changed):
@@ -265,8 +287,11 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
 
 
 def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
-    known, base = run_names(root), name_of_recipe(recipe_name)
-    pattern = re.escape(name) if name is not None else rf"{re.escape(base)}(-\d+)?"
+    known = run_names(root)
+    base = name_of_recipe(recipe_name)
+    pattern = rf"{re.escape(base)}(-\d+)?"
+    if name is not None:
+        pattern = re.escape(name)
     candidates = [one for one in known if re.fullmatch(pattern, one)]
     if candidates:
         return max((root / one for one in candidates), key=_age)
@@ -280,32 +305,42 @@ def _age(run: Path) -> tuple[float, str]:
     return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
-def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
-    """Make the locked directory ours, or refuse; returns notices to show."""
+def _claim(
+    directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool
+) -> tuple[RunRecipe, list[str]]:
+    """Make the locked directory ours, or refuse; returns the recipe to go by, and notices to show."""
     if resume:
-        warnings, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
+        recipe = directory.as_it_began(recipe)
+        warnings = claim_to_resume(directory, recipe, accept_changes)
+        status = directory.read_status()
         if not warnings and status is not None and status.state == "finished":
-            return ["this run had finished; it is only checked, and its results shown again"]
-        return warnings
+            return recipe, ["this run had finished; it is only checked, and its results shown again"]
+        return recipe, warnings
     if not directory.is_empty:
         raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
     directory.write_recipe(recipe)
-    return []
+    return recipe, []
 
 
 def start_text(info: Mapping[str, Any]) -> str:
     """Describe what begins: steps, examples, what was dropped and why, repeated rows, trained parameters."""
     size = info.get("size") or f"{info['num_examples']:,} examples"
     length = info.get("length") or f"{info['steps']} steps on {size}"
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in (info.get("dropped") or {}).items() if n)
-    parts = (
-        length + (f", from {info['origin']}" if info.get("origin") else ""),
-        f"dropped: {dropped}" if dropped else "",
-        f"{n:,} rows of the data repeat an earlier one, and count again" if (n := info.get("num_repeated")) else "",
-        info.get("trained"),
-        f"resumed after step {info['resumed_from']}" if info.get("resumed_from") else "",
-    )
-    return "; ".join(part for part in parts if part)
+    if info.get("origin"):
+        length += f", from {info['origin']}"
+    parts = [length]
+    dropped = info.get("dropped")
+    if dropped:
+        counts = [f"{count:,} {reason}" for reason, count in dropped.items() if count]
+        if counts:
+            parts.append(f"dropped: {', '.join(counts)}")
+    if info.get("num_repeated"):
+        parts.append(f"{info['num_repeated']:,} rows of the data repeat an earlier one, and count again")
+    if info.get("trained"):
+        parts.append(info["trained"])
+    if info.get("resumed_from"):
+        parts.append(f"resumed after step {info['resumed_from']}")
+    return "; ".join(parts)
 
 
 class _Record:
@@ -314,7 +349,10 @@ class _Record:
     def __init__(
         self, directory: RunDirectory, status: RunStatus, observer: Observer, should_stop: Callable[[], bool]
     ) -> None:
-        self.directory, self.status, self.observer, self.should_stop = directory, status, observer, should_stop
+        self.directory = directory
+        self.status = status
+        self.observer = observer
+        self.should_stop = should_stop
         self.started = False
         self.reason: State = "finished"
         self.finish: dict[str, Any] | None = None  # the event, which is passed on when everything is written
@@ -327,25 +365,37 @@ class _Record:
         elif event == "step":
             self.update(step=info["step"])
         elif event == "evaluation":
-            primary, results = info["primary_metric"], info["results"]
+            primary = info["primary_metric"]
+            results = info["results"]
             result = "evaluated"
             if primary is not None and primary.name in results:  # a further task may lack what the first one has
                 self.update(primary_metric=primary.name, held_out=primary.numbers(results), evaluation=info["name"])
                 result = f"{primary.name} {results[primary.name]}"
             self.directory.log(f"step {info['step']}: {info['name']}: {result}")
         elif event == "checkpoint":
-            best = ", the best so far" if info.get("best") else ""
+            best = ""
+            if info.get("best"):
+                best = ", the best so far"
             self.directory.log(f"step {info['step']}: saved {info['path']}{best}")
         elif event == "notice":
             self.directory.log(str(info["message"]))
         elif event == "finish":
             if info["reason"] != "finished":
-                info = info | {"reason": "stopped" if self.should_stop() else "interrupted"}
+                reason = "interrupted"
+                if self.should_stop():
+                    reason = "stopped"
+                info = info | {"reason": reason}
             self.reason = info["reason"]
             self.finish = info
             self.update(step=info["step"])
             return
         self.observer(event, info)
+
+    def begin(self, notices: Sequence[str]) -> None:
+        """Write the status of a run that starts, and tell what is to be known about it."""
+        self.update()
+        for message in notices:
+            self.notice(message)
 
     def tell_finish(self) -> None:
         """Pass on that the run has ended."""
@@ -373,143 +423,33 @@ class _Record:
 
     def end(self, error: BaseException | None, *, goes: bool = False) -> None:
         """Set the final state; after an error, write how to continue unless the run ``goes`` away."""
-        state, message = self.reason, None
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        state = self.reason
+        message = None
+        end = state
         if error is not None:
-            state = "interrupted" if stopped else "failed"
-            message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                state = "interrupted"
+                message = "stopped at once"
+                end = "stopped"
+            else:
+                state = "failed"
+                message = f"{type(error).__name__}: {error}"
+                end = "failed"
             message = "; ".join([message, *getattr(error, "__notes__", [])])
         try:
             self.update(state=state, message=message)
-            self.directory.log(f"{state}: {message}" if message else state)
+            line: str = state
+            if message:
+                line = f"{state}: {message}"
+            self.directory.log(line)
             if error is not None and self.started and not goes:
                 saved = checkpoint_steps(self.directory.folder / "checkpoints")
-                kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "no checkpoint had been saved yet"
-                made = f"{'stopped' if stopped else 'failed'} after step {self.status.step} of {self.status.steps}"
+                kept = "no checkpoint had been saved yet"
+                if saved:
+                    kept = f"the newest checkpoint is of step {saved[-1]}"
+                made = f"{end} after step {self.status.step} of {self.status.steps}"
                 self.notice(f"{made}; {kept}; continue with: {resume_command(self.directory.folder)}")
         except (StorageError, OSError) as failure:  # the first error is the one to show
             if error is None:
                 raise
             error.add_note(str(failure))
-
-
-ACCEPT = "--accept-changes"
-LENGTHS = ("train.steps", "train.num_epochs")
-_FILES = {
-    "metrics": "metrics.jsonl: {} of {} lines",
-    "rollouts": "rollouts.db: {} of {} rollouts",
-    "evaluation_rollouts": "rollouts.db: {} of {} evaluation rollouts",
-}
-Changes = dict[str, tuple[object, object]]
-
-
-def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: bool = False) -> list[str]:
-    """Check that the locked run may go on by ``recipe``, and store that; returns notices to show.
-
-    Args:
-        accept_changes: go on although the recipe or the records are others than the checkpoint's.
-
-    Raises:
-        RunConflict: they are, and it is not accepted; nothing was changed.
-    """
-    step, state = newest_state(directory.folder / "checkpoints") or (0, {})
-    saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
-    settings = state.get("settings")
-    changed = directory.changed_keys(recipe, *([settings] if isinstance(settings, Mapping) else []))
-    missing = _missing_records(directory.folder, step, state) if saved else _missing_checkpoints(directory, recipe)
-    new = recipe.train.steps if "train.steps" in changed else None
-    is_short = new is not None and new <= saved
-    problem = hard_changes(changed)
-    if is_short:
-        problem = f"train.steps {new} is not above the newest checkpoint's step {saved}."
-    elif changed and not problem and recipe.train.schedule != "constant":
-        keys = " and ".join(sorted(changed))
-        problem = f"{keys} changes the learning rates of train.schedule {recipe.train.schedule!r}."
-    differing = _lines(changed) if problem else []
-    if is_short or ((problem or missing) and not accept_changes):
-        raise RunConflict(_refusal(directory, differing, missing, problem))
-    warnings: list[str] = []
-    if missing or differing:
-        what = "; ".join([*missing, *differing])
-        warnings.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
-    elif changed:
-        now = "; ".join(f"{key} is now {new} instead of {old}" for key, (old, new) in sorted(changed.items()))
-        warnings.append(f"{now}; the steps up to {saved} are kept as they are")
-    elsewhere = {key: both for key, both in directory.changed_keys(recipe, places=True).items() if key != "description"}
-    if elsewhere:
-        warnings.append(f"another place than at the last start: {'; '.join(_lines(elsewhere))}")
-    edited = {key: both for key, both in directory.changed_keys(recipe).items() if key not in changed}
-    if edited and not differing:
-        warnings.append(
-            f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(_lines(edited))}"
-        )
-    if changed or elsewhere or edited:
-        directory.write_recipe(recipe)
-    return warnings
-
-
-def hard_changes(changed: Changes) -> str:
-    """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``num_epochs`` alone)."""
-    hard = [key for key in changed if key not in LENGTHS]
-    length = " or ".join(LENGTHS)
-    return f"Only {length} may change when a run is resumed, not {', '.join(hard)}." if hard else ""
-
-
-def describe_changes(changed: Changes) -> str:
-    """Return a line for each key: the value in the run, and the new one."""
-    return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in _lines(changed))
-
-
-def _missing_records(folder: Path, step: int, state: Mapping[str, object]) -> list[str]:
-    """Name the files that have fewer lines or rows than when the checkpoint was saved."""
-    records = state.get("records")
-    expected = {name: n for name, n in (records if isinstance(records, Mapping) else {}).items() if isinstance(n, int)}
-    if not expected:
-        return []
-    there = {"metrics": sum(row.step <= step for row in MetricsLog(folder / "metrics.jsonl").read())}
-    path = folder / "rollouts.db"
-    if expected.keys() - there.keys() and path.is_file():
-        there |= RolloutStore(path, read_only=True).num_rows(step)
-    return [
-        f"{_FILES[name].format(count - there.get(name, 0), count)} up to step {step} are missing"
-        for name, count in expected.items()
-        if name in _FILES and there.get(name, 0) < count
-    ]
-
-
-def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
-    """Tell of a run without any checkpoint whose status or metrics show that it had one."""
-    status = directory.read_status()
-    last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
-    if status is not None and status.state in ("finished", "interrupted", "stopped"):  # both save a checkpoint
-        last = max(last, status.step)
-    elif last <= (recipe.train.save_every or last):
-        return []
-    if not last:
-        return []
-    folder = directory.folder / "checkpoints"
-    return [f"checkpoints: there is none, and {last} steps were made; is the disk with {folder} mounted?"]
-
-
-def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
-    parts = []
-    if differing:
-        recipes = "this run belongs to another recipe. The recipes differ in:"
-        parts.append("\n  ".join([recipes, *differing]) + f"\n{problem}")
-    if missing:
-        parts.append("\n  ".join(["what was there when its newest checkpoint was saved is gone:", *missing]))
-    back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
-    made_by = directory.made_by()
-    version = "" if made_by in (None, __version__) else f" It was made by posttrain {made_by}; this is {__version__}."
-    return (
-        f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed.{version} Resume "
-        f"{' and '.join(filter(None, back))}, go on with it as it is now with {ACCEPT} (log.txt keeps what was "
-        "different), or start under another name with --run NAME"
-    )
-
-
-def _lines(changed: Changes) -> list[str]:
-    def shown(value: object) -> str:
-        return "nothing" if value is None else repr(value)
-
-    return [f"{key}: {shown(old)} in the run, {shown(new)} now" for key, (old, new) in sorted(changed.items())]

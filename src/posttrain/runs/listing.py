@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from posttrain.errors import DataError, UsageError
-from posttrain.recipes.document import flatten
+from posttrain.recipes.overriding import flatten
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, is_live, run_names
@@ -67,7 +67,9 @@ class RunSummary:
         """The primary metric, and a number that is larger for what is better; None where it was not evaluated."""
         metric = metric_of(self.primary_metric or "")
         value = metric.value(self.held_out)
-        return None if value is None else (metric.name, metric.goodness(value))
+        if value is None:
+            return None
+        return (metric.name, metric.goodness(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +106,24 @@ def list_runs(
     Raises:
         UsageError: no such state or key.
     """
-    for option, given, known in (("--state", states, get_args(RunState)), ("--sort", [sort], [*SORT_KEYS])):
-        for component in given:
-            if component not in known:
-                raise UsageError(
-                    f"{option}: there is no {component!r}.{suggest(component, known)} Known: {', '.join(known)}"
-                )
+    for state in states:
+        _refuse_unknown("--state", state, get_args(RunState))
+    _refuse_unknown("--sort", sort, list(SORT_KEYS))
     names = run_names(root)
     if patterns:
         names = [name for name in every_run_name(root) if any(fits(name, pattern) for pattern in patterns)]
     runs = [summarize_run(Path(root) / name, name) for name in names]
-    runs = [run for run in runs if not states or run.state in states]
+    if states:
+        runs = [run for run in runs if run.state in states]
     value, largest_first = SORT_KEYS[sort]
     ranked = [run for run in runs if value(run) is not None]
-    return sorted(ranked, key=value, reverse=largest_first) + [run for run in runs if value(run) is None]
+    unranked = [run for run in runs if value(run) is None]
+    return sorted(ranked, key=value, reverse=largest_first) + unranked
+
+
+def _refuse_unknown(option: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise UsageError(f"{option}: there is no {given!r}.{suggest(given, known)} Known: {', '.join(known)}")
 
 
 def summarize_sweep(root: str | Path, name: str) -> SweepSummary:
@@ -140,26 +146,48 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
     if not isinstance(steps, int):
         problems.append(f"{directory.recipe_path}: train.steps is no whole number")
         steps = 0
-    state: RunState = "dead" if status is None or status.state == "running" else status.state
-    state = "damaged" if problems else "running" if is_live(directory.folder) else state
+    state: RunState
+    if problems:
+        state = "damaged"
+    elif is_live(directory.folder):
+        state = "running"
+    elif status is None or status.state == "running":
+        state = "dead"
+    else:
+        state = status.state
     activations = _section(recipe, "activations")  # of a sparse autoencoder
-    model = str(activations["folder"]) if "folder" in activations else _word(activations or recipe, "model")
-    return RunSummary(
+    if "folder" in activations:
+        model = str(activations["folder"])
+    else:
+        model = _name_at(activations or recipe, "model")
+    if "objective" in recipe:
+        objective = _name_at(recipe, "objective")
+    else:
+        objective = _name_at(recipe, "dictionary")
+    summary = RunSummary(
         name=name or directory.folder.name,
         path=directory.folder,
         state=state,
-        step=status.step if status else 0,
-        steps=status.steps if status else steps,
+        step=0,
+        steps=steps,
         recipe=environment.get("recipe", "?")[:_MAX_CHARACTERS],
-        objective=_word(recipe, "objective" if "objective" in recipe else "dictionary")[:_MAX_CHARACTERS],
+        objective=objective[:_MAX_CHARACTERS],
         model=model[:_MAX_CHARACTERS],
-        metrics=last.metrics if last is not None else {},
-        primary_metric=status.primary_metric if status else None,
-        held_out=status.held_out if status else {},
         disk_bytes=disk_bytes(directory.folder),
         created=environment.get("created"),
         problem="; ".join(problems) or None,
     )
+    if last is not None:
+        summary = replace(summary, metrics=last.metrics)
+    if status is not None:
+        summary = replace(
+            summary,
+            step=status.step,
+            steps=status.steps,
+            primary_metric=status.primary_metric,
+            held_out=status.held_out,
+        )
+    return summary
 
 
 def show_run(path: str | Path) -> dict[str, object]:
@@ -168,23 +196,33 @@ def show_run(path: str | Path) -> dict[str, object]:
     Keys: the fields of ``RunSummary``, ``message`` (the reason of a failure), ``checkpoints`` (step, disk_bytes, best),
     ``warnings`` (why it cannot learn), ``evaluations`` (name, step, and results), ``rollouts`` (number by step).
     """
-    directory, summary = RunDirectory(path), summarize_run(path)
-    problems = [summary.problem] if summary.problem else []
+    directory = RunDirectory(path)
+    summary = summarize_run(path)
     unread: list[str] = []
     rows: list[MetricsRow] = _read_or(MetricsLog(directory.folder / "metrics.jsonl").read, [], unread)
     status = _read_or(directory.read_status, None, [])
     rollouts: dict[int, int] = {}
-    if (database := directory.folder / "rollouts.db").is_file():
+    database = directory.folder / "rollouts.db"
+    if database.is_file():
         rollouts = _read_or(lambda: RolloutStore(database, read_only=True).count_training(), {}, unread)
     saved: list[dict[str, int | bool]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], unread)
+    problems = []
+    if summary.problem:
+        problems.append(summary.problem)
     problems += [problem for problem in unread if problem not in (summary.problem or "")]
+    state = summary.state
+    if problems:
+        state = "damaged"
+    message = None
+    if status is not None:
+        message = status.message
     return asdict(summary) | {
         "path": str(directory.folder),
-        "state": "damaged" if problems else summary.state,
+        "state": state,
         "problem": "; ".join(problems) or None,
-        "message": status.message if status else None,
+        "message": message,
         "checkpoints": saved,
-        "warnings": [*learning_warnings(rows).values()],
+        "warnings": list(learning_warnings(rows).values()),
         "evaluations": evaluations(rows),
         "rollouts": rollouts,
     }
@@ -192,13 +230,17 @@ def show_run(path: str | Path) -> dict[str, object]:
 
 def evaluations(rows: list[MetricsRow]) -> list[dict[str, Any]]:
     """Return held-out evaluations in the order in which they were done: ``name``, ``step`` and their results."""
-    points = [({"name": point.name, "step": point.step}, point.results) for point in evaluation_points(rows)]
-    return [about | results | about for about, results in points]  # whatever a result is called
+    found = []
+    for point in evaluation_points(rows):
+        about = {"name": point.name, "step": point.step}
+        found.append(about | point.results | about)  # whatever a result is called
+    return found
 
 
 def disk_bytes(folder: str | Path) -> int:
     """Return the bytes in all files under a folder; links count nothing. Files that vanish meanwhile are left out."""
-    total, folders = 0, [os.fspath(folder)]
+    total = 0
+    folders = [os.fspath(folder)]
     while folders:
         try:
             with os.scandir(folders.pop()) as items:
@@ -222,12 +264,16 @@ def _read_or(read: Callable[[], T], instead: T, problems: list[str]) -> T:
 
 def _section(recipe: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = recipe.get(key)
-    return value if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
-def _word(recipe: Mapping[str, object], key: str) -> str:
+def _name_at(recipe: Mapping[str, object], key: str) -> str:
     value = recipe.get(key)
-    return value if isinstance(value, str) else str(_section(recipe, key).get("name", "?"))
+    if isinstance(value, str):
+        return value
+    return str(_section(recipe, key).get("name", "?"))
 
 
 def _checkpoints(folder: Path) -> list[dict[str, int | bool]]:
@@ -261,24 +307,39 @@ def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
         DataError: a record is damaged.
     """
     directories = [RunDirectory(folder) for folder in folders]
-    recipes = [flatten(directory.read_recipe()) for directory in directories]
-    keys = [key for key in dict.fromkeys(key for recipe in recipes for key in recipe) if key != "description"]
-    sections = {key.rpartition(".")[0] for key in keys} | {key.partition(".")[0] for key in keys if "." in key}
-    # a section is no key: an empty list or mapping where another recipe has something
-    values = {key: [recipe.get(key, ABSENT) for recipe in recipes] for key in keys if key not in sections}
+    values = _values_by_key([flatten(directory.read_recipe()) for directory in directories])
     differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
     rows = [MetricsLog(directory.folder / "metrics.jsonl").read() for directory in directories]
-    last = [{item["name"]: item for item in evaluations(own)} for own in rows]
+    last_by_name = [{item["name"]: item for item in evaluations(own)} for own in rows]
+    names = dict.fromkeys(name for own in last_by_name for name in own)
     for directory in directories:
         directory.read_status()  # a damaged one is refused
-    timed = ("step_seconds", "evaluation_seconds")
     return SideBySide(
         runs=[summarize_run(directory.folder) for directory in directories],
-        last={name: [own.get(name) for own in last] for name in dict.fromkeys(name for own in last for name in own)},
-        seconds=[sum(row.timing.get(name, 0.0) for row in own for name in timed) for own in rows],
+        last={name: [own.get(name) for own in last_by_name] for name in names},
+        seconds=[seconds_of(own) for own in rows],
         recipe=differing,
         num_equal_keys=len(values) - len(differing),
     )
+
+
+def seconds_of(rows: Iterable[MetricsRow]) -> float:
+    """Return the seconds of steps and evaluations, over all starts of the run."""
+    return sum(row.timing.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds"))
+
+
+def _values_by_key(recipes: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
+    """Return the value of each dotted key in every recipe, without the description.
+
+    A section is no key: it is an empty list or mapping where another recipe has something.
+    """
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "description")
+    sections = set()
+    for key in keys:
+        sections.add(key.rpartition(".")[0])
+        if "." in key:
+            sections.add(key.partition(".")[0])
+    return {key: [recipe.get(key, ABSENT) for recipe in recipes] for key in keys if key not in sections}
 
 
 # The role of a parent, by the first part of the key that names it.
@@ -305,14 +366,16 @@ def find_links(root: str | Path) -> list[Link]:
 
     A run whose recipe cannot be read has none.
     """
-    folder, links = Path(root), []
+    folder = Path(root)
+    links: list[Link] = []
     known = every_run_name(folder)
     for name in sorted(known):
         try:
             values = flatten(RunDirectory(folder / name).read_recipe())
         except DataError:
             continue
-        links += [link for key, value in values.items() for link in _find_parent(folder, known, name, key, value)]
+        for key, value in values.items():
+            links += _find_parent(folder, known, name, key, value)
     return links
 
 
@@ -326,26 +389,31 @@ def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[i
     default = best_step(folder) or max(checkpoint_steps(folder), default=None)
     used: dict[int, str] = {}
     for link in links:
-        step = default if link.step is None else link.step
+        step = link.step
+        if step is None:
+            step = default
         if link.parent == parent and step is not None:
             used.setdefault(step, link.child)
     return used
 
 
 def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: object) -> Iterator[Link]:
-    is_run, is_name = key.endswith(".run"), key in _NAMES
+    is_run = key.endswith(".run")
+    is_name = key in _NAMES
     if not isinstance(value, str) or (is_name and value in ("self", *EMBEDDED_MODELS)):
         return
     if not (is_run or is_name or "/" in value):
         return
     real = root.resolve()
-    for base in (Path.cwd(), *real.parents, *([real] if is_run else [])):  # a relative path may be relative to these
+    bases = [Path.cwd(), *real.parents]  # a relative path may be relative to these
+    if is_run:
+        bases.append(real)
+    for base in bases:
         path = Path(os.path.normpath(base / os.path.expanduser(value)))
         if path == real or not path.is_relative_to(real):
             continue
         parts = path.relative_to(real).parts
-        end = parts.index("checkpoints") if "checkpoints" in parts else len(parts)
-        end = next((n for n in range(1, len(parts) + 1) if "/".join(parts[:n]) in known), end)
+        end = _length_of_name(parts, known)
         parent = "/".join(parts[:end])
         if parent not in ("", child) and (parent in known or is_run or is_name):
             section = key.partition(".")[0]
@@ -354,12 +422,28 @@ def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: 
         return
 
 
+def _length_of_name(parts: Sequence[str], known: Sequence[str]) -> int:
+    """Return how many parts of a path are the name of a run; of one that is gone, those before its checkpoints."""
+    for end in range(1, len(parts) + 1):
+        if "/".join(parts[:end]) in known:
+            return end
+    if "checkpoints" in parts:
+        return parts.index("checkpoints")
+    return len(parts)
+
+
 def _step_of(root: Path, child: str, parent: str, section: str, value: str, rest: Sequence[str]) -> int | None:
     """The parent's checkpoint: by the path, else as the child's own newest checkpoint records it."""
     if len(rest) > 1 and rest[0] == "checkpoints":
         match = STEP_FOLDER.fullmatch(rest[1])
-        return int(match[1]) if match else best_step(root / parent / "checkpoints")
+        if match:
+            return int(match[1])
+        return best_step(root / parent / "checkpoints")
     _, state = newest_state(root / child / "checkpoints") or (0, {})
     recorded = state.get(section)
-    match = re.fullmatch(STEP_FOLDER, str(recorded.get(value) if isinstance(recorded, dict) else recorded))
-    return int(match[1]) if match else None
+    if isinstance(recorded, dict):
+        recorded = recorded.get(value)
+    match = re.fullmatch(STEP_FOLDER, str(recorded))
+    if not match:
+        return None
+    return int(match[1])

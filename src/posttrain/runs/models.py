@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.errors import UsageError
+from posttrain import __version__
+from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.runs.directory import RunDirectory, find_run
 from posttrain.sampling.models import ModelSource, checkpoint_of
@@ -18,7 +19,13 @@ def read_run_recipe(folder: Path) -> Recipe:
         DataError, RecipeError: it cannot be read, or this version does not know its keys.
     """
     run = RunDirectory(folder)
-    return stored_recipe(run.read_recipe(), str(run.recipe_path))
+    try:
+        return stored_recipe(run.read_recipe(), str(run.recipe_path))
+    except RecipeError as error:
+        made_by = run.made_by()
+        if made_by in (None, __version__):
+            raise
+        raise RecipeError(f"{error} (posttrain {made_by} made this run; this is {__version__})") from None
 
 
 def find_source(name: str, runs_dir: str | Path) -> ModelSource:

@@ -23,7 +23,8 @@ from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
 from posttrain.untrusted import kind_of_file
 
-TRIALS, START = "cells", "start"
+TRIALS = "cells"
+START = "start"
 PLAN = "sweep.yaml"  # makes a folder a sweep
 _PATTERN = "*?["
 
@@ -45,19 +46,31 @@ def sweep_names(root: str | Path) -> list[str]:
 def trial_names(root: str | Path, sweep: str) -> list[str]:
     """Return the names of the runs of a sweep: its start, if there is one, and its cells."""
     folder = Path(root) / sweep
-    start = [f"{sweep}/{START}"] if (folder / START / "recipe.yaml").is_file() else []
+    start = []
+    if (folder / START / "recipe.yaml").is_file():
+        start = [f"{sweep}/{START}"]
     return start + [f"{sweep}/{TRIALS}/{name}" for name in run_names(folder / TRIALS)]
 
 
 def every_run_name(root: str | Path) -> list[str]:
     """Return the names of all runs under ``root``, those of sweeps included."""
-    return run_names(root) + [name for sweep in sweep_names(root) for name in trial_names(root, sweep)]
+    names = run_names(root)
+    for sweep in sweep_names(root):
+        names += trial_names(root, sweep)
+    return names
 
 
 def sweep_of(folder: Path) -> Path | None:
     """Return the sweep that a run belongs to, or None."""
-    above = folder.parent.parent if folder.parent.name == TRIALS else folder.parent if folder.name == START else None
-    return above if above is not None and (above / PLAN).is_file() else None
+    if folder.parent.name == TRIALS:
+        above = folder.parent.parent
+    elif folder.name == START:
+        above = folder.parent
+    else:
+        above = None
+    if above is not None and (above / PLAN).is_file():
+        return above
+    return None
 
 
 def locate(root: str | Path, name: str) -> Place:
@@ -68,7 +81,8 @@ def locate(root: str | Path, name: str) -> Place:
     Raises:
         UsageError: a name that could lead elsewhere, a link, or nothing of that name.
     """
-    folder, sweeps = Path(root), sweep_names(root)
+    folder = Path(root)
+    sweeps = sweep_names(root)
     known = [*every_run_name(root), *sweeps]
     relative = name.rstrip("/")
     if relative not in known and PurePosixPath(relative).is_relative_to(folder.as_posix()):
@@ -105,7 +119,8 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
                 raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names(known)}; give a name of one")
-        for place in (locate(root, exact) for exact in matching):
+        for exact in matching:
+            place = locate(root, exact)
             places.setdefault(place.name, place)
     return list(places.values())
 
@@ -120,16 +135,19 @@ def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> 
     """
     path = Path(name)
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
-    if inside in sweep_names(root) and (trials := trial_names(root, inside)):
-        raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
+    if inside in sweep_names(root):
+        trials = trial_names(root, inside)
+        if trials:
+            raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
     if name in PUBLISHED or is_gguf(path):
         return
     if kind_of_file(path) == "file" and not may_be_file:
         raise UsageError(
             f"{shorten(name)} is a file; give a model's folder, a hub name, or a run (of a recipe: train it)"
         )
-    in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
-    if name in ("", *EMBEDDED_MODELS) or in_run or kind_of_file(path.expanduser()) != "nothing":
+    if name in ("", *EMBEDDED_MODELS) or kind_of_file(path.expanduser()) != "nothing":
+        return
+    if any(kind_of_file(place / "recipe.yaml") == "file" for place in (Path(root) / name, *path.parents)):
         return
     if looks_local(name) or name.startswith(f"{Path(root)}/"):
         known = every_run_name(root)
@@ -153,4 +171,6 @@ def fits(name: str, pattern: str) -> bool:
 
 def runs_of(root: str | Path, place: Place) -> list[Place]:
     """Return the runs that a place stands for: itself, or those of the sweep."""
-    return [locate(root, name) for name in trial_names(root, place.name)] if place.is_sweep else [place]
+    if place.is_sweep:
+        return [locate(root, name) for name in trial_names(root, place.name)]
+    return [place]

@@ -30,7 +30,9 @@ LAST_SECONDS = 40.0  # for this process to notice that another one ended, where 
 def num_started() -> int | None:
     """Return how many processes torchrun or srun has started for the run; None where none of them did."""
     world_size = os.environ.get("WORLD_SIZE", "")
-    return int(world_size) if "RANK" in os.environ and world_size.isdecimal() else None
+    if "RANK" in os.environ and world_size.isdecimal():
+        return int(world_size)
+    return None
 
 
 def is_follower() -> bool:
@@ -45,40 +47,37 @@ def check_scale(scale: ScaleSection) -> None:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
     there = num_started()
-    problems = (
-        (
-            scale.launcher == "ray" and there is not None,
+    if scale.launcher == "ray" and there is not None:
+        raise UsageError(
             "scale.launcher: ray places all processes of a run itself, and torchrun or srun has started this one (RANK "
-            "is in the environment); start the command alone, or use launcher torchrun",
-        ),
-        (
-            scale.sharding != "none" and (there or scale.processes) == 1,
+            "is in the environment); start the command alone, or use launcher torchrun"
+        )
+    if scale.sharding != "none" and (there or scale.processes) == 1:
+        raise UsageError(
             f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
-            "scale.processes, or sharding none",
-        ),
-        (
-            scale.launcher == "torchrun" and there is None,
+            "scale.processes, or sharding none"
+        )
+    if scale.launcher == "torchrun" and there is None:
+        raise UsageError(
             "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-            "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local",
-        ),
-        (
-            is_follower(),
+            "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
+        )
+    if is_follower():
+        raise UsageError(
             f"this is process {os.environ.get('RANK')} of {there} that torchrun started, and only `posttrain train` "
-            "and `posttrain runs resume` work in several; start this command without it",
-        ),
-        (
-            there is not None and scale.processes not in (1, there),
-            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, "
-            "or give the same",
-        ),
-    )
-    for is_broken, problem in problems:
-        if is_broken:
-            raise UsageError(problem)
+            "and `posttrain runs resume` work in several; start this command without it"
+        )
+    if there is not None and scale.processes not in (1, there):
+        raise UsageError(
+            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, or give the same"
+        )
 
 
 def task_of(recipe: Recipe, folder: Path, resume: bool, *, path: bool = True) -> dict[str, Any]:
     """Return the task of processes that read no command line, as plain data; ``path``: with this one's ``sys.path``."""
+    places = []
+    if path:
+        places = list(sys.path)
     return {
         "recipe": recipe.dump(),
         "folder": str(folder.resolve()),
@@ -86,7 +85,7 @@ def task_of(recipe: Recipe, folder: Path, resume: bool, *, path: bool = True) ->
         "scale": (recipe.model.device, recipe.scale.timeout_seconds),
         "code": declared_code(),
         "trust_remote_code": trusts_remote_code(),
-        "path": sys.path if path else [],
+        "path": places,
     }
 
 
@@ -100,11 +99,16 @@ def join_processes(recipe: Recipe, folder: Path, resume: bool) -> Iterator[Proce
         return
     from posttrain.training.distributed import Processes, check_devices, join
 
+    task = task_of(recipe, folder, resume, path=started is None)
+    others: AbstractContextManager[None]
     if started is None:
         check_devices(recipe.model.device, size)
-    process_group = Processes.open(size) if started is None else Processes.attend()
-    process_group.give(task := task_of(recipe, folder, resume, path=started is None))
-    others: AbstractContextManager[None] = nullcontext() if started else _start_ranks(process_group, folder)
+        process_group = Processes.open(size)
+        others = _start_ranks(process_group, folder)
+    else:
+        process_group = Processes.attend()
+        others = nullcontext()
+    process_group.give(task)
     with others, join(process_group, *task["scale"]):
         yield process_group
 
@@ -121,7 +125,9 @@ def follow() -> int:
     task = process_group.take()
     with stop_on_signals() as should_stop, join(process_group, *task["scale"]):
         result = train_task(task, process_group, should_stop=should_stop)
-    return 0 if result.reason == "finished" else INTERRUPTED
+    if result.reason == "finished":
+        return 0
+    return INTERRUPTED
 
 
 def train_task(task: Mapping[str, Any], process_group: ProcessGroup, **shared: Any) -> TrainResult:
@@ -184,9 +190,14 @@ def _watch_ranks(process_group: Processes, children: Mapping[int, Child], ended:
     """Leave a record of the first rank that ends with an error; end this process if it hangs for that reason."""
     while not ended.wait(0.1):
         for rank, child in children.items():
-            if code := child.process.poll():
-                process_group.fail(rank, child.describe_end(code), RunFailure.exit_code)
-                if not ended.wait(LAST_SECONDS) and not process_group.noticed and (failure := process_group.failure()):
-                    os.write(2, f"posttrain: {failure}\n".encode())
-                    os._exit(failure.exit_code)
+            code = child.process.poll()
+            if not code:
+                continue
+            process_group.fail(rank, child.describe_end(code), RunFailure.exit_code)
+            if ended.wait(LAST_SECONDS) or process_group.noticed:
                 return
+            failure = process_group.failure()
+            if failure:
+                os.write(2, f"posttrain: {failure}\n".encode())
+                os._exit(failure.exit_code)
+            return

@@ -45,24 +45,11 @@ def train_on_cluster(
         UsageError: no cluster, no room in it, or an error of a worker about the recipe.
         PeerFailure: a process failed, or one was lost once too often.
     """
-    folder, scale = Path(task["folder"]), recipe.scale
-    passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED) and not _SECRET.search(k)}
+    folder = Path(task["folder"])
     ends: dict[str, Any] = {}  # "result" or the first "error" of the run's own, and the "failure" of Ray's trainer
     with _joined():
         events = Queue(actor_options={"num_cpus": 0})
-        on_gpus = _takes_gpus(recipe)
-        trainer = TorchTrainer(
-            _work,
-            train_loop_config={"task": {**task, "version": __version__}, "events": events},
-            torch_config=TorchConfig("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout_s=int(scale.timeout_seconds)),
-            scaling_config=ScalingConfig(num_workers=scale.processes, use_gpu=on_gpus),
-            run_config=RunConfig(
-                name="ray",
-                storage_path=str(folder),
-                failure_config=FailureConfig(max_failures=RESTARTS if scale.restarts is None else scale.restarts),
-                worker_runtime_env={"env_vars": passed, "working_dir": None},
-            ),
-        )
+        trainer = _make_trainer(task, recipe, events)
 
         def fit() -> None:
             try:
@@ -75,8 +62,10 @@ def train_on_cluster(
                 event, info = events.get()
                 if event in ("result", "error"):
                     ends.setdefault(event, info)
-                else:
-                    observer(event, {**info, "recipe": recipe} if event == "start" else info)
+                    continue
+                if event == "start":
+                    info = {**info, "recipe": recipe}
+                observer(event, info)
 
         thread = threading.Thread(target=fit, name="ray", daemon=True)
         thread.start()
@@ -90,15 +79,47 @@ def train_on_cluster(
         read()
     if "error" in ends:
         message, code = ends["error"]
-        raise UsageError(message) if code == UsageError.exit_code else PeerFailure(message, code)
+        if code == UsageError.exit_code:
+            raise UsageError(message)
+        raise PeerFailure(message, code)
     if "result" not in ends:
-        raise PeerFailure(_cause(ends.get("failure"), scale.processes))
+        raise PeerFailure(_cause(ends.get("failure"), recipe.scale.processes))
     return TrainResult(**ends["result"])
+
+
+def _make_trainer(task: Mapping[str, Any], recipe: Recipe, events: Queue) -> TorchTrainer:
+    """Return Ray's trainer of a task: its workers, their backend, what they get of the environment, how often again."""
+    scale = recipe.scale
+    passed = {}
+    for name, value in os.environ.items():
+        if name.startswith(_PASSED) and not _SECRET.search(name):
+            passed[name] = value
+    restarts = scale.restarts
+    if restarts is None:
+        restarts = RESTARTS
+    on_gpus = _takes_gpus(recipe)
+    backend = "gloo"
+    if on_gpus:
+        backend = "cpu:gloo,cuda:nccl"
+    return TorchTrainer(
+        _work,
+        train_loop_config={"task": {**task, "version": __version__}, "events": events},
+        torch_config=TorchConfig(backend, timeout_s=int(scale.timeout_seconds)),
+        scaling_config=ScalingConfig(num_workers=scale.processes, use_gpu=on_gpus),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=str(Path(task["folder"])),
+            failure_config=FailureConfig(max_failures=restarts),
+            worker_runtime_env={"env_vars": passed, "working_dir": None},
+        ),
+    )
 
 
 def _work(given: dict[str, Any]) -> None:
     """Train in a worker of Ray's. An error of the run's own is reported and ends it; other errors count as a loss."""
-    task, events, context = given["task"], given["events"], get_context()
+    task = given["task"]
+    events = given["events"]
+    context = get_context()
     folder = Path(task["folder"])
     try:
         if task["version"] != __version__:
@@ -114,7 +135,9 @@ def _work(given: dict[str, Any]) -> None:
 
         with join(Processes.attend(), *task["scale"]) as process_group:
             has_begun = process_group.tell((folder / "metrics.jsonl").is_file(), "earlier steps")
-            observed: dict[str, Any] = {"observer": report} if process_group.is_main else {}
+            observed: dict[str, Any] = {}
+            if process_group.is_main:
+                observed["observer"] = report
             if process_group.is_main and has_begun and not task["resume"]:
                 again = "a process was lost, and Ray has started all again: the run goes on from its newest checkpoint"
                 report("notice", {"message": again})
@@ -136,15 +159,20 @@ def _cause(failure: Any, size: int) -> str:
     by_rank: dict[int, BaseException] = getattr(failure, "worker_failures", {})
     causes = [(rank, getattr(error, "_base_exc", error)) for rank, error in sorted(by_rank.items())]
     causes.sort(key=lambda cause: isinstance(cause[1], PeerFailure))
-    return f"rank {causes[0][0]} of {size}: {first_line(causes[0][1])}" if causes else first_line(failure)
+    if causes:
+        return f"rank {causes[0][0]} of {size}: {first_line(causes[0][1])}"
+    return first_line(failure)
 
 
 def _takes_gpus(recipe: Recipe) -> bool:
     """Decide whether workers have a GPU each; refuse more of them than the cluster has room for."""
-    resources, size = ray.cluster_resources(), recipe.scale.processes
+    resources = ray.cluster_resources()
+    size = recipe.scale.processes
     device = recipe.model.device
     on_gpus = device.startswith("cuda") or (device == "auto" and resources.get("GPU", 0) >= 1)
-    kind = "GPU" if on_gpus else "CPU"
+    kind = "CPU"
+    if on_gpus:
+        kind = "GPU"
     if resources.get(kind, 0) < size:
         raise UsageError(
             f"scale.processes: {size} of them need {size} {kind}s, and the cluster at "
@@ -162,7 +190,9 @@ def _joined() -> Iterator[None]:
     """
     address = os.environ.get(ADDRESS, "")
     if address != "auto" and not re.fullmatch(r"\[?[^\[\]/@]+\]?:[0-9]{1,5}", address):
-        stands = f"is {address!r}" if address else "is not set"
+        stands = "is not set"
+        if address:
+            stands = f"is {address!r}"
         raise UsageError(
             f"scale.launcher: ray needs the address of a cluster that this machine belongs to, and {ADDRESS} {stands}. "
             f"Set it to the HOST:PORT that `ray start --head` has said, or to auto for the cluster that runs on this "

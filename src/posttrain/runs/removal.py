@@ -30,7 +30,9 @@ def check_unused(root: str | Path, places: Sequence[Place]) -> list[Link]:
 
     Without its parent, a run with an adapter cannot be loaded, and none can be resumed.
     """
-    going = {run.name for place in places for run in runs_of(root, place)} | {place.name for place in places}
+    going = {place.name for place in places}
+    for place in places:
+        going |= {run.name for run in runs_of(root, place)}
     return [link for link in find_links(root) if link.parent in going and link.child not in going]
 
 
@@ -40,8 +42,11 @@ def refuse_live(root: str | Path, place: Place) -> None:
     Raises:
         RunConflict: with the folder.
     """
+    folders = [place.path, *(run.path for run in runs_of(root, place))]
     above = sweep_of(place.path)
-    for folder in (place.path, *(run.path for run in runs_of(root, place)), *([] if above is None else [above])):
+    if above is not None:
+        folders.append(above)
+    for folder in folders:
         refuse_live_folder(folder)
 
 
@@ -82,11 +87,18 @@ def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequenc
     Raises:
         UsageError: the run's ``checkpoints`` are a link to another place.
     """
-    steps, best = checkpoint_steps(_checkpoints_of(root, run)), best_step(run.path / "checkpoints")
-    kept = set() if best is None else {best}
+    steps = checkpoint_steps(_checkpoints_of(root, run))
+    best = best_step(run.path / "checkpoints")
+    kept = set()
+    if best is not None:
+        kept.add(best)
     for word in keep:
-        kept.update(steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :])
-    kept = kept or {*steps[-1:]}  # without evaluations there is no best one
+        if word == "last":
+            kept.update(steps[-1:])
+        elif word != "best":
+            kept.update(steps[-int(word) :])
+    if not kept:  # without evaluations there is no best one
+        kept.update(steps[-1:])
     needed = _needed(root, run, steps, links)
     return [step for step in steps if step not in kept and step not in needed]
 

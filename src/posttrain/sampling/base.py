@@ -46,13 +46,19 @@ class Sampling:
 
     def within(self, context: int) -> int:
         """Return the limit of a prompt and its completion together in a model of ``context`` tokens."""
-        return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
+        if self.max_total_tokens is None:
+            return context
+        return min(context, self.max_total_tokens)
 
 
 def num_tokens_of(tokenizer: object) -> int | None:
     """Return the number of ids with a text in a tokenizer; models often have more, to fill up their embeddings."""
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    return max(vocabulary.values()) + 1 if vocabulary else None
+    if not hasattr(tokenizer, "get_vocab"):
+        return None
+    vocabulary = tokenizer.get_vocab()
+    if vocabulary:
+        return max(vocabulary.values()) + 1
+    return None
 
 
 Groups = list[list[Completion]]  # by prompt
@@ -94,7 +100,9 @@ class Respondent(Protocol):
 
 def turn_key(key: int, turn: int) -> int:
     """Return the key of the random numbers of turn ``turn`` (from 0) of a completion."""
-    return key if turn == 0 else derive_key(key, "turn", turn)
+    if turn == 0:
+        return key
+    return derive_key(key, "turn", turn)
 
 
 @dataclass(slots=True)
@@ -132,7 +140,9 @@ class Conversation:
     def room(self, max_turn_tokens: int | None) -> int:
         """Return the number of tokens that the next turn may have."""
         left = self.limit - len(self.ids)
-        return left if max_turn_tokens is None else min(left, max_turn_tokens)
+        if max_turn_tokens is None:
+            return left
+        return min(left, max_turn_tokens)
 
     def completion(self, version: int) -> Completion:
         """Return the finished conversation; all ids are its own where no turn was ended."""
@@ -144,10 +154,11 @@ def begin(
     prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], max_tokens: int, context: int
 ) -> list[list[Conversation]]:
     """Return a row for every key, by prompt, of at most ``max_tokens`` ids, and ``context`` with its prompt."""
-    return [
-        [Conversation(i, g, key, min(max_tokens, context - len(prompt))) for g, key in enumerate(of_prompt)]
-        for i, (prompt, of_prompt) in enumerate(zip(prompts, keys, strict=True))
-    ]
+    rows = []
+    for i, (prompt, of_prompt) in enumerate(zip(prompts, keys, strict=True)):
+        limit = min(max_tokens, context - len(prompt))
+        rows.append([Conversation(i, g, key, limit) for g, key in enumerate(of_prompt)])
+    return rows
 
 
 class Engine(ABC):
@@ -156,13 +167,15 @@ class Engine(ABC):
     ``version``: the number of updates of the weights that sample. ``folder``: the run's, for files of the engine.
     ``process_group``: the processes that train; each has an engine and calls the same methods in the same order.
     ``in_background``: the main process alone samples, in a thread, while the model changes; the engine must then
-    neither read the model nor wait for the others.
+    neither read the model nor wait for the others. ``uses_cache``: what was found out about a model before may be read
+    from the user's cache folder.
     """
 
     version: int = 0
     folder: Path | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
     in_background: bool = False
+    uses_cache: bool = False
     _warnings: tuple[str, ...] = ()  # all that were ever given, of which the user has seen the first
     _num_shown: int = 0
 
@@ -172,7 +185,8 @@ class Engine(ABC):
         Raises:
             UsageError: a requirement of the engine is missing.
         """
-        self.folder, self.process_group = folder, process_group
+        self.folder = folder
+        self.process_group = process_group
         return self
 
     @property
@@ -245,7 +259,8 @@ class Engine(ABC):
         check_sampling(sampling)
         check_prompts(prompts, context, None)
         groups = begin(prompts, keys, sampling.max_tokens, context)
-        version = self._converse(prompts, [row for group in groups for row in group], sampling, respondent)
+        rows = [row for group in groups for row in group]
+        version = self._converse(prompts, rows, sampling, respondent)
         return [[row.completion(version) for row in group] for group in groups]
 
     def _converse(
@@ -265,7 +280,9 @@ class Engine(ABC):
                 row.ids += turn.ids[:room]
                 row.logprobs += turn.logprobs[:room]
                 version = turn.version
-                finish: Finish = "length" if len(turn.ids) > room else turn.finish
+                finish: Finish = turn.finish
+                if len(turn.ids) > room:
+                    finish = "length"
                 if finish == "length":
                     row.finish = finish
                 respondent.hear(row.prompt, row.sample, row.end_turn(), finish)
@@ -283,16 +300,20 @@ def check_sampling(sampling: Sampling) -> None:
     Raises:
         UsageError: the message names the option.
     """
-    checks = {
-        "max_tokens": (sampling.max_tokens >= 1, "1 or more"),
-        "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
-        "top_k": (sampling.top_k is None or sampling.top_k >= 1, "1 or more, or none"),
-        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        "max_turn_tokens": (sampling.max_turn_tokens is None or sampling.max_turn_tokens >= 1, "1 or more, or none"),
-    }
-    for name, (valid, wanted) in checks.items():
-        if not valid:
-            raise UsageError(f"sampling.{name} is {getattr(sampling, name)}; it must be {wanted}")
+    if sampling.max_tokens < 1:
+        raise _out_of_range("max_tokens", sampling.max_tokens, "1 or more")
+    if not sampling.temperature >= 0:
+        raise _out_of_range("temperature", sampling.temperature, "0 (greedy) or more")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise _out_of_range("top_k", sampling.top_k, "1 or more, or none")
+    if not 0 < sampling.top_p <= 1:
+        raise _out_of_range("top_p", sampling.top_p, "above 0 and at most 1")
+    if sampling.max_turn_tokens is not None and sampling.max_turn_tokens < 1:
+        raise _out_of_range("max_turn_tokens", sampling.max_turn_tokens, "1 or more, or none")
+
+
+def _out_of_range(name: str, value: float, wanted: str) -> UsageError:
+    return UsageError(f"sampling.{name} is {value}; it must be {wanted}")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int | None) -> None:

@@ -17,7 +17,7 @@ from posttrain.registry import suggest
 from posttrain.sampling.base import Engine, Episode, Reply, Sampling
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.sampling.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
-from posttrain.sampling.environments.pool import Job, Pool
+from posttrain.sampling.environments.pool import EnvironmentJob, Pool
 from posttrain.sampling.environments.tools import describe_tools
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 
@@ -64,8 +64,16 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
-    limits = (options.max_turns, options.tool_seconds, options.retries, options.max_turn_tokens)
-    return Stage(toolset, template, form, reply_frame(tokenizer, template), *limits)
+    return Stage(
+        toolset,
+        template,
+        form,
+        reply_frame(tokenizer, template),
+        max_turns=options.max_turns,
+        tool_seconds=options.tool_seconds,
+        retries=options.retries,
+        max_turn_tokens=options.max_turn_tokens,
+    )
 
 
 def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form: CallForm) -> Template:
@@ -76,7 +84,7 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form
         def natively(
             messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, own: Mapping[str, object] | None = None
         ) -> Any:
-            return template.prompt(messages, tokenizer, {**variables, **(own or {})})
+            return template.prompt(messages, tokenizer, variables | dict(own or ()))
 
         return replace(template, prompt=natively, variables=variables)
     described = describe_tools(schemas)
@@ -85,8 +93,12 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form
         messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None
     ) -> Any:
         own = [message.content for message in messages[:1] if message.role == "system"]
-        instructions = [Message("system", "\n\n".join([described, *own]))] if messages else []
-        return template.prompt([*instructions, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
+        instructed = list(messages[len(own) :])
+        if messages:
+            instructed.insert(0, Message("system", "\n\n".join([described, *own])))
+        if variables:
+            return template.prompt(instructed, tokenizer, variables)
+        return template.prompt(instructed, tokenizer)
 
     return replace(template, prompt=described_first)
 
@@ -101,24 +113,31 @@ class _Actor:
     text: str = ""
     last: int | None = None
     requests: list[Request] = field(default_factory=list)
-    first: Job | Call | None = None  # the job of the first request, or its result where it cannot begin
+    first: EnvironmentJob | Call | None = None  # the job of the first request, or its result where it cannot begin
     finish: Finish | None = None
 
 
-class Cast:
+class EpisodeRespondent:
     """Answers the turns of many completions (``sampling.base.Respondent``)."""
 
     def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, _Actor]) -> None:
-        self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
+        self.stage = stage
+        self.tokenizer = tokenizer
+        self.actors = actors
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
         """Read the calls of a turn, and begin the first."""
         actor = self.actors[prompt, sample]
         actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
-        actor.last = turn[-1] if len(turn) else None
-        actor.requests, actor.first, actor.finish = [], None, None
+        actor.last = None
+        if len(turn):
+            actor.last = turn[-1]
+        actor.requests = []
+        actor.first = None
+        actor.finish = None
         if finish == "stop":  # a turn that was cut off may hold half a call
-            actor.requests = read_calls(actor.text.removeprefix(self.stage.template.opening), self.stage.form)
+            body = actor.text.removeprefix(self.stage.template.opening)
+            actor.requests = read_calls(body, self.stage.form)
         if actor.requests:
             actor.first = self._begin(actor, actor.requests[0])
         else:
@@ -130,15 +149,21 @@ class Cast:
         actor = self.actors[prompt, sample]
         if actor.finish is not None:
             return Reply(finish=actor.finish)
-        calls, session = list[Call](), actor.session
+        calls = list[Call]()
+        session = actor.session
         for number, request in enumerate(actor.requests):
-            begun = self._begin(actor, request) if number else actor.first
-            if isinstance(begun, Job):
+            begun = actor.first
+            if number:
+                begun = self._begin(actor, request)
+            if isinstance(begun, EnvironmentJob):
                 begun = session.answer(self.stage.toolset.tools[request.tool], request.raw_arguments, begun)
             assert begun is not None, "``hear`` began the first"
             calls.append(begun)
-            if session.failure or session.num_late >= MAX_LATE or session.done:
-                actor.finish = "tool_failed" if session.num_late >= MAX_LATE else "ended"
+            if session.num_late >= MAX_LATE:
+                actor.finish = "tool_failed"
+                break
+            if session.failure or session.done:
+                actor.finish = "ended"
                 break
         actor.turns.append(Turn(actor.text, tuple(calls), session.turn_reward()))
         if session.failure:
@@ -147,12 +172,14 @@ class Cast:
             actor.finish = "out_of_turns"
         if actor.finish is not None:
             return Reply(finish=actor.finish)
-        frame, template = self.stage.frame, self.stage.template
-        results, tags = [call.result for call in calls], self.stage.form.results
+        frame = self.stage.frame
+        template = self.stage.template
+        results = [call.result for call in calls]
+        tags = self.stage.form.results
         actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
         return Reply(actor.prompt)
 
-    def _begin(self, actor: _Actor, request: Request) -> Job | Call:
+    def _begin(self, actor: _Actor, request: Request) -> EnvironmentJob | Call:
         """Begin a call; return its job, or the result where it cannot begin."""
         tools = self.stage.toolset.tools
         if request.wrong:
@@ -189,7 +216,10 @@ class Episodes:
         """
         episodes: dict[Place, Episode] = {}
         openings: dict[int, str] = {}
-        failures: dict[Place, list[str]] = {(i, g): [] for i, row in enumerate(keys) for g in range(len(row))}
+        failures: dict[Place, list[str]] = {}
+        for i, row in enumerate(keys):
+            for g in range(len(row)):
+                failures[i, g] = []
         pending = list(failures)
         with Pool() as pool:
             for attempt in range(self.stage.retries + 1):
@@ -199,7 +229,10 @@ class Episodes:
                     failures[place] += episode.failures
                     episodes[place] = replace(episode, failures=tuple(failures[place]))
                 pending = [place for place in pending if episodes[place].completion.finish == "environment_failed"]
-        return [[episodes[i, g] for g in range(len(row))] for i, row in enumerate(keys)]
+        played = []
+        for i, row in enumerate(keys):
+            played.append([episodes[i, g] for g in range(len(row))])
+        return played
 
     def _attempt(
         self,
@@ -214,28 +247,43 @@ class Episodes:
         sessions = {place: Session(self.stage.toolset, pool, self.stage.tool_seconds) for place in places}
         for (i, _), session in sessions.items():
             session.begin(examples[i], seeds[i])
-        prompts = {(i, g): self._open(session, examples[i], i, openings) for (i, g), session in sessions.items()}
-        going = [place for place in places if not sessions[place].failure]
-        rows = [(i, [g for n, g in going if n == i]) for i in dict.fromkeys(i for i, _ in going)]
-        numbered = {(n, k): (i, g) for n, (i, samples) in enumerate(rows) for k, g in enumerate(samples)}
-        actors = {number: _Actor(sessions[place], prompts[place]) for number, place in numbered.items()}
+        prompts = {}
+        for (i, g), session in sessions.items():
+            prompts[i, g] = self._open(session, examples[i], i, openings)
+        of_prompt: dict[int, list[int]] = {}  # numbers of the completions that go on
+        for i, g in places:
+            if not sessions[i, g].failure:
+                of_prompt.setdefault(i, []).append(g)
+        actors: dict[Place, _Actor] = {}
+        engine_places: dict[Place, Place] = {}  # where the engine, which gets only those that go on, has a completion
+        for n, (i, samples) in enumerate(of_prompt.items()):
+            for k, g in enumerate(samples):
+                actors[n, k] = _Actor(sessions[i, g], prompts[i, g])
+                engine_places[i, g] = (n, k)
         groups = self.engine.converse(
-            [prompts[i, samples[0]] for i, samples in rows],
-            [[keys[i][g] for g in samples] for i, samples in rows],
+            [prompts[i, samples[0]] for i, samples in of_prompt.items()],
+            [[keys[i][g] for g in samples] for i, samples in of_prompt.items()],
             self.sampling,
-            Cast(self.stage, self.tokenizer, actors),
+            EpisodeRespondent(self.stage, self.tokenizer, actors),
         )
-        played = {place: (groups[n][k], tuple(actors[n, k].turns)) for (n, k), place in numbered.items()}
         nothing = Completion((), (), "environment_failed", self.engine.version, ())
         episodes = {}
         for (i, g), session in sessions.items():
-            completion, turns = played.get((i, g), (nothing, ()))
-            reward, messages = session.reward(), tuple(opened(examples[i], openings.get(i, "")))
+            completion = nothing
+            turns: tuple[Turn, ...] = ()
+            if (i, g) in engine_places:
+                n, k = engine_places[i, g]
+                completion = groups[n][k]
+                turns = tuple(actors[n, k].turns)
+            reward = session.reward()
+            messages = tuple(opened(examples[i], openings.get(i, "")))
+            failures: tuple[str, ...] = ()
             if session.failure:
                 completion = replace(completion, finish="environment_failed")
-            failures = (session.failure,) if session.failure else ()
+                failures = (session.failure,)
             episodes[i, g] = Episode(tuple(prompts[i, g]), completion, turns, reward, failures, messages)
-        for closing in [session.close() for session in sessions.values()]:
+        closings = [session.close() for session in sessions.values()]
+        for closing in closings:
             if closing is not None:  # the next to be played may need the place, or what it holds
                 pool.wait(closing)
         return episodes

@@ -26,7 +26,9 @@ def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0
     """
     if not texts:
         raise UsageError("rollout.engine.texts: give at least one text to answer with")
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    end = []
+    if tokenizer.eos_token_id is not None:
+        end = [int(tokenizer.eos_token_id)]
     choices = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
     return FakeEngine(choices, logprob=logprob)
 
@@ -61,21 +63,30 @@ class FakeEngine(Engine):
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         self.calls.append(([tuple(p) for p in prompts], [tuple(k) for k in keys], sampling))
         check_prompts(prompts, self.context_tokens, None)
-        return [
-            [self._complete(tuple(prompt), key, sampling) for key in row]
-            for prompt, row in zip(prompts, keys, strict=True)
-        ]
+        groups = []
+        for prompt, row in zip(prompts, keys, strict=True):
+            groups.append([self._complete(tuple(prompt), key, sampling) for key in row])
+        return groups
 
     def _complete(self, prompt: tuple[int, ...], key: int, sampling: Sampling) -> Completion:
         if callable(self.choices):
             ids = self.choices(prompt, key)
         else:
-            choices = self.choices.get(prompt) if isinstance(self.choices, Mapping) else self.choices
-            if choices is None:
-                raise UsageError(f"the script has no completions for the prompt {list(prompt)}")
-            ids = choices[int(uniforms([key], 1)[0, 0] * len(choices))]
+            choices = self.choices
+            if isinstance(choices, Mapping):
+                if prompt not in choices:
+                    raise UsageError(f"the script has no completions for the prompt {list(prompt)}")
+                choices = choices[prompt]
+            drawn = uniforms([key], 1)[0, 0]
+            ids = choices[int(drawn * len(choices))]
         limit = min(sampling.max_tokens, sampling.within(self.context_tokens) - len(prompt))
-        stop = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
-        finish: Finish = "stop" if stop <= limit else "length"
+        stop = len(ids)
+        for index, token in enumerate(ids):
+            if token in sampling.stop_ids:
+                stop = index + 1
+                break
+        finish: Finish = "length"
+        if stop <= limit:
+            finish = "stop"
         taken = tuple(map(int, ids[: min(stop, limit)]))
         return Completion(taken, (self.logprob,) * len(taken), finish, self.version)

@@ -13,12 +13,13 @@ import httpx2
 from pydantic import ValidationError
 
 from posttrain.option_types import server_address
-from posttrain.untrusted import harmless
+from posttrain.untrusted import first_fault, harmless
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 8.0
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 64 << 20
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
@@ -32,7 +33,7 @@ class Unanswered(ServerError):
     """No usable answer after all attempts; the text gives the last failure."""
 
 
-class Refused(ServerError):
+class RequestRefused(ServerError):
     """The server refuses the request for good. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -63,9 +64,14 @@ class HttpServer:
     ) -> None:
         self.host = server_address(url)[1]
         self.base = url.strip().rstrip("/").removesuffix("/v1")
-        self.timeout_seconds, self.retries, self.concurrency = timeout_seconds, retries, concurrency
-        self._headers = HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._secrets = [token.encode(), quote(token, safe="").encode()] if token else []  # as it may come back
+        self.timeout_seconds = timeout_seconds
+        self.retries = retries
+        self.concurrency = concurrency
+        self._headers = dict(HEADERS)
+        self._secrets: list[bytes] = []
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+            self._secrets = [token.encode(), quote(token, safe="").encode()]  # as it may come back
 
     def call(
         self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
@@ -108,17 +114,23 @@ class HttpServer:
             Unreadable: ``read`` cannot read the answer.
             Refused: any other HTTP error.
         """
-        attempts = 1 + (self.retries if retries is None else retries)
-        data, failure = None if body is None else json.dumps(body).encode(), ""
+        if retries is None:
+            retries = self.retries
+        attempts = 1 + retries
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+        failure = ""
         for attempt in range(attempts):
             if attempt:
-                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS))
+                pause = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1)
+                await asyncio.sleep(min(pause, LONGEST_PAUSE_SECONDS))
             try:
                 async with self._places, asyncio.timeout(self.timeout_seconds):
                     status, content = await self._exchange(method, path, data)
                 if status == 200:
                     return _read_with(read, read_json(content))
-                refusal = Refused(status, read_error(content))
+                refusal = RequestRefused(status, read_error(content))
                 if status not in RETRIED_STATUSES:
                     raise refusal
                 failure = str(refusal)
@@ -126,7 +138,9 @@ class HttpServer:
                 failure = self._explain(error)
             except Interrupted as error:
                 failure = str(error)
-        raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
+        if attempts > 1:
+            failure = f"{attempts} attempts failed, the last one: {failure}"
+        raise Unanswered(failure)
 
     async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
         content = bytearray()
@@ -154,15 +168,15 @@ def _read_with(read: Callable[[Any], Result], answer: object) -> Result:
     try:
         return read(answer)
     except ValidationError as error:
-        raise Unreadable(first_fault(error)) from None
+        raise Unreadable(describe_fault(error)) from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None
 
 
-def first_fault(error: ValidationError) -> str:
-    """Return the place, reason and input of the first fault."""
-    fault = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}; got {fault['input']!r:.80}"
+def describe_fault(error: ValidationError) -> str:
+    """Return the first fault of an answer, and what it had there."""
+    given = error.errors(include_url=False)[0]["input"]
+    return f"{first_fault(error)}; got {given!r:.80}"
 
 
 async def all_of(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
@@ -184,8 +198,9 @@ def read_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        start = harmless(" ".join(content[:80].decode(errors="replace").split()))
-        raise Interrupted(f"what came is not JSON: {start or 'nothing'}") from None
+        start = " ".join(content[:80].decode(errors="replace").split())
+        shown = harmless(start) or "nothing"
+        raise Interrupted(f"what came is not JSON: {shown}") from None
 
 
 def read_error(content: bytes) -> str:
@@ -197,4 +212,5 @@ def read_error(content: bytes) -> str:
         text = str(body.get("message") or body.get("detail") or text)
     except (Interrupted, AttributeError):
         pass  # a proxy's page: shown as it is
-    return harmless(" ".join(text.split())[:500]) or "no explanation"
+    shown = " ".join(text.split())[:500]
+    return harmless(shown) or "no explanation"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain import registry
 from posttrain.data.render.template import build_template
@@ -17,6 +17,9 @@ from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, ModelSection, RewardComponent
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Component(name="r1_zero")
@@ -56,10 +59,18 @@ class ModelSource:
         embedded = EMBEDDED_TEMPLATES.get(Path(resolve_model_name(self.path)))
         if embedded is not None:
             return embedded
-        tokenizer = load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
-        if tokenizer.chat_template:
+        if self.tokenizer.chat_template:
             return CHAT
         return DEFAULT_TEMPLATE
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Its tokenizer, which takes as long to load as a small model's weights.
+
+        Raises:
+            UsageError: there is no such model, or its tokenizer cannot be loaded.
+        """
+        return load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
 
     def describe_template(self, template: Component | None = None) -> str | None:
         """Return one line about the template of a model that no run here trained.
@@ -68,11 +79,12 @@ class ModelSource:
         """
         if template is not None or self.recipe is not None:
             return None
-        reason = "no run says how it was trained, and its tokenizer has no chat template"
         if self.template == CHAT:
             reason = "its tokenizer has this chat template"
         elif self.name in EMBEDDED:
             return None
+        else:
+            reason = "no run says how it was trained, and its tokenizer has no chat template"
         return f"{self.label}: prompt template {self.template.name} ({reason}); --template NAME takes another"
 
     @property
@@ -80,7 +92,9 @@ class ModelSource:
         """The limit of its answers in its run."""
         if self.recipe is None:
             return DEFAULT_MAX_TOKENS
-        trained = self.recipe.rollout.max_tokens if self.recipe.rollout is not None else None
+        trained = None
+        if self.recipe.rollout is not None:
+            trained = self.recipe.rollout.max_tokens
         return self.recipe.eval.max_tokens or trained or DEFAULT_MAX_TOKENS
 
     @property
@@ -90,11 +104,14 @@ class ModelSource:
 
     def section(self, dtype: Dtype | None = None, device: Device | None = None) -> ModelSection:
         """Return the options of loading: those of its run, changed by those given here."""
-        own: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.recipe is not None:
-            own = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
-        changes = {"dtype": dtype, "device": device}
-        return ModelSection(name=self.path, **own | {key: one for key, one in changes.items() if one is not None})
+            options = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
+        if dtype is not None:
+            options["dtype"] = dtype
+        if device is not None:
+            options["device"] = device
+        return ModelSection(name=self.path, **options)
 
     def refuse_scorer(self) -> None:
         """Raise ``UsageError`` if the run trained a reward model."""
@@ -108,14 +125,18 @@ class ModelSource:
 def plays(source: ModelSource, template: Component | None) -> bool:
     """Return True if an environment answers the model's turns: its run's, under its own template."""
     recipe = source.recipe
-    if recipe is None or recipe.rollout is None or (recipe.environment is None and not recipe.tools):
+    if recipe is None or recipe.rollout is None:
+        return False
+    if recipe.environment is None and not recipe.tools:
         return False
     return template is None or template.name == source.template.name
 
 
 def checkpoint_of(path: Path) -> Path:
     """Return the checkpoint of a path: itself, or the folder of a quantized copy."""
-    return path.parent if path.name in QUANTIZED_FOLDERS.values() else path
+    if path.name in QUANTIZED_FOLDERS.values():
+        return path.parent
+    return path
 
 
 @dataclass(frozen=True)
@@ -137,14 +158,16 @@ class OpenedModel(Sampler):
             UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
             UsageError: they cannot be used here.
         """
-        plain, recipe = replace(self, grader=grader_for(self.source, template), stage=None), self.source.recipe
+        plain = replace(self, grader=grader_for(self.source, template), stage=None)
+        recipe = self.source.recipe
         if recipe is None or not plays(self.source, template):
             return plain
         from posttrain.sampling.episodes import build_stage
 
         stage = build_stage(recipe, plain.grader.template, self.tokenizer)
         assert stage is not None, "it plays"
-        return replace(plain, grader=replace(plain.grader, template=stage.template), stage=stage)
+        grader = replace(plain.grader, template=stage.template)
+        return replace(plain, grader=grader, stage=stage)
 
 
 def open_model(
@@ -170,13 +193,20 @@ def open_model(
     if "checkpoint" in entry.options_model.model_fields:
         options.setdefault("checkpoint", resolve_model_name(source.path))
     build = entry.bind(options, "--engine")
+    model = None
     if entry.traits.get("needs_model", True):
-        loaded = load_model(section, seed=0)
-        model, tokenizer = loaded.model, loaded.tokenizer
+        already = vars(source).get("tokenizer")  # if its template was read from it
+        loaded = load_model(section, seed=0, tokenizer=already)
+        model = loaded.model
+        tokenizer = loaded.tokenizer
     else:
-        model, tokenizer = None, load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
+        tokenizer = load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
     built = build(model, tokenizer)
-    context_tokens = built.context_tokens if model is None else context_length(model.config)
+    built.uses_cache = True
+    if model is None:
+        context_tokens = built.context_tokens
+    else:
+        context_tokens = context_length(model.config)
     return OpenedModel(built, tokenizer, grader, context_tokens, source, model)
 
 
@@ -187,10 +217,14 @@ def grader_for(source: ModelSource, template: Component | None) -> Grader:
     recipe names and that is not allowed (see ``check_rewards``).
     """
     component = template or source.template
-    own = source.recipe is not None and component.name == source.template.name
-    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardComponent(name="correct")]
-    known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
-    plain = [reward for reward, traits in known if traits is not None and not traits.get("asks_a_model")]
+    rewards = [RewardComponent(name="correct")]
+    if source.recipe is not None and component.name == source.template.name:
+        rewards = source.recipe.rewards
+    plain = []
+    for reward in rewards:
+        traits = registry.traits_of("reward", reward.name)
+        if traits is not None and not traits.get("asks_a_model"):
+            plain.append(reward)
     return build_grader(plain, build_template(component, "template"))
 
 
@@ -200,7 +234,9 @@ def check_rewards(source: ModelSource, template: Component | None) -> None:
     Raises:
         UnallowedCode: one is code that the run's recipe names, and it is not allowed.
     """
-    if source.recipe is not None and (template is None or template.name == source.template.name):
+    if source.recipe is None:
+        return
+    if template is None or template.name == source.template.name:
         for index, reward in enumerate(source.recipe.rewards):
             if not registry.is_lost(reward.name):  # that of a notebook, which nobody can import
                 registry.find("reward", reward.name, f"rewards.{index}")

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.data.render.encoding import decode_ids
 from posttrain.graders.grading import Measured, Verdict
-from posttrain.graders.rewards import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
+from posttrain.graders.rewards import BoundReward, RewardResult, bind_reward, check_size, format_part, reward_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardComponent
@@ -72,37 +72,45 @@ class Grader:
             RewardFailure: a reward raised, returned no finite number, or closed a file that is not its own.
         """
         extracted = [self.template.extract(attempt.text) for attempt in attempts]
-        available = [
-            {
-                "prompt": attempt.prompt,
-                "text": attempt.text,
-                "extracted": final_answer,
-                "answer": attempt.example.answer,
-                "num_tokens": attempt.completion.num_own,
-                "finish": attempt.completion.finish,
-                "tags": self.template.tags,
-                "grader": attempt.example.grader,
-                "meta": attempt.example.meta,
-                "example": attempt.example,
-                "folder": self.folder,
-                "turns": attempt.turns,
-                "environment_reward": attempt.environment_reward,
-            }
-            for attempt, final_answer in zip(attempts, extracted, strict=True)
-        ]
+        available = []
+        for attempt, final_answer in zip(attempts, extracted, strict=True):
+            available.append(self._arguments(attempt, final_answer))
         ids = [attempt.example.id for attempt in attempts]
+        columns = []
         with redirect_stdout(sys.stderr), phase(f"grading {len(attempts):,} answers"):
-            columns = [(name, weight, reward.grade(available, ids)) for name, weight, reward in self.rewards]
-        return [
-            _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
-            for i in range(len(attempts))
-        ]
+            for name, weight, reward in self.rewards:
+                columns.append((name, weight, reward.grade(available, ids)))
+        grades = []
+        for index, final_answer in enumerate(extracted):
+            parts = [(name, weight, column[index]) for name, weight, column in columns]
+            grades.append(_sum_up(parts, final_answer))
+        return grades
+
+    def _arguments(self, attempt: Attempt, extracted: str | None) -> dict[str, Any]:
+        """Return what a reward may ask for by name."""
+        return {
+            "prompt": attempt.prompt,
+            "text": attempt.text,
+            "extracted": extracted,
+            "answer": attempt.example.answer,
+            "num_tokens": attempt.completion.num_own,
+            "finish": attempt.completion.finish,
+            "tags": self.template.tags,
+            "grader": attempt.example.grader,
+            "meta": attempt.example.meta,
+            "example": attempt.example,
+            "folder": self.folder,
+            "turns": attempt.turns,
+            "environment_reward": attempt.environment_reward,
+        }
 
 
-def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
+def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | None) -> Grade:
     values: dict[str, float] = {}
     info: dict[str, float] = {}
-    outcome, total, failure = "ungraded", 0.0, ""
+    outcome = "ungraded"
+    total = 0.0
+    failure = ""
     for name, weight, reward in parts:
         if isinstance(reward, float):
             values[name] = reward
@@ -113,7 +121,9 @@ def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -
         if isinstance(reward, Measured):
             failure = reward.failure or failure
         if isinstance(reward, Verdict) and name == "correct":
-            outcome, extracted = reward.outcome, reward.extracted if reward.extracted is not None else extracted
+            outcome = reward.outcome
+            if reward.extracted is not None:
+                extracted = reward.extracted
     total = check_size(total, f"the weighted sum of the rewards is {total:g}")
     if outcome == "ungraded" and failure:  # a judge does not change the grader's outcome
         outcome = failure
@@ -126,14 +136,17 @@ def build_grader(components: Sequence[RewardComponent], template: Template, fold
     Raises:
         UsageError: a reward whose arguments are not there.
     """
-    names = reward_parts(components, template.name, has_tags=bool(template.tags))
+    has_tags = bool(template.tags)
+    names = reward_parts(components, template.name, has_tags=has_tags)
     bound: list[tuple[str, float, BoundReward]] = []
     for index, (name, component) in enumerate(zip(names, components, strict=False)):
-        entry = registry.find("reward", component.name, f"rewards.{index}")
-        bound.append((name, component.weight, bind_reward(entry, component.options, f"rewards.{index}")))
+        key = f"rewards.{index}"
+        entry = registry.find("reward", component.name, key)
+        bound.append((name, component.weight, bind_reward(entry, component.options, key)))
     for name in names[len(components) :]:
-        bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
-    return Grader(template, tuple(bound), format_part(template.name, has_tags=bool(template.tags)), folder)
+        entry = registry.find("reward", name)
+        bound.append((name, 0.0, bind_reward(entry, {}, name)))
+    return Grader(template, tuple(bound), format_part(template.name, has_tags=has_tags), folder)
 
 
 @dataclass(frozen=True)
@@ -155,7 +168,9 @@ class Sampler:
     def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
         """Return the options of sampling; a completion ends at the template's end tokens."""
         ends = stop_ids(self.tokenizer, self.grader.template)
-        turn = self.stage.max_turn_tokens if self.stage is not None else None
+        turn = None
+        if self.stage is not None:
+            turn = self.stage.max_turn_tokens
         return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens, turn)
 
 
@@ -179,7 +194,9 @@ class RolloutRequest:
 
     def keys(self, number: int) -> list[int]:
         """Return the keys of the completions of prompt ``number``."""
-        slot = number if self.slots is None else self.slots[number]
+        slot = number
+        if self.slots is not None:
+            slot = self.slots[number]
         return [derive_key(*self.key, slot, g) for g in range(self.group)]
 
 
@@ -188,40 +205,65 @@ def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollou
 
     The graded text of a completion of several turns is its last turn.
     """
-    grader, group = sampler.grader, request.group
+    group = request.group
     numbers = range(len(request.prompts))
-    slots, indices = (numbers if chosen is None else chosen for chosen in (request.slots, request.prompt_indices))
+    slots: Sequence[int] = numbers
+    if request.slots is not None:
+        slots = request.slots
     mine = sampler.process_group.share(numbers)
     episodes = _play(sampler, request, mine, [request.keys(i) for i in mine], [slots[i] for i in mine])
     started = time.perf_counter()
-    numbered = zip(mine, episodes, strict=True)
-    played = [(one, _attempt(sampler, request.examples[i], one)) for i, row in numbered for one in row]
-    grades = grader.grade([attempt for _, attempt in played]) if played else []
-    graded = [(one, attempt.text, grade) for (one, attempt), grade in zip(played, grades, strict=True)]
+    played = []
+    attempts = []
+    for i, row in zip(mine, episodes, strict=True):
+        for episode in row:
+            played.append(episode)
+            attempts.append(_attempt(sampler, request.examples[i], episode))
+    grades: list[Grade] = []
+    if attempts:
+        grades = sampler.grader.grade(attempts)
+    graded = []
+    for episode, attempt, grade in zip(played, attempts, grades, strict=True):
+        graded.append((episode, attempt.text, grade))
     seconds = time.perf_counter() - started
-    groups = sampler.process_group.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
-    return [
-        [
-            Rollout(
-                example=replace(request.examples[i], messages=one.messages or request.examples[i].messages),
-                prompt_ids=one.prompt,
-                completion=one.completion,
-                text=text,
-                parts=grade.parts,
-                reward=grade.reward,
-                step=request.step,
-                epoch=0 if request.epochs is None else request.epochs[i],
-                prompt_index=indices[i],
-                rollout_index=g,
-                extracted=grade.extracted,
-                outcome=grade.outcome,
-                turns=one.turns,
-                failures=one.failures,
-            )
-            for g, (one, text, grade) in enumerate(answers)
-        ]
-        for i, answers in enumerate(groups)
-    ], seconds
+    own = [graded[start : start + group] for start in range(0, len(mine) * group, group)]
+    rollouts = []
+    for i, answers in enumerate(sampler.process_group.gather(own, "rollouts")):
+        of_prompt = []
+        for g, (episode, text, grade) in enumerate(answers):
+            of_prompt.append(_rollout_of(request, (i, g), episode, text, grade))
+        rollouts.append(of_prompt)
+    return rollouts, seconds
+
+
+def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episode, text: str, grade: Grade) -> Rollout:
+    """Return the graded answer ``place`` (number of the prompt, number of the completion)."""
+    number, sample = place
+    example = request.examples[number]
+    if episode.messages:
+        example = replace(example, messages=episode.messages)
+    epoch = 0
+    if request.epochs is not None:
+        epoch = request.epochs[number]
+    index = number
+    if request.prompt_indices is not None:
+        index = request.prompt_indices[number]
+    return Rollout(
+        example=example,
+        prompt_ids=episode.prompt,
+        completion=episode.completion,
+        text=text,
+        parts=grade.parts,
+        reward=grade.reward,
+        step=request.step,
+        epoch=epoch,
+        prompt_index=index,
+        rollout_index=sample,
+        extracted=grade.extracted,
+        outcome=grade.outcome,
+        turns=episode.turns,
+        failures=episode.failures,
+    )
 
 
 def _play(
@@ -232,7 +274,10 @@ def _play(
     if stage is None:
         prompts = [request.prompts[i] for i in mine]
         completions = sampler.engine.generate(prompts, keys, request.sampling)
-        return [[Episode(tuple(p), one) for one in row] for p, row in zip(prompts, completions, strict=True)]
+        episodes_of = []
+        for prompt, row in zip(prompts, completions, strict=True):
+            episodes_of.append([Episode(tuple(prompt), completion) for completion in row])
+        return episodes_of
     from posttrain.sampling.episodes import Episodes
 
     seed, purpose, counter = request.key
@@ -243,10 +288,14 @@ def _play(
 
 
 def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
-    completion, tokenizer, template = episode.completion, sampler.tokenizer, sampler.grader.template
+    completion = episode.completion
+    tokenizer = sampler.tokenizer
+    template = sampler.grader.template
     prompt = decode_ids(tokenizer, episode.prompt)
     has_failed = completion.finish == "environment_failed"  # graded for the record, never trained on
-    reward = 0.0 if has_failed and episode.reward is None else episode.reward
+    reward = episode.reward
+    if has_failed and reward is None:
+        reward = 0.0
     if episode.turns:
         text = episode.turns[-1].text
     else:
@@ -258,6 +307,11 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, template: Template, examples: Sequence[Example], limit: int
 ) -> tuple[list[int], list[list[int]], int]:
     """Return the indices of the prompts of at most ``limit`` tokens, their ids, and how many were dropped."""
-    encoded = [encode_prompt(tokenizer, template, example.messages, example.variables) for example in examples]
-    kept = [index for index, ids in enumerate(encoded) if len(ids) <= limit]
-    return kept, [encoded[index] for index in kept], len(encoded) - len(kept)
+    indices = []
+    prompts = []
+    for index, example in enumerate(examples):
+        ids = encode_prompt(tokenizer, template, example.messages, example.variables)
+        if len(ids) <= limit:
+            indices.append(index)
+            prompts.append(ids)
+    return indices, prompts, len(examples) - len(indices)

@@ -17,10 +17,13 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from posttrain import __version__
 from posttrain.errors import DataError
 from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_file, sync_folder
 
-MANIFEST, BEST = "manifest.json", "best"
+MANIFEST = "manifest.json"
+BEST = "best"
+FORMAT = 1  # of the manifest; a later version may add keys to it without another number
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
 _REPLACED = ".tmp-replaced-"
 _FAILED = "failed-"
@@ -40,11 +43,15 @@ class Unverified(Exception):
 def seal(path: Path, step: int) -> None:
     """Write the manifest of a finished folder and wait until all of it is on the disk."""
     names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
-    files = {name: {"bytes": (path / name).stat().st_size, "sha256": _digest(path / name)} for name in names}
+    files = {}
+    for name in names:
+        files[name] = {"bytes": (path / name).stat().st_size, "sha256": _digest(path / name)}
     (path / MANIFEST).write_bytes(_manifest_bytes(step, files))
     for name in [*names, MANIFEST]:
         sync_file(path / name)
-    for inner in {path, *(item for item in path.rglob("*") if item.is_dir())}:
+    folders = {path}
+    folders.update(item for item in path.rglob("*") if item.is_dir())
+    for inner in folders:
         sync_folder(inner)
 
 
@@ -62,14 +69,22 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
     content = (path / MANIFEST).read_bytes()
     try:
         manifest = json.loads(content)
-        files, manifest_step = dict(manifest["files"]), int(manifest["step"])
+        files = dict(manifest["files"])
+        manifest_step = int(manifest["step"])
+        manifest_format = int(manifest["format"])
         expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Unverified(MANIFEST, f"is damaged ({error})") from None
-    if content != _manifest_bytes(manifest_step, files) or step not in (None, manifest_step):
+    if content != _in_one_spelling(manifest) or manifest_format < 1 or step not in (None, manifest_step):
         raise Unverified(MANIFEST, "is damaged")
+    if manifest_format > FORMAT:
+        what = (
+            f"was written by a later posttrain (format {manifest_format}; this is {__version__}, which reads {FORMAT})"
+        )
+        raise Unverified(MANIFEST, what)
     for name, size, digest in expected:
-        file, parts = path / name, PurePosixPath(name)
+        file = path / name
+        parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts or str(parts) != name:
             raise Unverified(MANIFEST, f"names {name!r}, which leads out of the checkpoint")
         if not file.is_file():
@@ -120,12 +135,14 @@ def _is_checkpoint(path: Path) -> bool:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
         return (path / "state.json").is_file()
-    return isinstance(manifest, dict) and manifest.keys() == {"format", "step", "files"}
+    return isinstance(manifest, dict) and manifest.keys() >= {"format", "step", "files"}
 
 
 def _step_of(path: Path) -> int | None:
     match = STEP_FOLDER.fullmatch(path.name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def _remedy(path: Path, shown: Path) -> str:
@@ -142,8 +159,12 @@ def _remedy(path: Path, shown: Path) -> str:
 
 
 def _manifest_bytes(step: int, files: Mapping[str, object]) -> bytes:
-    # one spelling only, so that a flipped byte anywhere in the manifest shows
-    return (json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n").encode()
+    return _in_one_spelling({"format": FORMAT, "step": step, "files": files})
+
+
+def _in_one_spelling(manifest: Mapping[str, object]) -> bytes:
+    # a flipped byte anywhere in the manifest shows
+    return (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _digest(path: Path) -> str:
@@ -172,8 +193,12 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
         folders = [item for item in root.iterdir() if item.is_dir() and not item.is_symlink()]
     except OSError as error:
         raise DataError(root, f"cannot be read ({error.strerror})") from None
-    steps = ((item, _step_of(item)) for item in folders)
-    return sorted(step for item, step in steps if step is not None and item == step_folder(root, step))
+    steps = []
+    for item in folders:
+        step = _step_of(item)
+        if step is not None and item == step_folder(root, step):
+            steps.append(step)
+    return sorted(steps)
 
 
 def newest_state(folder: str | Path) -> tuple[int, dict[str, object]] | None:
@@ -182,18 +207,26 @@ def newest_state(folder: str | Path) -> tuple[int, dict[str, object]] | None:
         path = step_folder(folder, step)
         try:
             names = verify(path, step, by_size=True)
-            state = json.loads((path / "state.json").read_bytes()) if "state.json" in names else {}
+            state = {}
+            if "state.json" in names:
+                state = json.loads((path / "state.json").read_bytes())
         except (Unverified, OSError, ValueError, RecursionError):
             continue
-        return step, state if isinstance(state, dict) else {}
+        if not isinstance(state, dict):
+            state = {}
+        return step, state
     return None
 
 
 def best_step(folder: str | Path) -> int | None:
     """Return the step that ``best`` points to, or None."""
     link = Path(folder) / BEST
-    match = STEP_FOLDER.fullmatch(os.readlink(link)) if link.is_symlink() else None
-    return int(match[1]) if match and link.is_dir() else None
+    if not link.is_symlink():
+        return None
+    match = STEP_FOLDER.fullmatch(os.readlink(link))
+    if match and link.is_dir():
+        return int(match[1])
+    return None
 
 
 def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = ()) -> list[int]:
@@ -238,8 +271,10 @@ def clean_leftovers(folder: str | Path) -> list[str]:
     """
     root = Path(folder)
     removed: list[str] = []
+    if not root.is_dir():
+        return removed
     with storage_errors("checkpoints", root):
-        for item in sorted(root.glob(f"{ASIDE}*")) if root.is_dir() else []:
+        for item in sorted(root.glob(f"{ASIDE}*")):
             original = root / item.name.removeprefix(_REPLACED)
             if item.name.startswith(_REPLACED) and not original.exists():
                 os.rename(item, original)

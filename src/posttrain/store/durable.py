@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,11 +34,14 @@ _WANDB = "wandb"  # W&B keeps links to logs of its own in the folders of its ses
 
 def explain_storage(what: str, place: Path, cause: BaseException) -> StorageError:
     """Return a ``StorageError`` that names what could not be written where, and the remedy."""
-    number, text = getattr(cause, "errno", None), str(cause).lower()
+    number = getattr(cause, "errno", None)
+    text = str(cause).lower()
     remedy = f"{cause}. Check the disk"
-    if number in _FULL or any(words in text for words in ("no space left", "disk is full", "file too large")):
+    says_full = any(words in text for words in ("no space left", "disk is full", "file too large"))
+    if number in _FULL or says_full:
         folder = next(one for one in (place, *place.parents) if one.exists())
-        remedy = f"the disk is full ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free). Free some space"
+        free = shutil.disk_usage(folder).free / 2**20
+        remedy = f"the disk is full ({free:.0f} MiB free). Free some space"
     elif "database is locked" in text:
         remedy = "another program is writing to it (a database browser with unsaved changes?). Close it there"
     elif number in (errno.EACCES, errno.EROFS, errno.EPERM) or "readonly" in text:
@@ -65,7 +69,9 @@ def sayable(value: object) -> object:
         return {key: sayable(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [sayable(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def sync_file(path: Path, flags: int = 0) -> None:
@@ -116,6 +122,19 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
             sync_folder(path.parent)
 
 
+def write_json(
+    path: Path,
+    content: object,
+    *,
+    indent: int = 1,
+    ensure_ascii: bool = True,
+    default: Callable[[object], object] | None = None,
+) -> None:
+    """Put plain data at ``path`` as JSON with a newline at the end, as ``replace_file`` does; see ``json.dumps``."""
+    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, default=default)
+    replace_file(path, text.encode() + b"\n")
+
+
 def aside_of(path: Path) -> Path:
     """Return where this process writes what will be ``path``: next to it, so that a rename puts it in place."""
     return path.with_name(f"{ASIDE}{path.name}-{os.getpid()}")
@@ -146,7 +165,8 @@ def remove_leftovers(folder: Path) -> list[str]:
     with storage_errors("what killed writes left behind", folder):
         for place, folders, files in walk_folder(folder):
             folders[:] = sorted(name for name in folders if name != CHECKPOINTS)
-            for path in (Path(place, name) for name in sorted(files) if _is_left(name)):
+            left = [Path(place, name) for name in sorted(files) if _is_left(name)]
+            for path in left:
                 path.unlink(missing_ok=True)
                 removed.append(str(path.relative_to(folder)))
     return removed
@@ -155,7 +175,10 @@ def remove_leftovers(folder: Path) -> list[str]:
 def _is_left(name: str) -> bool:
     """Return whether a name is that of something written aside by a process that writes it no longer."""
     match = _ASIDE_NAME.fullmatch(name)
-    return match is not None and (int(match[1]) == os.getpid() or not posix.is_alive(int(match[1])))
+    if match is None:
+        return False
+    process = int(match[1])
+    return process == os.getpid() or not posix.is_alive(process)
 
 
 def refuse_links(folder: str | Path) -> None:
@@ -169,9 +192,11 @@ def refuse_links(folder: str | Path) -> None:
     """
     root = Path(os.path.realpath(folder))
     for place, folders, files in walk_folder(root):
-        for path in (Path(place, name) for name in [*folders, *files]):
+        for name in [*folders, *files]:
+            path = Path(place, name)
             with suppress(FileNotFoundError):  # another process tidies up
-                if what := _danger_of(path, root):
+                what = _danger_of(path, root)
+                if what:
                     remedy = "Nothing was changed; put the file itself in its place (cp -L), or work on a copy"
                     raise UsageError(f"{path}: this is {what}. {remedy}")
         if os.path.basename(place) == _WANDB:
@@ -184,10 +209,14 @@ def _danger_of(path: Path, root: Path) -> str | None:
     if stat.S_ISLNK(state.st_mode):
         target = Path(os.path.realpath(path))
         is_inside = target != root and target.is_relative_to(root)
-        return None if is_inside else f"a link that leads out of the folder, to {target}"
+        if is_inside:
+            return None
+        return f"a link that leads out of the folder, to {target}"
     if stat.S_ISDIR(state.st_mode):
         return None
     if not stat.S_ISREG(state.st_mode):
         return "neither a file nor a folder"
     is_shared = state.st_nlink > 1 and any(fnmatchcase(path.name, name) for name in _IN_PLACE)
-    return "a file with a second name elsewhere (a hard link), which would be written to as well" if is_shared else None
+    if is_shared:
+        return "a file with a second name elsewhere (a hard link), which would be written to as well"
+    return None

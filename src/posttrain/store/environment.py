@@ -27,15 +27,18 @@ def describe_environment() -> dict[str, object]:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
-    if (memory := posix.memory_bytes()) is not None:
+    memory = posix.memory_bytes()
+    if memory is not None:
         hardware["memory_bytes"] = memory
     hardware["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    versions = {"posttrain": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = metadata.version(name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": [hide_secrets(word) for word in sys.argv],
         "git": git_state(Path(__file__).parent),
-        "versions": {"posttrain": __version__, "python": platform.python_version()}
-        | {name: metadata.version(name) for name in _PACKAGES},
+        "versions": versions,
         "hardware": hardware,
     }
 
@@ -46,7 +49,10 @@ def git_state(folder: Path) -> dict[str, str | int | None] | None:
     if commit is None or not _git(folder, "ls-files"):  # an environment inside some other checkout
         return None
     changes = _git(folder, "status", "--porcelain")
-    return {"commit": commit, "changed_files": None if changes is None else len(changes.splitlines())}
+    num_changed = None
+    if changes is not None:
+        num_changed = len(changes.splitlines())
+    return {"commit": commit, "changed_files": num_changed}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -55,4 +61,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None  # no git here, or it hangs: the run goes on without a commit
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return None

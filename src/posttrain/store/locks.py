@@ -90,7 +90,9 @@ def _name_of_holder(path: Path) -> str:
         found = _NAME.match(path.read_text(encoding="utf-8", errors="replace")[:300])
         if found and (not is_claimed or found[0].endswith(f" on {_host()}")):
             return found[0]
-    return f"a process of another machine; if it is gone, delete {_claim_of(path)}" if is_claimed else "unknown"
+    if is_claimed:
+        return f"a process of another machine; if it is gone, delete {_claim_of(path)}"
+    return "unknown"
 
 
 def _host() -> str:

@@ -53,21 +53,34 @@ class Metric:
     def value(self, results: Mapping[str, object]) -> float | None:
         """Return its value; None where it was not measured, or is no finite number."""
         value = results.get(self.name)
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+        return None
 
     def mean(self, evaluations: Iterable[Mapping[str, float]]) -> float | None:
         """Return the mean over those evaluations that have it."""
-        values = [value for results in evaluations if (value := self.value(results)) is not None]
-        return math.fsum(values) / len(values) if values else None
+        values = []
+        for results in evaluations:
+            value = self.value(results)
+            if value is not None:
+                values.append(value)
+        if values:
+            return math.fsum(values) / len(values)
+        return None
 
     def interval(self, results: Mapping[str, float]) -> tuple[float, float] | None:
         """Return its 95 % interval, where one was measured."""
-        low, high = (results.get(f"{self.name}_{bound}", math.nan) for bound in ("low", "high"))
-        return (low, high) if self.value(results) is not None and math.isfinite(low) and math.isfinite(high) else None
+        low = results.get(f"{self.name}_low", math.nan)
+        high = results.get(f"{self.name}_high", math.nan)
+        if self.value(results) is not None and math.isfinite(low) and math.isfinite(high):
+            return (low, high)
+        return None
 
     def goodness(self, value: float) -> float:
         """Return a number that is larger for what is better."""
-        return -value if self.better == "lower" else value
+        if self.better == "lower":
+            return -value
+        return value
 
     def numbers(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return value, interval and further metrics, of those results that are finite."""
@@ -76,24 +89,36 @@ class Metric:
 
     def brief(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return its value and the KL that is shown with it: enough for a line about one of many runs."""
-        return {name: results[name] for name in (self.name, *({KL} & {*self.further})) if name in results}
+        names = [self.name]
+        if KL in self.further:
+            names.append(KL)
+        return {name: results[name] for name in names if name in results}
 
     def show(self, value: float) -> str:
         """``50.0%``, ``0.731``, ``1.2e-05``; a very large number in three digits."""
         if abs(value) >= 1e12:
             return f"{value:.3g}"
-        is_small = self.unit == "nats" and 0 < abs(value) < 1e-3
-        return f"{value:{'.1e' if is_small else _FORMS.get(self.unit, '.3f')}}"
+        form = _FORMS.get(self.unit, ".3f")
+        if self.unit == "nats" and 0 < abs(value) < 1e-3:
+            form = ".1e"
+        return f"{value:{form}}"
 
     def describe(self, results: Mapping[str, float]) -> str:
         """``accuracy 50.0% [43.9%, 56.1%]``, ``reward 0.731 · KL from initial model 2.310``; empty if not measured."""
-        value, interval = self.value(results), self.interval(results)
+        value = self.value(results)
         if value is None:
             return ""
-        bounds = "" if interval is None else f" [{self.show(interval[0])}, {self.show(interval[1])}]"
-        further = [metric_of(name) for name in self.further if name in results]
-        shown = [f"{metric.label} {metric.show(results[metric.name])}" for metric in further]
-        return " · ".join([f"{self.label} {self.show(value)}{bounds}", *shown])
+        shown = f"{self.label} {self.show(value)}"
+        interval = self.interval(results)
+        if interval is not None:
+            low, high = interval
+            shown += f" [{self.show(low)}, {self.show(high)}]"
+        parts = [shown]
+        for name in self.further:
+            if name in results:
+                metric = metric_of(name)
+                parts.append(f"{metric.label} {metric.show(results[metric.name])}")
+        return " · ".join(parts)
 
 
 ACCURACY = Metric("accuracy", "share", "higher", "Share of the answers that are correct, of those with a reference "
@@ -335,12 +360,19 @@ def find_metric(name: str) -> Metric | None:
         return Metric(name, "number", "higher", FAMILIES["reward/NAME"], f"{sampled}{part}{own}{end}")
     if base is None or base.name == name:
         return base
-    return replace(base, name=name, label=f"{part} {sampled}{base.label}{end}".strip().replace("_", " "))
+    label = f"{part} {sampled}{base.label}{end}"
+    return replace(base, name=name, label=label.strip().replace("_", " "))
 
 
 def metric_of(name: str) -> Metric:
     """Return the metric of a name; of an unknown one a number that is better when it is higher."""
-    return find_metric(name) or Metric(name, "share" if name.endswith("accuracy") else "number", "higher", "")
+    known = find_metric(name)
+    if known is not None:
+        return known
+    unit: Unit = "number"
+    if name.endswith("accuracy"):
+        unit = "share"
+    return Metric(name, unit, "higher", "")
 
 
 def choose_primary_metric(
@@ -369,5 +401,6 @@ def choose_primary_metric(
         raise UsageError(f"eval.best: no evaluation measures {named!r}.{hint}")
     first = next(iter(evaluations.values()))
     chosen = next((METRICS[name] for name in _PREFERRED if name in first), None)
-    is_by_reward = samples and (chosen is None or not chosen.is_share) and REWARD.name in first
-    return REWARD if is_by_reward else chosen
+    if samples and REWARD.name in first and (chosen is None or not chosen.is_share):
+        return REWARD
+    return chosen

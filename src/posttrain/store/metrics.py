@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.errors import DataError
-from posttrain.registry import find
+from posttrain.errors import DataError, RecipeError
+from posttrain.registry import find, takes_one
 from posttrain.store.durable import cut_torn_line, replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
@@ -51,7 +51,9 @@ class MetricsLog:
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
         """Add the line of one step; raises StorageError if the disk is full or not writable."""
-        line = {"step": step, "metrics": _writable(metrics), "timing": _writable(timing or {})}
+        if timing is None:
+            timing = {}
+        line = {"step": step, "metrics": _writable(metrics), "timing": _writable(timing)}
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
         with storage_errors("metrics", self.path):
             if self._descriptor is None:
@@ -66,7 +68,9 @@ class MetricsLog:
 
     def num_rows(self) -> int:
         """Return the number of complete lines."""
-        return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
+        if self.path.exists():
+            return self.path.read_bytes().count(b"\n")
+        return 0
 
     def flush(self) -> None:
         """Wait until every line is on the disk."""
@@ -94,11 +98,14 @@ class MetricsLog:
         """Return the last complete row that is wanted, of the last megabyte of the file, or None."""
         try:
             with open_record(self.path, MAX_BYTES) as file:
-                start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                size = file.seek(0, os.SEEK_END)
+                start = file.seek(max(0, size - _TAIL_BYTES))
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
             return None
-        rows = (_parse_line(line, self.path, None) for line in reversed(lines[1:] if start else lines))
+        if start:
+            lines = lines[1:]  # the first one is cut
+        rows = (_parse_line(line, self.path, None) for line in reversed(lines))
         return next(filter(wanted, rows), None)
 
     def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
@@ -112,7 +119,10 @@ class MetricsLog:
         """
         self.close()
         rows, is_torn = self._read()
-        keeps = [row.step <= after_step and not (row.step in unevaluated and is_evaluation(row)) for row in rows]
+        keeps = []
+        for row in rows:
+            is_unevaluated = row.step in unevaluated and is_evaluation(row)
+            keeps.append(row.step <= after_step and not is_unevaluated)
         dropped = len(rows) - sum(keeps)
         if dropped or is_torn:
             lines = self.path.read_bytes().split(b"\n")[: len(rows)]
@@ -125,7 +135,8 @@ class MetricsLog:
         rows: list[MetricsRow] = []
         try:
             with open_record(self.path, MAX_BYTES) as file:
-                for number, line in enumerate(iter(partial(file.readline, _MAX_LINE_BYTES), b""), start=1):
+                lines = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
+                for number, line in enumerate(lines, start=1):
                     if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:  # cut off while it was written
                         return rows, True
                     rows.append(_parse_line(line, self.path, number))
@@ -135,9 +146,14 @@ class MetricsLog:
 
 
 def _writable(values: Mapping[str, float]) -> dict[str, float | str]:
-    # float() also turns NumPy and zero-dimensional tensor numbers into plain ones
-    plain = {name: float(value) for name, value in values.items()}
-    return {name: value if math.isfinite(value) else str(value) for name, value in plain.items()}
+    writable: dict[str, float | str] = {}
+    for name, value in values.items():
+        number = float(value)  # a plain number, of one of NumPy's or of a zero-dimensional tensor
+        if math.isfinite(number):
+            writable[name] = number
+        else:
+            writable[name] = str(number)
+    return writable
 
 
 def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
@@ -147,10 +163,12 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
             json.dumps(data, ensure_ascii=False).encode()
         metrics = {str(name): float(value) for name, value in data["metrics"].items()}
         timing = {str(name): float(value) for name, value in data.get("timing", {}).items()}
-        if abs(step := int(data["step"])) >= _MAX_CLOCK:
+        step = int(data["step"])
+        if abs(step) >= _MAX_CLOCK:
             raise ValueError(f"a step of {len(str(step))} digits")
-        if wrong := [name for name, value in timing.items() if not abs(value) < _MAX_CLOCK]:
-            raise ValueError(f"timing: {wrong[0][:40]} is {timing[wrong[0]]:g}")
+        for name, value in timing.items():
+            if not abs(value) < _MAX_CLOCK:
+                raise ValueError(f"timing: {name[:40]} is {value:g}")
         return MetricsRow(step, metrics, timing)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"
@@ -196,8 +214,9 @@ class TrackedMetrics(MetricsLog):
                 tracker.start(kept)
             self._started = True
         super().append(step, metrics, timing)
+        row = MetricsRow(step, dict(metrics), dict(timing or ()))
         for tracker in self.trackers:
-            tracker.log(MetricsRow(step, dict(metrics), dict(timing or {})))
+            tracker.log(row)
 
     def close(self) -> None:
         """Close the file and the trackers."""
@@ -211,11 +230,26 @@ class TrackedMetrics(MetricsLog):
 
 
 def build_trackers(components: Sequence[Any], run: TrackedRun) -> list[Tracker]:
-    """Return the trackers that a recipe names (``track``), none of them opened yet."""
-    return [
-        find("tracker", component.name, f"track.{index}").bind(component.options, f"track.{index}")(run)
-        for index, component in enumerate(components)
-    ]
+    """Return the trackers that a recipe names (``track``), none of them opened yet.
+
+    Raises:
+        RecipeError: a function of the user takes something else than the run, or returns no tracker.
+    """
+    return [_build_tracker(component, f"track.{index}", run) for index, component in enumerate(components)]
+
+
+def _build_tracker(component: Any, key: str, run: TrackedRun) -> Tracker:
+    make = find("tracker", component.name, key).bind(component.options, key)
+    if not takes_one(make):
+        raise RecipeError(f"{key}: {component.name} must take one argument, the run. Give def tracker(run)")
+    tracker: Tracker = make(run)
+    missing = [name for name in ("start", "log", "close") if not callable(getattr(tracker, name, None))]
+    if missing:
+        raise RecipeError(
+            f"{key}: {component.name} returned {type(tracker).__name__}, which has no {', '.join(missing)}. Return an "
+            "object with the methods start, log and close"
+        )
+    return tracker
 
 
 def is_evaluation(row: MetricsRow) -> bool:
@@ -276,8 +310,12 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
     # all rewards of a group are equal, and no other answer gives them an advantage
     is_uniform = [one["uniform_groups"] == 1.0 and one.get("advantage_std", 1.0) == 0.0 for one in batches]
     if len(batches) == NUM_BATCHES and all(is_uniform):
-        causes = (c for name, low, high, c in _CAUSES if all(low <= one.get(name, -1.0) <= high for one in batches))
-        cause = next(causes, _OTHER_CAUSE).format(**batches[-1])
+        cause = _OTHER_CAUSE
+        for name, low, high, text in _CAUSES:
+            if all(low <= one.get(name, -1.0) <= high for one in batches):
+                cause = text
+                break
+        cause = cause.format(**batches[-1])
         what = f"in the first {NUM_BATCHES} batches no group of answers differed in reward, so nothing can be learned"
         return {"uniform_groups": f"{what}. {cause}"}
     if len(steps) >= NUM_BATCHES and all(metrics.get("grad_norm") == 0.0 for metrics in steps[:NUM_BATCHES]):

@@ -14,7 +14,9 @@ SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows ends a process a
 
 def memory_bytes() -> int | None:
     """Return the memory of the machine, None where the system does not report it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 def read_at(descriptor: int, count: int, start: int) -> bytes:

@@ -24,7 +24,8 @@ from posttrain.store import posix
 Kind = TypeVar("Kind")
 MAX_RECORD_BYTES = 1 << 24
 _MAX_YAML_BYTES = 1 << 20  # a megabyte takes a second
-_MAX_DEPTH, _MAX_VALUES = 100, 1_000_000
+_MAX_DEPTH = 100
+_MAX_VALUES = 1_000_000
 _MAX_WHOLE_NUMBER = 1 << 128
 
 
@@ -81,7 +82,7 @@ def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
         return file.read(max_bytes)
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml_file(path: Path) -> Any:
     """Return a YAML file as plain data, by the rules of recipes (``strict_yaml``).
 
     Raises:
@@ -94,15 +95,18 @@ def read_yaml(path: Path) -> Any:
 def read_declared(path: Path, kind: type[Kind]) -> Kind:
     """Return the dataclass that a JSON file holds, each value of its field's type; unknown keys are left out.
 
-    Raises as ``read_yaml``.
+    Raises as ``read_yaml_file``.
     """
     content = json.dumps(_parse(path, json.loads, MAX_RECORD_BYTES))
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        key, value = ".".join(map(str, first["loc"])), None if first["type"] == "missing" else first["input"]
-        raise DataError(path, f"damaged: {key or 'all of it'} is {str(value)[:60]!r}; delete it") from None
+        key = ".".join(map(str, first["loc"])) or "all of it"
+        value = None
+        if first["type"] != "missing":
+            value = first["input"]
+        raise DataError(path, f"damaged: {key} is {str(value)[:60]!r}; delete it") from None
 
 
 def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> object:
@@ -121,7 +125,11 @@ def _check_plain(value: object) -> None:
     count = 0
     while open_values:
         item, depth = open_values.pop()
-        inner = [*item.keys(), *item.values()] if isinstance(item, dict) else item if isinstance(item, list) else []
+        inner: list[object] = []
+        if isinstance(item, dict):
+            inner = [*item.keys(), *item.values()]
+        elif isinstance(item, list):
+            inner = item
         count += 1 + len(inner)
         if depth > _MAX_DEPTH or count > _MAX_VALUES:
             raise ValueError(f"nested deeper than {_MAX_DEPTH}, or more than {_MAX_VALUES:,} values")

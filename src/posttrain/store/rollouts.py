@@ -20,9 +20,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from posttrain import __version__
 from posttrain.errors import DataError, PosttrainError, RewardFailure
 from posttrain.store.durable import explain_storage, sync_folder
 from posttrain.store.reading import refuse_link_out
+from posttrain.store.schema import (
+    SCHEMA_VERSION,
+    TABLES,
+    Columns,
+    bring_up_to_date,
+    check_schema,
+    insertion,
+    selection,
+    version_of,
+)
 from posttrain.types import Call, Example, Rollout, Turn
 
 READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
@@ -30,43 +41,6 @@ MAX_VALUE_BYTES = 1 << 27
 _BUSY_TIMEOUT_SECONDS = 30.0
 _INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
-SCHEMA_VERSION = 6  # PRAGMA user_version; files of another version are refused
-# token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
-# several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
-COLUMNS = {
-    "step": "INTEGER NOT NULL",
-    "epoch": "INTEGER NOT NULL",
-    "prompt_index": "INTEGER NOT NULL",
-    "rollout_index": "INTEGER NOT NULL",
-    "example_id": "TEXT NOT NULL",
-    "prompt": "TEXT NOT NULL",
-    "completion": "TEXT NOT NULL",
-    "answer": "TEXT",
-    "parts": "TEXT NOT NULL",
-    "reward": "REAL NOT NULL",
-    "advantage": "REAL",
-    "num_tokens": "INTEGER NOT NULL",
-    "finish": "TEXT NOT NULL",
-    "mean_sampler_logprob": "REAL",
-    "extracted": "TEXT",
-    "outcome": "TEXT NOT NULL",
-    "token_ids": "BLOB NOT NULL",
-    "version": "INTEGER NOT NULL",
-    "spans": "BLOB",
-    "turns": "TEXT",
-    "failures": "TEXT",
-}
-TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
-_ROWS = ",\n    ".join(["\n    id INTEGER PRIMARY KEY", *(f"{name} {kind}" for name, kind in COLUMNS.items())]) + "\n"
-_SCHEMA = (
-    "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    f"CREATE TABLE rollouts ({_ROWS})",
-    "CREATE INDEX rollouts_by_step ON rollouts (step)",
-    f"CREATE TABLE evaluation_rollouts ({_ROWS}, evaluation TEXT NOT NULL)",
-    "CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)",
-)
-# Written by SQLite's ANALYZE: numbers for its planner.
-_STATISTICS = {"CREATE TABLE sqlite_stat1(tbl,idx,stat)", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"}
 
 
 @contextmanager
@@ -82,20 +56,43 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     """
     refuse_link_out(path)
     at_rest = not path.with_name(f"{path.name}-wal").exists()
-    mode = "rwc" if not read_only else "ro&immutable=1" if at_rest else "ro"
+    if not read_only:
+        mode = "rwc"
+    elif at_rest:
+        mode = "ro&immutable=1"
+    else:
+        mode = "ro"
     address = f"{path.resolve().as_uri()}?mode={mode}"
     db = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
     try:
-        db.execute("PRAGMA trusted_schema = OFF")
-        db.execute("PRAGMA cell_size_check = ON")
-        db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-        if read_only:
-            end = time.monotonic() + READ_SECONDS
-            db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)
+        _limit(db, read_only=read_only)
         yield db
     finally:
         db.close()
+
+
+def _limit(db: sqlite3.Connection, *, read_only: bool) -> None:
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA cell_size_check = ON")
+    db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    if read_only:
+        end = time.monotonic() + READ_SECONDS
+        db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)
+
+
+@contextmanager
+def _migrated_copy(db: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
+    """Yield a file of an earlier version as this version writes it; the file itself stays as it is."""
+    copy = sqlite3.connect("", isolation_level=None)  # SQLite removes it with the connection
+    try:
+        _limit(copy, read_only=True)
+        db.backup(copy)
+        with transaction(copy):
+            bring_up_to_date(copy, path)
+        yield copy
+    finally:
+        copy.close()
 
 
 @contextmanager
@@ -126,37 +123,6 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
     finally:
         if db.in_transaction:
             db.execute("ROLLBACK")
-
-
-def check_schema(db: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the file has the tables of this version, False of an empty one; nothing in it can run.
-
-    A view, a trigger, a generated column or an index over an expression would be evaluated when the file is read or
-    written, and an untrusted source may have put it there.
-
-    Raises:
-        DataError: a file of another version, or with something else in it.
-    """
-    with transaction(db, "DEFERRED"):  # both questions of one state, even while another process writes
-        version = _version_of(db)
-        query = "SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
-        there = {sql: f"{kind} {str(name)[:60]!r}" for sql, kind, name in db.execute(query) if sql not in _STATISTICS}
-    if 0 < version != SCHEMA_VERSION and there:
-        age = "a later" if version > SCHEMA_VERSION else "an earlier"
-        raise DataError(
-            path,
-            f"{age} posttrain wrote this file (schema version {version}, this one reads {SCHEMA_VERSION}); use that "
-            "version to read it. Nothing was changed",
-        )
-    if version < 0 or there.keys() != (set(_SCHEMA) if version else set()):
-        strange = sorted(what for sql, what in there.items() if sql not in _SCHEMA)
-        what = f"it holds {strange[0]}" if strange else "something is missing"
-        raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
-    return version != 0
-
-
-def _version_of(db: sqlite3.Connection) -> int:
-    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
@@ -205,7 +171,9 @@ class RecordedRollout:
     @property
     def num_own(self) -> int:
         """Number of tokens that the model wrote."""
-        return self.num_tokens if self.own is None else sum(self.own)
+        if self.own is None:
+            return self.num_tokens
+        return sum(self.own)
 
     @property
     def transcript(self) -> str:
@@ -223,9 +191,13 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
     lines = []
     for turn in turns:
         lines.append(_quote(turn.text))
-        lines += [f"-> {_quote(f'{call.tool} ({call.outcome}): {call.result}')}" for call in turn.calls]
-        lines += [] if turn.reward is None else [f"-> paid {turn.reward:g}"]
-    return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
+        for call in turn.calls:
+            result = _quote(f"{call.tool} ({call.outcome}): {call.result}")
+            lines.append(f"-> {result}")
+        if turn.reward is not None:
+            lines.append(f"-> paid {turn.reward:g}")
+    lines += [f"-> failed: {failure}" for failure in failures]
+    return "\n".join(lines)
 
 
 def _quote(text: str) -> str:
@@ -235,19 +207,23 @@ def _quote(text: str) -> str:
 def spans_of(own: Sequence[bool]) -> list[int]:
     """Return the lengths of alternating runs of tokens, those that the model wrote first (0 if it did not begin)."""
     spans = [len(list(run)) for _, run in groupby(own)]
-    return spans if own and own[0] else [0, *spans]
+    if own and own[0]:
+        return spans
+    return [0, *spans]
 
 
 def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
     """Return turns as plain data."""
-    return [
-        {
-            "text": _storable(turn.text),
-            "calls": [{f.name: _storable(getattr(call, f.name)) for f in fields(Call)} for call in turn.calls],
-            **({} if turn.reward is None else {"reward": turn.reward}),
-        }
-        for turn in turns
-    ]
+    rows = []
+    for turn in turns:
+        calls = []
+        for call in turn.calls:
+            calls.append({f.name: _storable(getattr(call, f.name)) for f in fields(Call)})
+        row: dict[str, object] = {"text": _storable(turn.text), "calls": calls}
+        if turn.reward is not None:
+            row["reward"] = turn.reward
+        rows.append(row)
+    return rows
 
 
 def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
@@ -258,8 +234,10 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     """
     turns = []
     for row in rows:
-        calls = tuple(Call(**call) for call in row["calls"])
-        texts = [row["text"], *(getattr(call, f.name) for call in calls for f in fields(Call))]
+        calls = tuple(_read_call(call) for call in row["calls"])
+        texts = [row["text"]]
+        for call in calls:
+            texts += [getattr(call, f.name) for f in fields(Call)]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a turn holds something else than text")
         reward = row.get("reward")
@@ -269,10 +247,17 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
+def _read_call(stored: Mapping[str, Any]) -> Call:
+    known = {name: stored[name] for name in (f.name for f in fields(Call)) if name in stored}
+    return Call(**known)
+
+
 def prompt_text(example: Example) -> str:
     """Return the prompt for a reader: the message, or all of them with their roles."""
     texts = [f"{message.role}: {message.content}" for message in example.messages]
-    return "\n\n".join(texts) if len(texts) != 1 else example.messages[0].content
+    if len(texts) != 1:
+        return "\n\n".join(texts)
+    return example.messages[0].content
 
 
 class RolloutStore:
@@ -293,11 +278,13 @@ class RolloutStore:
         self.read_only = read_only
         self._opened = ExitStack()
         self._writer: sqlite3.Connection | None = None
+        self._columns: Columns = {}  # of the file that the writer writes to
         is_new = not self.path.exists()
         if read_only and is_new:
             raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
-        with self._connection() as db:
-            if not check_schema(db, self.path) and read_only:
+        with sqlite_errors(self.path), connect(self.path, read_only=read_only) as db:
+            columns = check_schema(db, self.path)
+            if read_only and not columns:
                 raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
             if not read_only:
                 self._prepare(db, about or {})
@@ -305,13 +292,12 @@ class RolloutStore:
                 sync_folder(self.path.parent)
 
     def _prepare(self, db: sqlite3.Connection, about: Mapping[str, str]) -> None:
-        """Create the tables in an empty file, if no other process was faster, and write ``about``."""
+        """Bring the tables up to date, if no other process was faster, and write ``about``."""
         db.execute("PRAGMA journal_mode = WAL")
         with transaction(db):
-            if _version_of(db) == 0:
-                for statement in (*_SCHEMA, f"PRAGMA user_version = {SCHEMA_VERSION}"):
-                    db.execute(statement)
-        db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(about.items()))
+            bring_up_to_date(db, self.path)
+            facts = {**about, "posttrain": __version__}
+            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(facts.items()))
 
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
         """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
@@ -321,14 +307,18 @@ class RolloutStore:
         assert not self.read_only, "opened for reading"
         if not rollouts:
             return
-        table = "rollouts" if evaluation is None else "evaluation_rollouts"
-        names = TABLES[table]
-        insertion = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+        if evaluation is None:
+            table = "rollouts"
+        else:
+            table = "evaluation_rollouts"
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
+                self._columns = check_schema(self._writer, self.path)
+            statement = insertion(table, self._columns[table])
             with transaction(self._writer):
-                self._writer.executemany(insertion, [_to_row(one) | {"evaluation": evaluation} for one in rollouts])
+                rows = [_to_row(rollout) | {"evaluation": evaluation} for rollout in rollouts]
+                self._writer.executemany(statement, rows)
 
     def close(self) -> None:
         """Close the file. The store can be read afterwards, and recorded to again."""
@@ -359,7 +349,10 @@ class RolloutStore:
         deletions = [(f"DELETE FROM {table} WHERE step > ?", after_step) for table in TABLES]
         deletions += [("DELETE FROM evaluation_rollouts WHERE step = ?", step) for step in unevaluated]
         with self._connection() as db, transaction(db):
-            return sum(db.execute(query, (step,)).rowcount for query, step in deletions)
+            num_deleted = 0
+            for query, step in deletions:
+                num_deleted += db.execute(query, (step,)).rowcount
+            return num_deleted
 
     def training(self, step: int | None = None, **options: Any) -> list[RecordedRollout]:
         """Return training rollouts in the order in which they were recorded.
@@ -387,7 +380,10 @@ class RolloutStore:
         """Return the number of rows of steps up to ``up_to_step``, by table."""
         with self._connection() as db:
             query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
-            return {table: db.execute(query.format(table), (up_to_step,)).fetchone()[0] for table in TABLES}
+            counts = {}
+            for table in TABLES:
+                (counts[table],) = db.execute(query.format(table), (up_to_step,)).fetchone()
+            return counts
 
     def _select(
         self,
@@ -399,33 +395,44 @@ class RolloutStore:
         newest_first: bool = False,
     ) -> list[RecordedRollout]:
         columns = ("id", *TABLES[table])
-        wanted = {name: value for name, value in equal.items() if value is not None}
-        conditions = ["1", *(f"{name} = :{name}" for name in wanted)]
-        conditions += [] if text is None else ["(instr(prompt, :text) > 0 OR instr(completion, :text) > 0)"]
-        query = (
-            f"SELECT {', '.join(columns)} FROM {table} WHERE {' AND '.join(conditions)} "
-            f"ORDER BY id {'DESC' if newest_first else 'ASC'} LIMIT :limit"
-        )
+        values = {name: value for name, value in equal.items() if value is not None}
+        conditions = ["1", *(f"{name} = :{name}" for name in values)]
+        if text is not None:
+            conditions.append("(instr(prompt, :text) > 0 OR instr(completion, :text) > 0)")
+            values["text"] = text
+        order = "ASC"
+        if newest_first:
+            order = "DESC"
+        if limit is None:
+            values["limit"] = -1
+        else:
+            values["limit"] = limit
         with self._connection() as db:
-            rows = db.execute(query, wanted | {"text": text, "limit": -1 if limit is None else limit}).fetchall()
+            selected = selection(table, check_schema(db, self.path)[table])
+            query = f"SELECT {selected} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit"
+            rows = db.execute(query, values).fetchall()
         return [_read_row(dict(zip(columns, row, strict=True)), table, self.path) for row in rows]
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with sqlite_errors(self.path), connect(self.path, read_only=self.read_only) as db:
-            yield db
+            if version_of(db) == SCHEMA_VERSION:
+                yield db
+            else:
+                with _migrated_copy(db, self.path) as copy:
+                    yield copy
 
 
 def _to_row(rollout: Rollout) -> dict[str, object]:
-    example, completion = rollout.example, rollout.completion
+    example = rollout.example
+    completion = rollout.completion
     for name, value in {**rollout.parts, "reward": rollout.reward}.items():
         if not math.isfinite(value):  # SQLite would take NaN for a missing value
             raise RewardFailure(
                 f"reward {name!r}, example {example.id!r}, step {rollout.step}: it is {value}, which is not finite; "
                 "have the reward function return a number there"
             )
-    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
-    return {
+    row: dict[str, object] = {
         "step": rollout.step,
         "epoch": rollout.epoch,
         "prompt_index": rollout.prompt_index,
@@ -433,35 +440,58 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "example_id": _storable(example.id),
         "prompt": _storable(prompt_text(example)),
         "completion": _storable(rollout.text),
-        "answer": None if example.answer is None else _storable(example.answer),
+        "answer": None,
         "parts": json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
         "reward": float(rollout.reward),
-        "advantage": None if rollout.advantage is None else float(rollout.advantage),
+        "advantage": None,
         "num_tokens": len(completion.ids),
         "finish": completion.finish,
-        "mean_sampler_logprob": math.fsum(logprobs) / len(logprobs) if logprobs else None,
-        "extracted": None if rollout.extracted is None else _storable(rollout.extracted),
+        "mean_sampler_logprob": None,
+        "extracted": None,
         "outcome": rollout.outcome,
         "token_ids": _pack_ids((*rollout.prompt_ids, *completion.ids)),
         "version": completion.version,
-        "spans": None if completion.own is None else _pack_ids(spans_of(completion.own)),
-        "turns": json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
-        "failures": json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
+        "spans": None,
+        "turns": None,
+        "failures": None,
     }
+    if example.answer is not None:
+        row["answer"] = _storable(example.answer)
+    if rollout.advantage is not None:
+        row["advantage"] = float(rollout.advantage)
+    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
+    if logprobs:
+        row["mean_sampler_logprob"] = math.fsum(logprobs) / len(logprobs)
+    if rollout.extracted is not None:
+        row["extracted"] = _storable(rollout.extracted)
+    if completion.own is not None:
+        row["spans"] = _pack_ids(spans_of(completion.own))
+    if rollout.turns:
+        row["turns"] = json.dumps(write_turns(rollout.turns))
+    if rollout.failures:
+        row["failures"] = json.dumps([_storable(failure) for failure in rollout.failures])
+    return row
 
 
 def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
     """Check the types in a row of a file that may be untrusted: SQLite keeps any type in any column."""
     for name, kind in {"id": "INTEGER", **TABLES[table]}.items():
-        value, expected = row[name], _KINDS[kind.split()[0]]
+        value = row[name]
+        expected = _KINDS[kind.split()[0]]
         if not isinstance(value, expected) and (value is not None or "NOT NULL" in kind):
             raise DataError(path, f"damaged: {name} of row {row['id']!r} is {type(value).__name__}; move it away")
     try:
         row["token_ids"] = _unpack_ids(row["token_ids"])
         row["parts"] = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
         row["own"] = _own_of(row.pop("spans"), row["token_ids"], row["num_tokens"])
-        row["turns"] = () if row["turns"] is None else read_turns(json.loads(row["turns"]))
-        row["failures"] = () if row["failures"] is None else tuple(json.loads(row["failures"]))
+        turns = row["turns"]
+        row["turns"] = ()
+        if turns is not None:
+            row["turns"] = read_turns(json.loads(turns))
+        failures = row["failures"]
+        row["failures"] = ()
+        if failures is not None:
+            row["failures"] = tuple(json.loads(failures))
         if not all(isinstance(failure, str) for failure in row["failures"]):
             raise ValueError("a failure is no text")
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
@@ -475,7 +505,10 @@ def _own_of(packed: bytes | None, ids: Sequence[int], num_tokens: int) -> tuple[
     spans = _unpack_ids(packed)
     if min(spans, default=0) < 0 or not len(ids) >= sum(spans) == num_tokens:
         raise ValueError("the spans of its turns are not those of its tokens")
-    return tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
+    own: list[bool] = []
+    for place, length in enumerate(spans):
+        own += [place % 2 == 0] * length
+    return tuple(own)
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:

@@ -37,7 +37,8 @@ def tensorboard(run: TrackedRun) -> Tracker:
 
 class _TensorBoard:
     def __init__(self, folder: Path, open_writer: Callable[..., Any]) -> None:
-        self.folder, self.open_writer = folder, open_writer
+        self.folder = folder
+        self.open_writer = open_writer
 
     def start(self, kept: Sequence[MetricsRow]) -> None:
         purge_step = max((row.step for row in kept), default=-1) + 1
@@ -85,22 +86,34 @@ def wandb(
         import wandb as library
     except ImportError as error:
         raise MissingExtra("wandb", "track", "track: wandb") from error
-    chosen = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    if os.environ.get("WANDB_MODE"):
+        chosen = os.environ["WANDB_MODE"]
+    elif os.environ.get("WANDB_API_KEY"):
+        chosen = "online"
+    else:
+        chosen = "offline"
     if mode is None and chosen not in WANDB_MODES:
         raise UsageError(f"WANDB_MODE is {shorten(chosen)}; set it to {', '.join(WANDB_MODES)}, or unset it")
-    place = {"project": project or os.environ.get("WANDB_PROJECT") or "posttrain", "group": group}
-    place["entity"] = entity or os.environ.get("WANDB_ENTITY") or None
-    return _WeightsAndBiases(run, library, place | {"mode": mode or chosen})
+    place = {
+        "project": project or os.environ.get("WANDB_PROJECT") or "posttrain",
+        "group": group,
+        "entity": entity or os.environ.get("WANDB_ENTITY") or None,
+        "mode": mode or chosen,
+    }
+    return _WeightsAndBiases(run, library, place)
 
 
 class _WeightsAndBiases:
     def __init__(self, run: TrackedRun, library: Any, place: Mapping[str, Any]) -> None:
-        self.run, self.library, self.place = run, library, place
+        self.run = run
+        self.library = library
+        self.place = place
         self._session: Any = None
         self._rows = 0
 
     def start(self, kept: Sequence[MetricsRow]) -> None:
-        folder, home = self.run.folder / "wandb", Path(os.environ.get("WANDB_DIR") or self.run.folder)
+        folder = self.run.folder / "wandb"
+        home = Path(os.environ.get("WANDB_DIR") or self.run.folder)
         with storage_errors("files for Weights & Biases", folder):
             folder.mkdir(exist_ok=True)
             identity = folder / "run-id.txt"
@@ -119,7 +132,8 @@ class _WeightsAndBiases:
 
     def log(self, row: MetricsRow) -> None:
         if self._session is not None:
-            line, number = {"step": row.step, **_flat(row)}, self._rows
+            line = {"step": row.step, **_flat(row)}
+            number = self._rows
             self._attempt("stopped taking metrics", lambda: self._session.log(line, step=number))
         self._rows += 1
 
@@ -147,7 +161,8 @@ class _WeightsAndBiases:
         try:
             act()
         except Exception as error:  # W&B's own errors have no class in common
-            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
+            package = type(error).__module__.partition(".")[0]
+            if not isinstance(error, OSError) and package != "wandb":
                 raise
             self._session = None
             reason = f"{first_line(error)}; WANDB_MODE=offline needs no server"
@@ -155,6 +170,7 @@ class _WeightsAndBiases:
 
 
 def _flat(row: MetricsRow) -> dict[str, float]:
-    return {name: float(value) for name, value in row.metrics.items()} | {
-        f"timing/{name}": float(value) for name, value in row.timing.items()
-    }
+    numbers = {name: float(value) for name, value in row.metrics.items()}
+    for name, value in row.timing.items():
+        numbers[f"timing/{name}"] = float(value)
+    return numbers

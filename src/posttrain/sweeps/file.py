@@ -16,17 +16,8 @@ from pydantic import BeforeValidator, Field
 
 from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.option_types import Repetitions, Tokens, Unread
-from posttrain.recipes.document import (
-    Content,
-    Document,
-    apply_override,
-    apply_overrides,
-    complete_component,
-    flatten,
-    interpretation_names,
-    merge,
-    recipe_names,
-)
+from posttrain.recipes.document import Content, Document, complete_component, interpretation_names, recipe_names
+from posttrain.recipes.overriding import apply_override, apply_overrides, flatten, merge
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, Section
 from posttrain.registry import suggest
@@ -64,11 +55,14 @@ def _as_source(value: object) -> object:
     if isinstance(value, str):
         return {"recipe": value}
     if isinstance(value, dict) and "name" in value and "recipe" not in value:
-        return {"recipe" if key == "name" else key: part for key, part in value.items()}
-    return {} if value is None else value
+        overrides = {key: part for key, part in value.items() if key != "name"}
+        return {"recipe": value["name"], **overrides}
+    if value is None:
+        return {}
+    return value
 
 
-Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
+RowSource = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 
 
 class AnswersSection(Section):
@@ -108,9 +102,9 @@ class SweepFile(Content):
 
     description: str = ""
     page: str = ""
-    start: Source | None = None
-    base: Source | None = None
-    rows: Annotated[dict[str, Source], Field(min_length=1)]
+    start: RowSource | None = None
+    base: RowSource | None = None
+    rows: Annotated[dict[str, RowSource], Field(min_length=1)]
     labelled: Labelled | None = None
     best_of_n: BestOfN | None = None
     head_to_head: HeadToHead | None = None
@@ -118,7 +112,7 @@ class SweepFile(Content):
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A row of the sweep: its resolved recipe, where it is from, and what it changes.
 
     ``differs``: dotted keys outside of the method in which it differs from the base, as (base, here).
@@ -164,7 +158,10 @@ def read_sweep(
         document = Document(SweepFile, _rows_over(name_or_path, over), "command line")
     elif over is not None:
         raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
-    known = list(map(str, rows)) if isinstance(rows := document.content.get("rows"), Mapping) else []
+    known = []
+    rows = document.content.get("rows")
+    if isinstance(rows, Mapping):
+        known = list(map(str, rows))
     document = document.override(overrides)
     content = document.check()
     for name in content.rows:
@@ -172,12 +169,15 @@ def read_sweep(
             hint = suggest(name, known)
             raise UsageError(f"--rows.{name}: {document.place} has no row {name!r}.{hint} There: {', '.join(known)}")
         if not RUN_NAME.fullmatch(name) or name in ("start", LABELLED):
-            raise refusal(document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}")
+            raise error_at(
+                document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}"
+            )
     for key in (LABELLED, "best_of_n", "head_to_head"):
-        if (section := getattr(content, key)) is not None:
+        section = getattr(content, key)
+        if section is not None:
             complete_component(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
             if content.start is None:
-                raise refusal(document, key, "the start answers; give 'start'")
+                raise error_at(document, key, "the start answers; give 'start'")
     return content, document
 
 
@@ -187,9 +187,11 @@ def _rows_over(recipe: str, over: tuple[str, Sequence[str]] | None) -> dict[str,
         name = _NO_NAME.sub("-", Path(recipe).stem).strip("-")
         return {"description": f"{recipe} with several seeds.", "base": {"recipe": recipe}, "rows": {name: {}}}
     key, values = over
+    last_key = key.rpartition(".")[2]
     rows: dict[str, Any] = {}
     for value in values:
-        name = f"{key.rpartition('.')[2]}-{_NO_NAME.sub('-', value).strip('-') or 'empty'}"
+        shown = _NO_NAME.sub("-", value).strip("-") or "empty"
+        name = f"{last_key}-{shown}"
         if name in rows:
             raise UsageError(f"--over {key}: two values would both be called {name}; leave one out")
         rows[name] = {}
@@ -205,13 +207,20 @@ def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, t
     """
     needs: dict[str, tuple[str, ...]] = {}
     for name, source in content.rows.items():
-        value = source.pop("needs", None) or []
-        needs[name] = tuple(value) if isinstance(value, list) else (value,)
-        known = [other for other in content.rows if other != name] + [LABELLED] * (content.labelled is not None)
+        value = source.pop("needs", None)
+        if isinstance(value, list):
+            needs[name] = tuple(value)
+        elif value:
+            needs[name] = (value,)
+        else:
+            needs[name] = ()
+        known = [other for other in content.rows if other != name]
+        if content.labelled is not None:
+            known.append(LABELLED)
         for need in needs[name]:
             if need not in known:
                 message = f"there is no other row {need!r}.{suggest(str(need), known)} There: {', '.join(known)}"
-                raise refusal(document, f"rows.{name}.needs", message)
+                raise error_at(document, f"rows.{name}.needs", message)
     return needs
 
 
@@ -222,8 +231,10 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
         UsageError: the file has no such row, or none is named.
         RecipeError: rows that need one another.
     """
-    known, ordered = list(content.rows), list[str]()
-    chosen = known if wanted is None or list(wanted) == ["all"] else list(wanted)
+    known = list(content.rows)
+    chosen = known
+    if wanted is not None and list(wanted) != ["all"]:
+        chosen = list(wanted)
     for name in chosen:
         if name not in known:
             raise UsageError(f"--rows: there is no row {name!r}.{suggest(name, known)} There: {', '.join(known)}")
@@ -232,14 +243,17 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
     if content.head_to_head is not None:
         chosen = [*chosen, content.head_to_head.judge]
 
+    ordered: list[str] = []
+
     def add(name: str, above: tuple[str, ...] = ()) -> None:
         if name in above:
             raise RecipeError(f"rows: {' and '.join(above)} need one another in a circle; leave one need out")
-        for need in needs[name] if name not in ordered else ():
+        if name in ordered:
+            return
+        for need in needs[name]:
             if need != LABELLED:
                 add(need, (*above, name))
-        if name not in ordered:
-            ordered.append(name)
+        ordered.append(name)
 
     for name in known:
         if name in chosen:
@@ -267,10 +281,15 @@ class RowReader:
             return
         with named("base"):
             data = self._data(self.content.base, None)
-            placeholder = "cross_entropy" if "data" in data else "reinforce"  # a base need not name an objective
-            checked = self._checked("base", {"objective": placeholder} | data)
-            self.base, self.base_data = checked.resolve(), checked.dump()
-            if "objective" not in data:
+            names_objective = "objective" in data
+            if not names_objective:  # a base need not, and a recipe must
+                data["objective"] = "reinforce"
+                if "data" in data:
+                    data["objective"] = "cross_entropy"
+            checked = self._checked("base", data)
+            self.base = checked.resolve()
+            self.base_data = checked.dump()
+            if not names_objective:
                 del self.base_data["objective"]
 
     def start(self) -> Recipe | None:
@@ -280,58 +299,78 @@ class RowReader:
         with named("start"):
             return self.document.part(Recipe, "start", self._data(self.content.start, None)).check().resolve()
 
-    def row(self, name: str, needs: tuple[str, ...]) -> Row:
+    def row(self, name: str, needs: tuple[str, ...]) -> SweepRow:
         """One row: its recipe, or the base with its method, with its overrides and those of the command line."""
-        source, where = self.content.rows[name], f"rows.{name}"
+        source = self.content.rows[name]
+        where = f"rows.{name}"
         with named(f"row {name!r}"):
             data = self._data(source, self.base)
             if data.get("objective") is None:
-                raise refusal(self.document, where, "give a recipe or an objective; the base has none")
+                raise error_at(self.document, where, "give a recipe or an objective; the base has none")
             if LABELLED in needs:
                 if "task" in source:
-                    raise refusal(self.document, f"{where}.task", "the labelled steps are its task; leave this out")
+                    raise error_at(self.document, f"{where}.task", "the labelled steps are its task; leave this out")
                 data["task"] = _TASK_OF_STEPS
             recipe = self._checked(where, data).resolve()
-        changes = {} if self.base is None else differences(self.base.dump(), recipe.dump())
-        return Row(name, recipe, label_of(source), changes, needs)
+        changes = {}
+        if self.base is not None:
+            changes = differences(self.base.dump(), recipe.dump())
+        return SweepRow(name, recipe, label_of(source), changes, needs)
 
     def _data(self, source: Mapping[str, object], base: Recipe | None) -> dict[str, object]:
         """The data of a source: of its recipe (with a ``base`` its method alone), with its overrides."""
-        data = {} if base is None else dict(self.base_data)
+        data: dict[str, object] = {}
+        if base is not None:
+            data = dict(self.base_data)
         if "recipe" in source:
             recipe = load_recipe(str(source["recipe"]), is_own=not is_stored(self.document.place))
             if base is not None and (recipe.rollout is None) != (base.rollout is None):
                 what = "one of it and the base learns from data, the other from its own answers"
                 raise RecipeError(f"{source['recipe']}: {what}; write the rows as whole recipes, without a base")
-            data = recipe.dump() if base is None else with_method_of(data, recipe.dump())
+            if base is None:
+                data = recipe.dump()
+            else:
+                data = with_method_of(data, recipe.dump())
         return merge(data, {key: value for key, value in source.items() if key != "recipe"})
 
     def _checked(self, where: str, data: dict[str, object]) -> Recipe:
         """The checked recipe of ``data`` with the common overrides."""
-        common = [(key, value) for key, value in self.common if f"{where}.{key}" not in self.own]
-        common = [pair for pair in common if where != "base" or not pair[0].startswith(METHOD_KEYS)]
+        common = []
+        for key, value in self.common:
+            is_of_method = where == "base" and key.startswith(METHOD_KEYS)
+            if f"{where}.{key}" not in self.own and not is_of_method:
+                common.append((key, value))
         if common:
             data = self.document.part(Recipe, where, data).check().dump()
             apply_overrides(data, common)
-        return self.document.part(Recipe, where, data, {f"{where}.{key}" for key, _ in common}).check()
+        overridden = {f"{where}.{key}" for key, _ in common}
+        return self.document.part(Recipe, where, data, overridden).check()
 
 
 def with_method_of(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of ``data`` with the method of ``other``; what ``other`` does not have of it is taken away."""
-    copy = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+    copy: dict[str, Any] = {}
+    for key, value in data.items():
+        copy[key] = dict(value) if isinstance(value, Mapping) else value
     for key in METHOD_KEYS:
         section, _, name = key.rpartition(".")
-        value = ((other.get(section) or {}) if section else other).get(name)
-        place = copy.get(section) if section else copy
-        if isinstance(place, dict):
-            place.pop(name, None)
-            place |= {name: value} if value is not None else {}
+        source: Any = other
+        target: Any = copy
+        if section:
+            source = other.get(section)
+            target = copy.get(section)
+        if not isinstance(target, dict):
+            continue
+        target.pop(name, None)
+        if source and source.get(name) is not None:
+            target[name] = source[name]
     return copy
 
 
 def differences(base: Mapping[str, object], row: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Dotted keys outside of the method in which a row differs from the base, as (base, row)."""
-    old, new = flatten(base), flatten(row)
+    old = flatten(base)
+    new = flatten(row)
     alike = tuple(f"{key}." for key in (*METHOD_KEYS, "train.seed", "description"))
     apart = [key for key in {**old, **new} if old.get(key) != new.get(key) and not f"{key}.".startswith(alike)]
     return {key: (old.get(key), new.get(key)) for key in apart}
@@ -340,10 +379,12 @@ def differences(base: Mapping[str, object], row: Mapping[str, object]) -> dict[s
 def label_of(source: Mapping[str, object]) -> str:
     """Describe a source for a reader of results."""
     name = source.get("recipe", "a recipe of its own")
-    return f"{name} with overrides" if len(source) > 1 and "recipe" in source else str(name)
+    if len(source) > 1 and "recipe" in source:
+        return f"{name} with overrides"
+    return str(name)
 
 
-def refusal(document: Document[SweepFile], where: str, message: str) -> RecipeError:
+def error_at(document: Document[SweepFile], where: str, message: str) -> RecipeError:
     """The error that what stands at a dotted key cannot be."""
     return RecipeError(f"{document.line_of(where)}{where}: {message}")
 

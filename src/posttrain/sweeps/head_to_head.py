@@ -7,6 +7,7 @@ wins by the proxy alone. Most judges like longer answers, so lengths stand next 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from posttrain.evaluation.files import ITEMS, RESULTS
 from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
-from posttrain.sweeps.results import Answer, Part, Sample
+from posttrain.sweeps.results import ShownAnswer, ShownPrompt, SweepPart
 
 MAX_ITEMS_BYTES = 1 << 30
 NUM_SAMPLES = 3
@@ -45,7 +46,7 @@ Estimate = tuple[float, float, float]  # a mean and its 95 % interval
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PolicyComparison:
     """A policy of one seed against the start. ``measures`` by name.
 
     ``samples``: the first prompts, each with the answers of the start and of the policy.
@@ -54,10 +55,10 @@ class Comparison:
     row: str
     seed: int
     measures: Mapping[str, Estimate]
-    samples: Mapping[str, list[Answer]] = field(default_factory=dict)
+    samples: Mapping[str, list[ShownAnswer]] = field(default_factory=dict)
 
 
-def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
+def read_comparison(folder: Path, row: str, seed: int) -> PolicyComparison:
     """The results that an evaluation of a policy against the start has written.
 
     The proxy is the one other judge, under whatever path it had then: a sweep's folder may be moved.
@@ -70,21 +71,24 @@ def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
         items = [json.loads(line) for line in read_record(folder / ITEMS, MAX_ITEMS_BYTES).splitlines()]
         [(proxy, other)] = content["others"].items()
         results = content["results"] | {f"proxy_{name}": value for name, value in other.items()}
-        results["ratio"] = results["ratio_low"] = results["ratio_high"] = (
-            results["characters_a"] / results["characters_b"] if results["characters_b"] else float("nan")
-        )
+        ratio = math.nan
+        if results["characters_b"]:
+            ratio = results["characters_a"] / results["characters_b"]
+        results |= {"ratio": ratio, "ratio_low": ratio, "ratio_high": ratio}
         measures = {"reward_judge": reward_gain(items, None), "reward_proxy": reward_gain(items, proxy)}
         stored = {"win_rate": "win_rate", "win_rate_proxy": "proxy_win_rate", "length_ratio": "ratio"}
         for name, key in (stored | {"win_rate_similar": "win_rate_similar", "kl": "kl_ab"}).items():
             if key in results or name in stored:
                 measures[name] = (float(results[key]), float(results[f"{key}_low"]), float(results[f"{key}_high"]))
-        samples: dict[str, list[Answer]] = {
-            str(item["question"]): [
-                (who, str(item[side][0]["text"]), item[side][0]["score"]) for who, side in (("start", "b"), (row, "a"))
+        samples: dict[str, list[ShownAnswer]] = {}
+        for item in items[:NUM_SAMPLES]:
+            of_start = item["b"][0]
+            of_policy = item["a"][0]
+            samples[str(item["question"])] = [
+                ("start", str(of_start["text"]), of_start["score"]),
+                (row, str(of_policy["text"]), of_policy["score"]),
             ]
-            for item in items[:NUM_SAMPLES]
-        }
-        return Comparison(row, seed, measures, samples)
+        return PolicyComparison(row, seed, measures, samples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(folder, f"its files are damaged ({error!r:.200}); delete the folder and repeat") from None
 
@@ -98,38 +102,60 @@ def reward_gain(items: Sequence[Mapping[str, Any]], judge: str | None) -> Estima
     Raises:
         ValueError: no prompt has scores.
     """
-    scores = [
-        [[answer["score"] if judge is None else answer["scores"][judge] for answer in item[side]] for side in "ab"]
-        for item in items
-    ]
-    pairs = [(own, start) for own, start in scores if None not in own + start]
+
+    def score_of(answer: Mapping[str, Any]) -> Any:
+        if judge is None:
+            return answer["score"]
+        return answer["scores"][judge]
+
+    pairs = []
+    for item in items:
+        own = [score_of(answer) for answer in item["a"]]
+        start = [score_of(answer) for answer in item["b"]]
+        if None not in own + start:
+            pairs.append((own, start))
     if not pairs:
         raise ValueError("no prompt whose answers were all scored")
     gains = [statistics.fmean(own) - statistics.fmean(start) for own, start in pairs]
     unit = statistics.pstdev([score for _, start in pairs for score in start]) or 1.0
-    mean, half = statistics.fmean(gains) / unit, half_width(gains) / unit
+    mean = statistics.fmean(gains) / unit
+    half = half_width(gains) / unit
     return mean, mean - half, mean + half
 
 
 def over_seeds(estimates: Sequence[Estimate], *, is_share: bool = False) -> Estimate | None:
     """Mean and Student's t interval over seeds; of one seed its own interval; None for none."""
     if len(estimates) < 2:
-        return estimates[0] if estimates else None
+        if not estimates:
+            return None
+        return estimates[0]
     means = [mean for mean, _, _ in estimates]
-    mean, half = statistics.fmean(means), half_width(means)
-    return (mean, max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean, mean - half, mean + half)
+    mean = statistics.fmean(means)
+    half = half_width(means)
+    if is_share:
+        return (mean, max(0.0, mean - half), min(1.0, mean + half))
+    return (mean, mean - half, mean + half)
 
 
 def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
     """Write ``61.2% [55.0, 67.1]``, or ``0.61 [0.50, 0.72]``."""
     if estimate is None:
         return NOTHING
-    scale, places, unit = (100.0, 1, "%") if is_share else (1.0, 2, "")
+    if is_share:
+        scale = 100.0
+        places = 1
+        unit = "%"
+    else:
+        scale = 1.0
+        places = 2
+        unit = ""
     mean, low, high = (f"{value * scale:z.{places}f}" for value in estimate)
-    return f"{mean}{unit}" + (f" [{low}, {high}]" if low != high else "")
+    if low == high:
+        return f"{mean}{unit}"
+    return f"{mean}{unit} [{low}, {high}]"
 
 
-def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, str]) -> Part:
+def head_to_head_part(comparisons: Sequence[PolicyComparison], weights: Mapping[str, str]) -> SweepPart:
     """The part of a sweep's report about policies against the start. ``weights``: by ``ROW-seedN``.
 
     Rows are in order of their win rates under the judge.
@@ -139,10 +165,13 @@ def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, s
         rows[row] = {}
         for name, (_, is_share) in MEASURES.items():
             own = [c.measures[name] for c in comparisons if c.row == row and name in c.measures]
-            if (estimate := over_seeds(own, is_share=is_share)) is not None:
+            estimate = over_seeds(own, is_share=is_share)
+            if estimate is not None:
                 rows[row][name] = estimate
     rows = dict(sorted(rows.items(), key=lambda item: -item[1]["win_rate"][0]))
-    lines, findings, data = [], [], {}
+    lines = []
+    findings = []
+    data = {}
     for row, measures in rows.items():
         own_seeds = {str(c.seed): c.measures for c in comparisons if c.row == row}
         shown = [show_estimate(measures.get(name), is_share=share) for name, (_, share) in MEASURES.items()]
@@ -155,26 +184,36 @@ def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, s
     findings.append(f"the best model, chosen by the judge, so its own figure is a little too high: {best}")
     header = ["policy", "seeds", *(column for column, _ in MEASURES.values())]
     table = TextTable("Policies against the start", header, lines)
-    return Part([table], findings, NOTES, {"best": best, "policies": data}, (rows,), _samples(comparisons))
+    return SweepPart([table], findings, NOTES, {"best": best, "policies": data}, (rows,), _samples(comparisons))
 
 
-def _samples(comparisons: Sequence[Comparison]) -> list[Sample]:
+def _samples(comparisons: Sequence[PolicyComparison]) -> list[ShownPrompt]:
     """Return the first prompts with the answers of the start and of each policy of the first seed."""
     first, *others = [comparison.samples for comparison in comparisons if comparison.seed == comparisons[0].seed]
-    return [
-        (question, [*answers, *(own[question][1] for own in others if question in own)])
-        for question, answers in first.items()
-    ]
+    samples = []
+    for question, start_and_policy in first.items():
+        answers = list(start_and_policy)
+        for own in others:
+            if question in own:
+                answers.append(own[question][1])
+        samples.append((question, answers))
+    return samples
 
 
 def _plain(measures: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
-    return {name: dict(zip(("mean", "low", "high"), e, strict=True)) for name, e in measures.items()}
+    return {name: {"mean": mean, "low": low, "high": high} for name, (mean, low, high) in measures.items()}
 
 
 def _verdict(measures: Mapping[str, Estimate]) -> str:
-    (_, low, high), alike = measures["win_rate"], measures.get("win_rate_similar")
+    _, low, high = measures["win_rate"]
+    alike = measures.get("win_rate_similar")
     if low > 0.5:
-        hint = "; among answers equally long that is not shown" if alike is None or alike[1] <= 0.5 else ""
-        return f"better than the start{hint}"
-    hint = "; it wins by the proxy alone, which it was trained against" if measures["win_rate_proxy"][1] > 0.5 else ""
-    return ("worse than the start" if high < 0.5 else "not distinguishable from the start") + hint
+        if alike is None or alike[1] <= 0.5:
+            return "better than the start; among answers equally long that is not shown"
+        return "better than the start"
+    verdict = "not distinguishable from the start"
+    if high < 0.5:
+        verdict = "worse than the start"
+    if measures["win_rate_proxy"][1] > 0.5:
+        return f"{verdict}; it wins by the proxy alone, which it was trained against"
+    return verdict

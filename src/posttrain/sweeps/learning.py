@@ -11,7 +11,7 @@ from posttrain.evaluation.statistics import Summary, summarize_seeds, wilson_int
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
-from posttrain.sweeps.results import Part, show_summary
+from posttrain.sweeps.results import SweepPart, show_summary
 
 # Columns of the table; one that no row has is left out.
 COLUMNS = (
@@ -50,7 +50,9 @@ class TrialResult:
     @property
     def start(self) -> dict[str, float]:
         """The evaluation before the first update."""
-        return self.points[0].results if self.points and self.points[0].step == 0 else {}
+        if self.points and self.points[0].step == 0:
+            return self.points[0].results
+        return {}
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,21 @@ class RowResult:
 
 def read_trial(rows: Sequence[MetricsRow], row: str, seed: int, state: str, primary: Metric = ACCURACY) -> TrialResult:
     """A trial's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
-    every, metric, info = evaluation_points(rows), primary.name, _training_info(rows)
-    own = {p.step: p for p in every if p.name == every[0].name and primary.value(p.results) is not None}
-    points = list(own.values())  # of a step evaluated twice, the last
+    every = evaluation_points(rows)
+    metric = primary.name
+    info = _training_info(rows)
+    by_step = {}
+    for point in every:
+        if point.name == every[0].name and primary.value(point.results) is not None:
+            by_step[point.step] = point  # of a step evaluated twice, the last
+    points = list(by_step.values())
     curve = [(point.step, point.results[metric]) for point in points]
     if curve:
         info |= {key: value for key, value in points[-1].results.items() if math.isfinite(value)}
     if len(curve) > 1:
-        areas = [(right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairwise(curve)]
+        areas = []
+        for (left, height_left), (right, height_right) in pairwise(curve):
+            areas.append((right - left) * (height_left + height_right) / 2)
         info[f"mean_{metric}"] = math.fsum(areas) / (curve[-1][0] - curve[0][0])
     if curve and curve[0][0] == 0:
         info[f"start_{metric}"] = curve[0][1]
@@ -85,15 +94,20 @@ def read_trial(rows: Sequence[MetricsRow], row: str, seed: int, state: str, prim
 
 def _training_info(rows: Sequence[MetricsRow]) -> dict[str, float]:
     info: dict[str, float] = {}
-    rate, seconds = "generate_tokens_per_second", "generate_seconds"
+    rate = "generate_tokens_per_second"
+    seconds = "generate_seconds"
     for row in rows:
-        own = {"train_seconds": row.timing.get("step_seconds"), "trained_tokens": row.metrics.get("trained_tokens")}
-        if rate in row.timing and seconds in row.timing:
-            own["sampled_tokens"] = float(round(row.timing[rate] * row.timing[seconds]))
-        for name, value in own.items() if "step_seconds" in row.timing else ():
-            info |= {name: info.get(name, 0.0) + value} if value is not None else {}
+        if "step_seconds" in row.timing:
+            spent = {"train_seconds": row.timing["step_seconds"]}
+            if row.metrics.get("trained_tokens") is not None:
+                spent["trained_tokens"] = row.metrics["trained_tokens"]
+            if rate in row.timing and seconds in row.timing:
+                spent["sampled_tokens"] = float(round(row.timing[rate] * row.timing[seconds]))
+            for name, value in spent.items():
+                info[name] = info.get(name, 0.0) + value
         for name in ("margin", "pair_accuracy"):
-            info |= {f"{name}_last": row.metrics[name]} if math.isfinite(row.metrics.get(name, math.nan)) else {}
+            if math.isfinite(row.metrics.get(name, math.nan)):
+                info[f"{name}_last"] = row.metrics[name]
     return info
 
 
@@ -102,12 +116,24 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metr
     rows = []
     for name in order:
         own = [trial for trial in trials if trial.row == name]
-        info = [trial.info for trial in own if trial.state == "finished"]
-        keys = dict.fromkeys(key for one in info for key in one)
-        summaries = {key: summarize_seeds([one[key] for one in info if key in one]) for key in keys}
-        rows.append(RowResult(name, own, {key: s for key, s in summaries.items() if s is not None}))
-    means = {row.name: row.summaries[primary.name].mean for row in rows if primary.name in row.summaries}
-    return sorted(rows, key=lambda row: -primary.goodness(means[row.name]) if row.name in means else math.inf)
+        by_seed: dict[str, list[float]] = {}
+        for trial in own:
+            if trial.state == "finished":
+                for key, value in trial.info.items():
+                    by_seed.setdefault(key, []).append(value)
+        summaries = {}
+        for key, values in by_seed.items():
+            summary = summarize_seeds(values)
+            if summary is not None:
+                summaries[key] = summary
+        rows.append(RowResult(name, own, summaries))
+
+    def badness(row: RowResult) -> float:
+        if primary.name not in row.summaries:
+            return math.inf
+        return -primary.goodness(row.summaries[primary.name].mean)
+
+    return sorted(rows, key=badness)
 
 
 def rows_part(
@@ -117,7 +143,7 @@ def rows_part(
     sources: Mapping[str, str],
     title: str = "",
     over: tuple[str, Mapping[str, float]] | None = None,
-) -> Part:
+) -> SweepPart:
     """The learning of the rows as a part of the report.
 
     ``start_label``: where the initial model is from; ``sources``: where each row is from. ``over``: the key in which
@@ -127,40 +153,71 @@ def rows_part(
     interval = primary.interval(start)
     if start and primary.name == ACCURACY.name:
         interval = wilson_interval(start["accuracy"] * start["n"], int(start["n"]))
+    about_start = None
+    if start:
+        about_start = {"label": start_label, "results": start, "interval": interval}
     data = {
         "primary_metric": primary.name,
-        "start": {"label": start_label, "results": start, "interval": interval} if start else None,
+        "start": about_start,
         "rows": {row.name: {"source": sources[row.name], **asdict(row)} for row in rows},
     }
     known = {key for row in rows for key in row.summaries}
     columns = [metric_of(key) for key in COLUMNS if key in known and key != primary.name]
     lines = [_line(row, columns, primary) for row in rows]
     if start:
-        bounds = f" [{', '.join(map(primary.show, interval))}]" if interval is not None else ""
-        shown = [metric.show(start[metric.name]) if metric.name in start else NOTHING for metric in columns]
-        lines.append(["start", NOTHING, f"{primary.show(start[primary.name])}{bounds}", NOTHING, NOTHING, *shown])
-    labels = [primary.label, "over the run", "gain, points" if primary.is_share else "gain"]
-    header = ["method", "seeds", *labels, *(metric.label for metric in columns)]
-    kind = "Wilson's" if primary.is_share else "the"
-    of = f", with {kind} 95 % interval for {start['n']:.0f} {primary.of}" if interval else ""
+        result = primary.show(start[primary.name])
+        if interval is not None:
+            result = f"{result} [{', '.join(map(primary.show, interval))}]"
+        shown = [_shown(metric, start.get(metric.name)) for metric in columns]
+        lines.append(["start", NOTHING, result, NOTHING, NOTHING, *shown])
+    gain = "gain"
+    kind = "the"
+    if primary.is_share:
+        gain = "gain, points"
+        kind = "Wilson's"
+    header = ["method", "seeds", primary.label, "over the run", gain, *(metric.label for metric in columns)]
+    of = ""
+    if interval:
+        of = f", with {kind} 95 % interval for {start['n']:.0f} {primary.of}"
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    return Part([TextTable(title, header, lines)], [], notes, data, (rows, start, primary, over))
+    return SweepPart([TextTable(title, header, lines)], [], notes, data, (rows, start, primary, over))
+
+
+def _shown(metric: Metric, value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return metric.show(value)
 
 
 def _line(row: RowResult, columns: Sequence[Metric], primary: Metric) -> list[str]:
-    done, total = len(row.finished), len(row.trials)
-    line = [row.name, str(done) if done == total else f"{done} of {total}"]
+    done = len(row.finished)
+    total = len(row.trials)
+    seeds = str(done)
+    if done < total:
+        seeds = f"{done} of {total}"
+    line = [row.name, seeds]
     if not done:
-        state = "failed" if any(trial.state == "failed" for trial in row.trials) else "unfinished"
+        state = "unfinished"
+        if any(trial.state == "failed" for trial in row.trials):
+            state = "failed"
         return [*line, state, *[NOTHING] * (len(columns) + 1)]
     for key in (primary.name, f"mean_{primary.name}"):
         line.append(show_summary(row.summaries.get(key), is_share=primary.is_share, digits=3))
-    has_spread = (summary := row.summaries.get(primary.name)) is not None and bool(summary.half_width)
-    bounds = primary.interval(row.finished[0].points[-1].results) if row.finished[0].points else None
+    summary = row.summaries.get(primary.name)
+    has_spread = summary is not None and bool(summary.half_width)
+    bounds = None
+    if row.finished[0].points:
+        bounds = primary.interval(row.finished[0].points[-1].results)
     if bounds is not None and not has_spread:
         line[2] += f" [{', '.join(map(primary.show, bounds))}]"
     gain = row.summaries.get("gain")
-    line.append(NOTHING if gain is None else f"{100 * gain.mean:+.1f}" if primary.is_share else f"{gain.mean:+.3f}")
+    if gain is None:
+        line.append(NOTHING)
+    elif primary.is_share:
+        line.append(f"{100 * gain.mean:+.1f}")
+    else:
+        line.append(f"{gain.mean:+.3f}")
     for metric in columns:
-        line.append(metric.show(row.summaries[metric.name].mean) if metric.name in row.summaries else NOTHING)
+        result = row.summaries.get(metric.name)
+        line.append(_shown(metric, None if result is None else result.mean))
     return line

@@ -24,21 +24,21 @@ from posttrain.strict_yaml import write_yaml
 from posttrain.sweeps.file import (
     LABELLED,
     Overrides,
-    Row,
     RowReader,
     SweepFile,
+    SweepRow,
     choose_rows,
+    error_at,
     label_of,
     read_needs,
     read_sweep,
-    refusal,
 )
 
-State = Literal["new", "unfinished", "finished"]
+TrialState = Literal["new", "unfinished", "finished"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class SweepTrial:
     """One process of a sweep: a run (``Training``) or an evaluation.
 
     ``row``: the name in the sweep's file. ``needs``: names of the trials whose files it reads.
@@ -57,11 +57,17 @@ class Trial:
     @property
     def last_file(self) -> Path:
         """The file that is written last of all."""
-        return self.folder.with_suffix(".jsonl") if self.section == LABELLED else self.folder / RESULTS
+        if self.section == LABELLED:
+            return self.folder.with_suffix(".jsonl")
+        return self.folder / RESULTS
 
     @property
-    def state(self) -> State:
-        return "new" if not self.folder.exists() else "finished" if self.last_file.is_file() else "unfinished"
+    def state(self) -> TrialState:
+        if not self.folder.exists():
+            return "new"
+        if self.last_file.is_file():
+            return "finished"
+        return "unfinished"
 
     @property
     def settings(self) -> tuple[Path, str]:
@@ -76,12 +82,13 @@ class Trial:
     def conflict(self) -> str | None:
         """The reason why what lies in its folder may not be continued, if there is one."""
         path, text = self.settings
-        is_same = path.is_file() and path.read_bytes() == text.encode()
-        return None if is_same else f"{self.folder}: made with other settings of {self.section}"
+        if path.is_file() and path.read_bytes() == text.encode():
+            return None
+        return f"{self.folder}: made with other settings of {self.section}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Trial):
+class Training(SweepTrial):
     """A run. Its resolved ``recipe`` makes it."""
 
     recipe: Recipe
@@ -99,10 +106,13 @@ class Training(Trial):
         return MetricsLog(self.folder / "metrics.jsonl").read()
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrialState:
         if not RunDirectory(self.folder).recipe_path.is_file():
             return "new"
-        return "finished" if (status := self.status) is not None and status.state == "finished" else "unfinished"
+        status = self.status
+        if status is not None and status.state == "finished":
+            return "finished"
+        return "unfinished"
 
     @property
     def settings(self) -> tuple[Path, str]:
@@ -118,12 +128,14 @@ class Training(Trial):
 
     def conflict(self) -> str | None:
         changed = RunDirectory(self.folder).changed_keys(self.recipe)
+        if not changed:
+            return None
         shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
-        return f"{self.folder}: made by another recipe; it differs in {shown}" if changed else None
+        return f"{self.folder}: made by another recipe; it differs in {shown}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """A checked sweep: its trials, each after what it needs.
 
     ``start_source``: where the initial model is from. ``base``: the recipe that the rows share, if there is one.
@@ -131,8 +143,8 @@ class Plan:
 
     folder: Path
     content: SweepFile
-    rows: list[Row]
-    trials: list[Trial]
+    rows: list[SweepRow]
+    trials: list[SweepTrial]
     num_seeds: int
     base: Recipe | None
     start_source: str
@@ -157,7 +169,7 @@ class Plan:
         """The runs that train policies."""
         return [trial for trial in self.trainings if not trial.recipe.trains_scorer]
 
-    def evaluations(self, section: str) -> list[Trial]:
+    def evaluations(self, section: str) -> list[SweepTrial]:
         """The evaluations that a section of the file asks for, seed by seed."""
         return [trial for trial in self.trials if trial.section == section]
 
@@ -166,13 +178,18 @@ class Plan:
         scorers = {row.name for row in self.rows if row.recipe.trains_scorer}
         rows = {}
         for row in self.rows:
-            rows[row.name] = data = row.recipe.dump() | ({"needs": list(row.needs)} if row.needs else {})
-            if LABELLED in row.needs:  # these the sweep itself gives to the row
+            data = row.recipe.dump()
+            if row.needs:
+                data["needs"] = list(row.needs)
+            if LABELLED in row.needs:  # the sweep itself gives these to the row
                 del data["task"]
-            if scorers & {*row.needs} and not _reward_models(row.recipe):
+            if scorers & set(row.needs) and not _reward_models(row.recipe):
                 del data["rewards"]
-        start = {} if self.start is None else {"start": self.start.recipe.dump()}
-        content = self.content.model_dump(mode="json") | start | {"base": None, "rows": rows, "seeds": self.num_seeds}
+            rows[row.name] = data
+        content = self.content.model_dump(mode="json")
+        if self.start is not None:
+            content["start"] = self.start.recipe.dump()
+        content |= {"base": None, "rows": rows, "seeds": self.num_seeds}
         return write_yaml({key: value for key, value in content.items() if value not in ("", None)})
 
 
@@ -184,7 +201,7 @@ def load_sweep(
     rows: Sequence[str] | None = None,
     num_seeds: int | None = None,
     over: tuple[str, Sequence[str]] | None = None,
-) -> Plan:
+) -> SweepPlan:
     """Read the file of a sweep and check every trial.
 
     Args:
@@ -198,7 +215,10 @@ def load_sweep(
         RecipeError, UnknownComponent: with file, line, row and key.
         UsageError: an override or a row of something that the file does not have.
     """
-    if "train.seed" in (*(key for key, _ in overrides), over and over[0]):
+    keys = [key for key, _ in overrides]
+    if over is not None:
+        keys.append(over[0])
+    if "train.seed" in keys:
         raise UsageError("--train.seed: every trial has a seed of its own; --seeds says how many there are")
     own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
     common = [override for override in overrides if override not in own]
@@ -209,26 +229,32 @@ def load_sweep(
     start = reader.start()
     for broken, key, message in _rules(content, read, [*common, *own]):
         if broken:
-            raise refusal(document, key, message)
-    count = num_seeds if num_seeds is not None else content.seeds
-    trials = list(_Builder(content, Path(folder), read).trials(start, range(count)))
-    twice = [name for name, number in Counter(trial.name for trial in trials).items() if number > 1]
+            raise error_at(document, key, message)
+    if num_seeds is None:
+        num_seeds = content.seeds
+    trials = list(_Builder(content, Path(folder), read).trials(start, range(num_seeds)))
+    counts = Counter(trial.name for trial in trials)
+    twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise RecipeError(f"sweep: two trials would be called {twice[0]}; give their rows other names")
-    model = (reader.base or next(iter(read.values())).recipe).model.name
-    return Plan(
+    if content.start is not None:
+        start_source = label_of(content.start)
+    else:
+        first_row = next(iter(read.values()))
+        start_source = (reader.base or first_row.recipe).model.name
+    return SweepPlan(
         folder=Path(folder),
         content=content,
         rows=list(read.values()),
         trials=trials,
-        num_seeds=count,
+        num_seeds=num_seeds,
         base=reader.base,
-        start_source=label_of(content.start) if content.start is not None else model,
+        start_source=start_source,
     )
 
 
-def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) -> Iterator[Rule]:
-    """Conditions on the rows and the sections of the file; see ``Rule``."""
+def _rules(content: SweepFile, rows: Mapping[str, SweepRow], overrides: Overrides) -> Iterator[Rule]:
+    """Conditions on the sections of the file and on its rows; see ``Rule``."""
     scorers = [name for name, row in rows.items() if row.recipe.trains_scorer]
     proxies = {need for row in rows.values() for need in row.needs if need in scorers}
     if content.best_of_n is not None:
@@ -236,38 +262,59 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
         several = "next to policies there is one reward model, which they all learn from"
         yield bool(proxies) and len(scorers) != 1, "best_of_n", several
     if content.head_to_head is not None:
-        judge, key = content.head_to_head.judge, "head_to_head.judge"
+        judge = content.head_to_head.judge
+        key = "head_to_head.judge"
         yield judge not in scorers, key, f"{judge!r} is none of the reward models: {', '.join(scorers) or 'none'}"
         other = "policies need one reward model, and the judge must be another one"
         yield len(proxies) != 1 or judge in proxies, key, other
-    for name, row in rows.items():
-        source, where, recipe = content.rows[name], f"rows.{name}", row.recipe
-        models = [need for need in row.needs if need in scorers]
-        before = [need for need in row.needs if need not in (*models, LABELLED)]
-        yield len(before) > 1 or len(models) > 1, f"{where}.needs", "give at most one reward model and one policy"
-        if before or content.start is not None:
-            named_model = source.get("model") if content.base is not None or "recipe" in source else None
-            keys = [f"model.{key}" for key in named_model or ()] + [
-                key.removeprefix(f"{where}.") for key, _ in overrides
-            ]
-            is_set = {"init": recipe.model.init is not None, "name": "model.name" in keys}
-            for key, value in is_set.items():
-                yield value, f"{where}.model.{key}", "it begins with the weights of another run; leave this out"
-        if models:
-            policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
-            yield recipe.trains_scorer or recipe.rollout is None, where, policy
-            reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
-            yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
-        if models and (section := content.best_of_n) is not None and recipe.rollout is not None:
-            measured = "give every and num_kl_prompts; there gold, proxy and KL are measured along the way"
-            yield not (recipe.eval.every and recipe.eval.num_kl_prompts), f"{where}.eval", measured
-            given = recipe.rollout.temperature
-            same = f"{given} here and {section.temperature} in best_of_n; give one value, for the KL"
-            yield given != section.temperature, f"{where}.rollout.temperature", same
+    for row in rows.values():
+        yield from _row_rules(content, row, scorers, overrides)
+
+
+def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overrides: Overrides) -> Iterator[Rule]:
+    """Conditions on one row; ``scorers``: the rows that train reward models."""
+    source = content.rows[row.name]
+    where = f"rows.{row.name}"
+    recipe = row.recipe
+    models = [need for need in row.needs if need in scorers]
+    before = [need for need in row.needs if need not in (*models, LABELLED)]
+    yield len(before) > 1 or len(models) > 1, f"{where}.needs", "give at most one reward model and one policy"
+    if before or content.start is not None:
+        other_weights = "it begins with the weights of another run; leave this out"
+        keys = [key.removeprefix(f"{where}.") for key, _ in overrides]
+        if (content.base is not None or "recipe" in source) and source.get("model"):
+            keys += [f"model.{key}" for key in source["model"]]
+        yield recipe.model.init is not None, f"{where}.model.init", other_weights
+        yield "model.name" in keys, f"{where}.model.name", other_weights
+    if not models:
+        return
+    policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
+    yield recipe.trains_scorer or recipe.rollout is None, where, policy
+    reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
+    yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
+    section = content.best_of_n
+    if section is not None and recipe.rollout is not None:
+        measured = "give every and num_kl_prompts; there gold, proxy and KL are measured along the way"
+        yield not (recipe.eval.every and recipe.eval.num_kl_prompts), f"{where}.eval", measured
+        given = recipe.rollout.temperature
+        same = f"{given} here and {section.temperature} in best_of_n; give one value, for the KL"
+        yield given != section.temperature, f"{where}.rollout.temperature", same
 
 
 def _reward_models(recipe: Recipe) -> list[RewardComponent]:
     return [word for word in recipe.rewards if word.name == "reward_model"]
+
+
+def _rewarded_by(recipe: Recipe, scorer: Training) -> Recipe:
+    """Return the recipe of a policy with the run of a reward model put into its rewards, or as its only reward."""
+    rewards = [reward.model_dump() for reward in recipe.rewards]
+    if not _reward_models(recipe):
+        rewards = [{"name": "reward_model"}]
+    for reward in rewards:
+        if reward["name"] == "reward_model":
+            reward["run"] = str(scorer.folder)
+    checked = [RewardComponent.model_validate(reward) for reward in rewards]
+    return recipe.model_copy(update={"rewards": checked}).resolve()
 
 
 @dataclass
@@ -276,10 +323,10 @@ class _Builder:
 
     content: SweepFile
     folder: Path
-    rows: Mapping[str, Row]
+    rows: Mapping[str, SweepRow]
     start: Training | None = None
 
-    def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[Trial]:
+    def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[SweepTrial]:
         """All trials, each after what it needs."""
         if start is not None:
             self.start = self._run("start", start.train.seed, start)
@@ -292,21 +339,26 @@ class _Builder:
                 runs[row.name] = self._row(row, seed, runs)
                 yield runs[row.name]
             scorers = {run.row: run for run in runs.values() if run.recipe.trains_scorer}
-            for run in scorers.values() if self.content.best_of_n is not None else ():
-                yield self._evaluation("best_of_n", seed, run, [run])
+            if self.content.best_of_n is not None:
+                for run in scorers.values():
+                    yield self._evaluation("best_of_n", seed, run, [run])
             if self.content.head_to_head is not None:
-                (proxy,) = {need for row in self.rows.values() for need in row.needs} & scorers.keys()
+                needed = {need for row in self.rows.values() for need in row.needs}
+                (proxy,) = needed & scorers.keys()
                 judges = [runs[self.content.head_to_head.judge], runs[proxy]]  # the first says which answer wins
-                for run in (run for run in runs.values() if run.row not in scorers):
-                    yield self._evaluation("head_to_head", seed, run, judges)
+                for run in runs.values():
+                    if run.row not in scorers:
+                        yield self._evaluation("head_to_head", seed, run, judges)
 
-    def _row(self, row: Row, seed: int, runs: Mapping[str, Training]) -> Training:
+    def _row(self, row: SweepRow, seed: int, runs: Mapping[str, Training]) -> Training:
         own = row.recipe.model_copy(deep=True)
         own.train.seed = seed
         own.description = f"{row.name} with seed {seed}, a trial of the sweep {self.folder.name}."
         needed = [runs[need] for need in row.needs if need != LABELLED]
         scorers = [run for run in needed if run.recipe.trains_scorer]
-        before = [run for run in needed if run not in scorers] or ([self.start] if self.start is not None else [])
+        before = [run for run in needed if run not in scorers]
+        if not before and self.start is not None:
+            before = [self.start]
         needs = [run.name for run in (*before, *scorers)]
         for run in before:
             own.model.name = run.weights
@@ -314,16 +366,18 @@ class _Builder:
             needs.append(f"{LABELLED}-seed{seed}")
             own.task = own.task.model_copy(update={"path": str(self.folder / LABELLED / f"seed{seed}.jsonl")})
         for scorer in scorers:  # at most one; it is the whole reward where the recipe names none
-            words = [word.model_dump() for word in own.rewards] if _reward_models(own) else [{"name": "reward_model"}]
-            words = [word | ({"run": str(scorer.folder)} if word["name"] == "reward_model" else {}) for word in words]
-            rewards = [RewardComponent.model_validate(word) for word in words]
-            own = own.model_copy(update={"rewards": rewards}).resolve()
+            own = _rewarded_by(own, scorer)
         return self._run(row.name, seed, own, needs)
 
     def _run(self, row: str, seed: int, recipe: Recipe, needs: Sequence[str] = ()) -> Training:
         from posttrain.training.checks import resolve_components
 
-        name, place = (row, self.folder) if row == "start" else (f"{row}-seed{seed}", self.folder / "cells")
+        if row == "start":
+            name = row
+            place = self.folder
+        else:
+            name = f"{row}-seed{seed}"
+            place = self.folder / "cells"
         if recipe.train.steps is None:
             raise RecipeError(f"{name}: train.num_epochs: other trials name its last step; give train.steps")
         try:  # before the first trial is trained, not when this one's turn has come
@@ -342,29 +396,45 @@ class _Builder:
 
     def _evaluation(
         self, section: str, seed: int, run: Training | None = None, judges: Sequence[Training] = ()
-    ) -> Trial:
+    ) -> SweepTrial:
         """An evaluation of the start by the answers that ``judges`` choose; of the policy ``run`` against the start."""
         assert self.start is not None
-        settings, name, place = getattr(self.content, section), f"{LABELLED}-seed{seed}", f"seed{seed}"
+        settings = getattr(self.content, section)
+        name = f"{LABELLED}-seed{seed}"
+        place = f"seed{seed}"
         if run is not None:
-            name, place = f"{run.name}-{section.replace('_', '-')}", run.name
-        models = [run.weights, "--against"] if run is not None and section == "head_to_head" else []
-        words = ["evaluate", *models, self.start.weights, "--task", settings.task.name]
+            name = f"{run.name}-{section.replace('_', '-')}"
+            place = run.name
+        words = ["evaluate"]
+        if run is not None and section == "head_to_head":
+            words += [run.weights, "--against"]
+        words += [self.start.weights, "--task", settings.task.name]
         for key, value in settings.task.options.items():
             words += [f"--task.{key}", json.dumps(value)]
         drawing = {"limit": "n", "samples": "samples", "max-tokens": "max_tokens", "temperature": "temperature"}
         for option, key in drawing.items():
             words += [f"--{option}", str(getattr(settings, key))]
         if judges:
-            option = "--judge" if section == "head_to_head" else "--best-of"
+            option = "--best-of"
+            if section == "head_to_head":
+                option = "--judge"
             words += [option, ",".join(str(judge.folder) for judge in judges)]
-        folder = self.folder / {"best_of_n": "chosen"}.get(section, section) / place
-        return Trial(
+        shelf = section
+        if section == "best_of_n":
+            shelf = "chosen"
+        folder = self.folder / shelf / place
+        needs = ["start"]
+        row = LABELLED
+        if run is not None:
+            needs.append(run.name)
+            row = run.row
+        needs += [judge.name for judge in judges]
+        return SweepTrial(
             name=name,
-            row=LABELLED if run is None else run.row,
+            row=row,
             seed=seed,
             folder=folder,
             command=(*words, "--seed", str(seed), "--out", str(folder), "--quiet"),
             section=section,
-            needs=tuple(dict.fromkeys(["start", *([run.name] if run else []), *(judge.name for judge in judges)])),
+            needs=tuple(dict.fromkeys(needs)),
         )

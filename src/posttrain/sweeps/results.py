@@ -13,12 +13,12 @@ from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.durable import sayable
 from posttrain.untrusted import bullets, paragraph, plain
 
-Answer = tuple[str, str, float | None]  # who wrote it, the text, its score
-Sample = tuple[str, list[Answer]]  # the prompt, and its answers
+ShownAnswer = tuple[str, str, float | None]  # who wrote it, the text, its score
+ShownPrompt = tuple[str, list[ShownAnswer]]  # the prompt, and its answers
 
 
 @dataclass(frozen=True)
-class Part:
+class SweepPart:
     """Results of one function over the rows of a sweep.
 
     ``findings``: a sentence each. ``notes``: how to read the numbers. ``data``: everything as plain data, for
@@ -31,7 +31,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ShownPrompt] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SweepResults:
     title: str
     description: str
     command: str
-    parts: dict[str, Part]
+    parts: dict[str, SweepPart]
     file: str = ""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -66,16 +66,15 @@ class SweepResults:
 
     def to_markdown(self) -> str:
         """The text of ``table.md``."""
-        lines = [*self.problems, *self.findings]
-        parts = [
-            f"# {plain(self.title)}\n",
-            f"{paragraph(self.description)}\n" if self.description else "",
-            bullets(lines) if lines else "",
-            *(text.to_markdown(table) for table in self.tables),
-            bullets(self.notes),
-            f"## What differs\n\n{bullets(self.differences)}" if self.differences else "",
-            f"## Make it again\n\n```\n{self.command}\n```\n",
-        ]
+        parts = [f"# {plain(self.title)}\n"]
+        if self.description:
+            parts.append(f"{paragraph(self.description)}\n")
+        parts.append(bullets([*self.problems, *self.findings]))
+        parts += [text.to_markdown(table) for table in self.tables]
+        parts.append(bullets(self.notes))
+        if self.differences:
+            parts.append(f"## What differs\n\n{bullets(self.differences)}")
+        parts.append(f"## Make it again\n\n```\n{self.command}\n```\n")
         return "\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
@@ -91,7 +90,14 @@ def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int
     """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0%`` of a share; ``61.2%`` for one seed or equal ones."""
     if summary is None:
         return NOTHING
-    scale, places, unit = (100.0, 1, "%") if is_share else (1.0, digits, "")
+    if is_share:
+        scale = 100.0
+        places = 1
+        unit = "%"
+    else:
+        scale = 1.0
+        places = digits
+        unit = ""
     if not summary.half_width:
         return f"{summary.mean * scale:.{places}f}{unit}"
     places = max(places, min(9, -math.floor(math.log10(summary.half_width * scale))))  # never ± 0.0

@@ -219,15 +219,14 @@ def _fills(entry: Entry) -> tuple[str, ...]:
 def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     """Return the functions that fill these fields and those that they need, each after what it needs.
 
-    The package's own come in the order of ``registry.COMPONENT_MODULES``, then users' by name. ``reader`` names who
-    reads them.
+    The package's own come in the order of their source, then users' by name. ``reader`` names who reads them.
 
     Raises:
         RecipeError: a field that nothing fills, two functions that fill one, or one that needs itself or takes an
             unknown part.
     """
     entries = registry.entries("batch_field")
-    own = " ".join(registry.COMPONENT_MODULES["batch_field"].values()).split()
+    own = registry.built_in("batch_field")
     known: dict[str, Entry] = {}
     for entry in (entries[name] for name in (*own, *sorted(entries.keys() - own))):
         for name in _fills(entry):

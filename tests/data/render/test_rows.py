@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.data.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.data.render.encoding import markers_of
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.types import Example, Message, Response
 
 QUESTION = (Message("user", "What is 2 plus 3?"),)
@@ -18,7 +18,7 @@ def example(*responses: Response, **fields: Any) -> Example:
     return Example("e/1", QUESTION, responses=responses, **fields)
 
 
-def units(tokenizer: Any, template: Template, item: Example, shape: Shape) -> list[tuple[Row, ...] | str]:
+def units(tokenizer: Any, template: Template, item: Example, shape: Shape) -> list[tuple[TokenRow, ...] | str]:
     return list(rows_of(tokenizer, template, item, shape))
 
 
@@ -86,7 +86,7 @@ def test_labels_stand_at_the_last_token_of_each_step(tokenizer, template) -> Non
     steps = ("2 and 3 are 5. ", "So, ", "it is 5.")
     response = Response("".join(steps), 1.0, steps, (2, 1, 0))
     ((row,),) = units(tokenizer, template, example(response), "steps")
-    assert isinstance(row, Row)
+    assert isinstance(row, TokenRow)
     prompt = encode_prompt(tokenizer, template, QUESTION)
     encoded = [encode_plain(tokenizer, step) for step in steps]
     assert row.ids == [*prompt, *(i for step in encoded for i in step), tokenizer.eos_token_id]

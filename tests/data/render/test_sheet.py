@@ -14,7 +14,7 @@ from posttrain import registry
 from posttrain.data.render import Template, decode_response, encode_prompt, encode_response, stop_ids
 from posttrain.data.render.assistant import encode_answer
 from posttrain.data.render.encoding import markers_of
-from posttrain.data.render.rows import Row, rows_of
+from posttrain.data.render.rows import TokenRow, rows_of
 from posttrain.errors import UsageError
 from posttrain.types import Call, Example, Message
 
@@ -117,14 +117,14 @@ def conversation(texts: list[str]) -> tuple[Message, ...]:
     return tuple(Message(("user", "assistant")[n % 2], text) for n, text in enumerate(texts))
 
 
-def rows(tokenizer: Any, messages: tuple[Message, ...]) -> list[Row]:
+def rows(tokenizer: Any, messages: tuple[Message, ...]) -> list[TokenRow]:
     example = Example("e", messages[:-1], conversation=messages)
     units = list(rows_of(tokenizer, chat(), example, "demonstration", "assistant"))
     assert not any(isinstance(unit, str) for unit in units), units
     return [row for unit in units for row in unit]  # type: ignore[misc]
 
 
-def spans(tokenizer: Any, row: Row) -> list[str]:
+def spans(tokenizer: Any, row: TokenRow) -> list[str]:
     """The runs of trained tokens as text."""
     found: list[list[int]] = []
     for place in range(row.prompt_length, len(row.ids)):

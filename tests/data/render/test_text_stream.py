@@ -14,7 +14,7 @@ from posttrain.data.render import decode_response, encode_prompt
 from posttrain.data.render.assistant import encode_answer
 from posttrain.data.render.encoding import TextStream
 from posttrain.data.render.template import build_template
-from posttrain.interpret.features.features import show_token, show_tokens
+from posttrain.interpret.features.lens import show_token, show_tokens
 from posttrain.recipes.sections import Component
 from posttrain.types import Message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from pathlib import Path
 
@@ -78,6 +79,9 @@ def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ende
 
 
 def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: str, tmp_path: Path) -> None:
+    own = tmp_path / "judge"
+    shutil.copytree(judge, own)  # the other tests' one stays as it is
+    judge, tmp_path = str(own), tmp_path / "policy"
     rewards = [{"name": "reward_model", "run": judge}, {"name": "correct", "weight": 0.0}]
     recipe = one_layer_recipe("grpo", rewards=rewards, train={"steps": 2, "lr": 1e-3})
     run(tmp_path, recipe)

@@ -17,7 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.evaluation.reward_models.measures import (
     RewardEvaluation,
     add_share,
-    break_down,
+    break_down_verdicts,
     effective_number,
     evaluate_reward_model,
 )
@@ -209,10 +209,10 @@ def test_a_share_over_clusters() -> None:
 
 def test_breakdowns_are_of_few_kinds() -> None:
     items = [{"id": str(i), "right": float(i % 2), "meta": {"row": i, "subset": i % 3, "same": "x"}} for i in range(12)]
-    assert set(break_down(items, "x")) == {"subset"}
+    assert set(break_down_verdicts(items, "x")) == {"subset"}
     lacking = [{"id": "x", "right": 1.0, "meta": {}}, *items]
-    assert break_down(lacking, "x")["subset"]["none"]["n"] == 1.0
-    assert break_down([{"id": str(i), "right": None, "meta": {"subset": i % 2}} for i in range(8)], "x") == {}
+    assert break_down_verdicts(lacking, "x")["subset"]["none"]["n"] == 1.0
+    assert break_down_verdicts([{"id": str(i), "right": None, "meta": {"subset": i % 2}} for i in range(8)], "x") == {}
 
 
 def test_models_are_compared_on_the_problems_that_both_have_scored() -> None:

@@ -14,7 +14,7 @@ from closeness import OF_EMBEDDED, approx
 from posttrain.data.base import Task
 from posttrain.data.render import encode_plain, encode_prompt, end_id
 from posttrain.data.render.encoding import markers_of
-from posttrain.data.render.rows import Row
+from posttrain.data.render.rows import TokenRow
 from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import RewardModel, split_steps
@@ -178,9 +178,9 @@ def test_a_score_that_is_no_number_stops_the_evaluation(models) -> None:
 
 
 @pytest.fixture
-def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[Row | str]:
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[TokenRow | str]:
     """The rows that a reward model is asked to score."""
-    seen: list[Row | str] = []
+    seen: list[TokenRow | str] = []
 
     def read(self: RewardModel, rows: Any) -> list[Any]:
         seen.extend(rows)

@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.errors import RunFailure, UsageError
 from posttrain.graders.sandbox import sandbox
-from posttrain.graders.sandbox.sandbox import Bounds, Finished, choose_sandbox, filter_program, refusal, run
+from posttrain.graders.sandbox.sandbox import Bounds, FinishedProgram, choose_sandbox, filter_program, refusal, run
 
 BOUNDS = Bounds(cpu_seconds=60, output_bytes=1000, disk_bytes=4 << 20, file_bytes=2 << 20)
 LONG = 120.0  # seconds; a loaded machine needs a part of them
@@ -23,7 +23,7 @@ needs_bubblewrap = pytest.mark.skipif(bool(refusal("bubblewrap")), reason=refusa
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def python(kind: str, code: str, bounds: Bounds = BOUNDS, seconds: float = LONG, **files: bytes) -> Finished:
+def python(kind: str, code: str, bounds: Bounds = BOUNDS, seconds: float = LONG, **files: bytes) -> FinishedProgram:
     return run(["-c", code], files, kind=kind, bounds=bounds, seconds=seconds)  # type: ignore[arg-type]
 
 
@@ -35,7 +35,7 @@ def test_run_gets_its_files_and_nothing_of_the_environment(kind: str, monkeypatc
         "print(sorted(os.environ.keys() - {'PWD', 'LC_CTYPE'}), file=sys.stderr); sys.exit(3)"
     )
     done = python(kind, code, a=b"one")
-    assert done == Finished(3, False, b"['a'] one \n", b"['PYTHONHASHSEED', 'PYTHONUTF8']\n")
+    assert done == FinishedProgram(3, False, b"['a'] one \n", b"['PYTHONHASHSEED', 'PYTHONUTF8']\n")
 
 
 @each_kind
@@ -55,7 +55,7 @@ def test_run_processes_left_behind_are_ended(kind: str) -> None:
         "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  time.sleep(600)\n os._exit(0)\n"
         "os.wait(); print('parent')"
     )
-    assert python(kind, code) == Finished(0, False, b"parent\n")
+    assert python(kind, code) == FinishedProgram(0, False, b"parent\n")
 
 
 @each_kind

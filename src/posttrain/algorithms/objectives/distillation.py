@@ -11,16 +11,16 @@ import math
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import categorical_kl, log_ratio, with_tail
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-Inside = Annotated[float, Field(gt=0, lt=1)]
+Inside = Annotated[float, Range(gt=0, lt=1)]
 CANDIDATES = ("teacher_ids", "teacher_candidate_logprobs")
 
 # A probability of exactly 0 counts as e^−100, so that a divergence is large but finite.
@@ -51,6 +51,9 @@ def distillation(
     whose probability is what is left: ``1 − Σ_K``. Merging outcomes never raises these divergences
     (data processing), so this is a lower bound; it is exact from K = V − 1 on.
 
+    What goes wrong: With ``forward_kl`` the student must cover all that the teacher may say, and a small student
+    spreads too thin. With ``reverse_kl`` it may settle on one way of the teacher. Watch ``entropy``.
+
     Shapes: candidate_logprobs, teacher_candidate_logprobs ``[B, T, K]`` → values ``[B, T]``.
 
     Args:
@@ -74,6 +77,9 @@ def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative 
     the same expected gradient with less variance, but needs the teacher's distribution.
 
     Departure: A and log ρ are clamped to ±20.
+
+    What goes wrong: Teacher and student must share a tokenizer. A teacher that never saw the student's mistakes
+    scores them badly.
 
     Args:
         clip: ε of PPO's clip of ρ; none as published, for one update per rollout batch.
@@ -119,6 +125,8 @@ def sdpo(
     Departures: the candidates are those of ``teacher_ids`` (in the authors' code the student's own
     K likeliest); a row without feedback gives 0 and stays in the denominator of the aggregation (there
     it does not count).
+
+    What goes wrong: A small model does not use the shown answer, and its own teacher is no better than itself.
 
     Shapes: as ``distillation``; has_feedback ``[B]``.
 

@@ -66,6 +66,9 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_h
     (section 5.1): the ratio of a sequence moves far less than that of a token, and PPO's 0.2 would
     never clip. As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
+    What goes wrong: With a token's clip range (0.2) nothing is ever clipped. With the published range (3e-4) short
+    answers are clipped almost always.
+
     Args:
         clip_low, clip_high: ε_low and ε_high.
     """
@@ -84,6 +87,8 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, 
     advantages that differ by token.
 
     Zheng et al. (2025), "Group sequence policy optimization", eq. 13–14.
+
+    What goes wrong: As with GSPO: the published clip range is too narrow for short answers.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
@@ -105,6 +110,8 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
     et al. 2025, "The art of scaling reinforcement learning compute for LLMs") gives. As published:
     ``advantage: normalized``, ``aggregate: token_mean`` (over the tokens of the whole batch).
 
+    What goes wrong: The weight has no lower bound, so very old samples still pull. Keep few updates a batch.
+
     Args:
         clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
     """
@@ -123,6 +130,8 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
 
     Gao et al. (2025), "Soft adaptive policy optimization", eq. 5; the temperatures are theirs. As
     published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    What goes wrong: Temperatures far below 1 make the gate flat: the ratio no longer limits the update.
 
     Args:
         tau_positive, tau_negative: the temperatures of the gate.
@@ -144,6 +153,9 @@ def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
 
     Zhao et al. (2025), "Geometric-mean policy optimization"; the range (e^−0.4, e^0.4) is theirs
     (section 4). As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    What goes wrong: The geometric mean hides single extreme tokens. Watch ``kl_sampler`` if sampler and trainer
+    differ.
 
     Args:
         clip: ε, in nats.

@@ -21,16 +21,16 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
-FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
+FlipRate = Annotated[float, Range(ge=0, lt=0.5)]
 
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
@@ -49,6 +49,9 @@ def dpo(
     Rafailov et al. (2023), "Direct preference optimization", eq. 7. ε > 0: Mitchell (2023), "A note on DPO
     with noisy preferences and relationship to IPO": the minimum moves to a finite margin, σ(βΔ) = 1 − ε.
     Normalized: each log-ratio is divided by its own number of tokens; as in Tulu 3 (Lambert et al. 2024).
+
+    What goes wrong: The log-probability of chosen answers may fall with that of rejected ones. Add a likelihood
+    term (``rpo``) or lower the learning rate.
 
     Args:
         beta: β; with ``length_normalized`` about 2 to 5 is right, for a mean is as much smaller as the answer is long.
@@ -72,6 +75,8 @@ def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rat
     takes the swapped one out; the value can be negative and has no lower bound (its slope tends to
     −ε / (1 − 2ε) per unit of βΔ).
 
+    What goes wrong: A flip rate near 0.5 divides by almost zero; the loss is then mostly noise.
+
     Args:
         beta: β.
         flip_rate: ε, the known share of swapped labels; 0.1 is the paper's.
@@ -92,6 +97,9 @@ def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normaliz
     eq. 17, where β is called τ. The paper writes probabilities of whole answers, so sums are the default;
     its authors later told the writers of a widely used trainer to take means per token, so that the
     target does not depend on the length. That is ``length_normalized``.
+
+    What goes wrong: β has another meaning than in DPO: the margin goes to 1 / (2β). The same value is not
+    comparable.
 
     Args:
         beta: β, the strength of the regularization.
@@ -114,6 +122,8 @@ def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Posit
     "Statistical rejection sampling improves preference optimization" (hinge-norm), the ratio to the
     reference does that, and there is no such term; hence the other name.
 
+    What goes wrong: Once all pairs pass the margin the gradient is 0 and the loss stops.
+
     Args:
         beta: β (the second paper's γ).
         margin: δ; a pair beyond it has no gradient.
@@ -130,6 +140,9 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNeg
     ``values = −log σ(β/|y_w| · log π(y_w) − β/|y_l| · log π(y_l) − γ)``
 
     Meng et al. (2024), "SimPO", eq. 6. The reward is ``β/|y| · log π(y)``; ``margin`` does not subtract γ.
+
+    What goes wrong: There is no reference to hold the policy. Small changes of β and γ matter; watch ``kl_ref`` and
+    held-out accuracy.
 
     Args:
         beta: β; the paper's are 2.0 to 2.5.
@@ -153,6 +166,9 @@ def orpo(outputs: Outputs, batch: Batch, *, odds_weight: NotNegative = 0.1) -> L
     the last digit. The reward is ``log odds(y)``, without a β; it is finite, for log(1 − p) takes log p to
     be at most −1e-6. Departure: the likelihood term is a mean over the answer, then over pairs, not
     over all tokens of a batch.
+
+    What goes wrong: With summed log-probabilities it explodes; means are used here. Its imitation term decides most
+    of what happens on good chosen answers.
 
     Args:
         odds_weight: λ; the paper's are 0.1 to 0.25.
@@ -183,6 +199,9 @@ def cpo(
     paper writes the second term without the division; as a sum it outweighs the first by two orders of
     magnitude on long answers, so the mean is the default here.
 
+    What goes wrong: The likelihood term outweighs the other if it is summed over long answers. Leave
+    ``nll_length_normalized`` on.
+
     Args:
         beta: β.
         nll_weight: α; 1 is the paper's.
@@ -203,6 +222,8 @@ def rpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, nll_weight: Not
     Pang et al. (2024), "Iterative reasoning preference optimization", eq. 1 (sums in Δ, a mean in the
     likelihood term).
 
+    What goes wrong: A large likelihood weight turns it into SFT on the chosen answers.
+
     Args:
         beta: β; 0.1 is the paper's.
         nll_weight: α; 1 is the paper's.
@@ -219,7 +240,7 @@ def exo(
     batch: Batch,
     *,
     beta: Positive = 0.1,
-    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3,
+    label_smoothing: Annotated[float, Range(gt=0, lt=0.5)] = 1e-3,
 ) -> Loss:
     """Efficient exact optimization on preferences: the KL that DPO takes, in the other direction.
 
@@ -229,6 +250,8 @@ def exo(
 
     Ji et al. (2024), "Towards efficient exact optimization of language model alignment", section 3.2, eq. 16
     (EXO-pref with two answers).
+
+    What goes wrong: Near the reference it equals DPO. Differences appear only after many updates.
 
     Args:
         beta: β (the paper's β_π).
@@ -253,6 +276,9 @@ def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
     Chen et al. (2024), "Noise contrastive alignment of language models with explicit rewards",
     section 4.1 (K = 2, hard labels).
 
+    What goes wrong: It pulls single answers, so a badly scaled score of an answer matters, not just the order of
+    the pair.
+
     Args:
         beta: β; 0.01 is the paper's.
     """
@@ -271,6 +297,9 @@ def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions", section 4;
     the constant only moves the minimum to 0.
 
+    What goes wrong: If chosen answers are worse than the model's own, it raises them nevertheless. Use ``apo-down``
+    then.
+
     Args:
         beta: β; 0.1 is the paper's.
     """
@@ -288,6 +317,8 @@ def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
 
     D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions", section 4;
     the constant only moves the minimum to 0.
+
+    What goes wrong: It lowers chosen answers too. If they are good, accuracy falls behind other methods.
 
     Args:
         beta: β; 0.1 is the paper's.
@@ -378,6 +409,9 @@ def kto(
     no gradient; the batch field ``kl_baseline`` holds it, estimated from mismatched prompts and answers of
     the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D
     times the number of desirable ones near λ_U times that of the others.
+
+    What goes wrong: A rating that is read as a label makes it train on bad answers. State the threshold of
+    desirable answers.
 
     Shapes: logprobs, ``ref_logprobs`` ``[B, T]``, labels (1 desirable, 0 not), ``kl_baseline`` ``[B]`` → values
     ``[B]``. A label between 0 and 1 is a share: both losses are mixed. A row with an impossible token

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+from posttrain.signatures import Float
 
 # exp(20) ≈ 5e8: beyond it a ratio is a numerical accident and only its sign matters.
 MAX_LOG_RATIO = 20.0

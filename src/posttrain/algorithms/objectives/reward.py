@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from posttrain.algorithms.objectives.primitives import nan_unless_finite, row_last, wins
 from posttrain.errors import UsageError
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
 
@@ -29,7 +29,7 @@ from posttrain.types import Batch, Loss, Outputs
     optional_needs={"margin": "margins"},
 )
 def bradley_terry(
-    outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Field(ge=0)] = 0.0
+    outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Range(ge=0)] = 0.0
 ) -> Loss:
     """Reward model from pairs: the probability that the chosen answer beats the rejected one.
 
@@ -39,6 +39,9 @@ def bradley_terry(
     models to follow instructions with human feedback", eq. 1. m: Touvron et al. (2023), "Llama 2", eq. 2, a number
     that grows with how much better the answer was judged. c: Eisenstein et al. (2023), "Helping or
     herding?", eq. 2: only differences are determined by pairs, this pulls their mean to 0; 0.01 is common.
+
+    What goes wrong: Pair accuracy on training pairs rises while held-out accuracy does not. Stop at the best
+    checkpoint.
 
     Shapes: scores ``[B, T]``, margins ``[B]`` (equal on both rows of a pair) → values ``[B / 2]``. An infinite
     score, or an answer without a trained token, gives NaN, which the loop refuses.
@@ -90,6 +93,8 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
     after every token. Departures: binary cross-entropy on the score of a linear head, and no
     language-modelling loss next to it. An answer is ranked by the score of its last token.
 
+    What goes wrong: With few correct answers the score is near their base rate. Balance the rows.
+
     Shapes: scores ``[B, T]``, labels ``[B]`` (1 right, 0 wrong; a share between them is a soft label) →
     values ``[B, T]``.
 
@@ -133,6 +138,9 @@ def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -
     Lightman et al. (2023), "Let's verify step by step" (PRM800K; three classes); two classes, from
     automatic labels: Wang et al. (2023), "Math-Shepherd". Departure: a head of its own in place of the
     log-probabilities of label tokens.
+
+    What goes wrong: Later steps after a mistake are labelled wrong; a model may learn the position of a step in
+    place of its content.
 
     Shapes: the mask is True at the ends of steps only; scores ``[B, T]`` for two classes, ``[B, T, 3]`` for
     three; ``step_labels`` ``[B, T]`` → values ``[B, T]``. With two classes a label between 0 and 1 is a soft label

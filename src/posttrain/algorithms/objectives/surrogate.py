@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, kl_k3, log_ratio
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
-NotNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Range(ge=0)]
+Positive = Annotated[float, Range(gt=0)]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 

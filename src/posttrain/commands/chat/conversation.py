@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, say_template
 from posttrain.commands.options import chosen_components
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
@@ -24,6 +23,7 @@ from posttrain.runs.models import find_source
 from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.models import OpenedModel, complete_template, open_model
 from posttrain.sampling.native.stream import stream
+from posttrain.terminal.console import Text, open_console, say_template
 from posttrain.types import Finish, Message
 
 HELP = "/reset forgets the conversation; /quit leaves, as does the end of the input; Ctrl-C stops a reply"
@@ -60,7 +60,9 @@ class Conversation:
     @property
     def info(self) -> str:
         """``12 tokens, mean log-probability -0.52``, of the newest reply."""
-        mean = f", mean log-probability {fmean(self.logprobs):.2f}" if self.logprobs else ""
+        mean = ""
+        if self.logprobs:
+            mean = f", mean log-probability {fmean(self.logprobs):.2f}"
         return f"{len(self.logprobs)} tokens{mean}"
 
     def reset(self) -> None:
@@ -71,7 +73,10 @@ class Conversation:
     def set_system(self, content: str) -> None:
         """Put a system message above everything, in the place of an earlier one; none if it is blank."""
         rest = [message for message in self.messages if message.role != "system"]
-        self.messages = [Message("system", content), *rest] if content.strip() else rest
+        if content.strip():
+            self.messages = [Message("system", content), *rest]
+        else:
+            self.messages = rest
 
     def reply(self, content: str) -> Iterator[str]:
         """Yield the reply to a message: the text that each token adds, maybe none.
@@ -82,10 +87,12 @@ class Conversation:
         Raises:
             UsageError: a blank message, or a conversation that has no room left in the model's context.
         """
-        self.text, self.logprobs = "", []
+        self.text = ""
+        self.logprobs = []
         if not content.strip():
             raise UsageError("a message needs some text")
-        tokenizer, template = self.sampler.tokenizer, self.sampler.grader.template
+        tokenizer = self.sampler.tokenizer
+        template = self.sampler.grader.template
         turns = [*self.messages, Message("user", content)]
         prompt = encode_prompt(tokenizer, template, turns)
         decoded = TextStream(tokenizer, prompt, end_lead(tokenizer, template))
@@ -98,20 +105,30 @@ class Conversation:
         self.text = opening_of(tokenizer, template, prompt)
         try:
             while True:
-                with nullcontext() if self.steering is None else self.steering.applied():
+                with self._steered():
                     token = next(tokens, None)
                 if token is None:
                     break
                 is_end = token.id in sampling.stop_ids
-                added = decoded.end() if is_end else decoded.push(token.id)
-                added += decoded.flush() if token.is_last else ""
-                self.text, self.finish = self.text + added, token.finish
+                if is_end:
+                    added = decoded.end()
+                else:
+                    added = decoded.push(token.id)
+                if token.is_last:
+                    added += decoded.flush()
+                self.text = self.text + added
+                self.finish = token.finish
                 self.logprobs.append(token.logprob)
                 yield added
         except (GeneratorExit, KeyboardInterrupt):  # Ctrl-C mostly comes while the model computes
             self._remember(turns)
             raise
         self._remember(turns)
+
+    def _steered(self) -> AbstractContextManager[None]:
+        if self.steering is None:
+            return nullcontext()
+        return self.steering.applied()
 
     def _remember(self, turns: list[Message]) -> None:
         """Keep an answer without the reasoning that led to it, as chat templates do."""
@@ -141,12 +158,14 @@ def run_chat(arguments: argparse.Namespace) -> int:
     console = open_console()
     for conversation in conversations:
         conversation.set_system(arguments.system or "")
+    prompt = ""
     if sys.stdin.isatty():
+        prompt = "> "
         labels = ", ".join(conversation.sampler.label for conversation in conversations)
         console.print(Text(f"{labels}. {HELP}", style="dim"))
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input(prompt).strip()
         except EOFError:
             return 0
         if line == "/quit":

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.chat.fields import NOBODY, read_chat, read_text, read_whole
-from posttrain.commands.console import say_template
 from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
@@ -29,8 +28,9 @@ from posttrain.runs.directory import run_names
 from posttrain.runs.models import find_source, read_run_recipe
 from posttrain.runs.paths import every_run_name
 from posttrain.sampling.models import OpenedModel, open_model
-from posttrain.store.checkpoint_files import checkpoint_steps
+from posttrain.store.checkpoint_files import checkpoint_steps, step_folder
 from posttrain.store.rollouts import RolloutStore
+from posttrain.terminal.console import say_template
 from posttrain.types import Example, Message
 from posttrain.untrusted import fitting
 
@@ -66,7 +66,9 @@ def run_studio(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--token``; a port that cannot be served.
         MissingExtra: gradio is not installed.
     """
-    host, port, token = arguments.host, arguments.port, arguments.token
+    host = arguments.host
+    port = arguments.port
+    token = arguments.token
     refuse_open_host(host, token is not None, "--token")
     _import_gradio()
     from posttrain.commands.serve.listening import address_of, answer_requests, listen
@@ -139,7 +141,9 @@ class Library:
     """
 
     def __init__(self, models: Sequence[str], runs_dir: str | Path, saes: Sequence[str] = ()) -> None:
-        self.named_models, self.runs_dir, self.named_saes = models, Path(runs_dir), saes
+        self.named_models = models
+        self.runs_dir = Path(runs_dir)
+        self.named_saes = saes
         self.model = cache(self._open_model)
         self.reward_model = cache(self._open_reward_model)
 
@@ -153,11 +157,13 @@ class Library:
         for name in every_run_name(self.runs_dir):
             folder = self.runs_dir / name / "checkpoints"
             with suppress(PosttrainError):  # a recipe that cannot be read
-                if read_run_recipe(self.runs_dir / name).trains_scorer == trains_scorer:
-                    steps = {
-                        f"{name}, step {step}": str(folder / f"step-{step:06d}") for step in checkpoint_steps(folder)
-                    }
-                    kept |= ({name: name} if steps else {}) | steps
+                if read_run_recipe(self.runs_dir / name).trains_scorer != trains_scorer:
+                    continue
+                steps = checkpoint_steps(folder)
+                if steps:
+                    kept[name] = name
+                for step in steps:
+                    kept[f"{name}, step {step}"] = str(step_folder(folder, step))
         return kept
 
     def models(self) -> dict[str, str]:
@@ -177,12 +183,21 @@ class Library:
             raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
         wanted: dict[str, Any] = {"text": text or None, "limit": MAX_ROLLOUTS, "newest_first": step is None}
         with RolloutStore(path, read_only=True) as store:
-            rows = store.training(step, **wanted) if kind == TRAINING else store.evaluations(None, step, **wanted)
-        fit = fitting([text for row in rows for text in (row.prompt, row.transcript, row.answer or "")])
-        return [
-            [r.step, fit(r.prompt), fit(r.transcript), r.reward, r.advantage, r.finish, fit(r.answer or "")]
-            for r in rows
-        ]
+            if kind == TRAINING:
+                rows = store.training(step, **wanted)
+            else:
+                rows = store.evaluations(None, step, **wanted)
+        texts = []
+        for row in rows:
+            texts += [row.prompt, row.transcript, row.answer or ""]
+        fit = fitting(texts)
+        lines: list[list[object]] = []
+        for row in rows:
+            prompt = fit(row.prompt)
+            transcript = fit(row.transcript)
+            gold = fit(row.answer or "")
+            lines.append([row.step, prompt, transcript, row.reward, row.advantage, row.finish, gold])
+        return lines
 
     def _open_model(self, name: str) -> OpenedModel:
         offered = self.models()
@@ -249,17 +264,26 @@ def answer(
     opened = [library.model(name) for name in models if name != NOBODY]
     if not opened:
         raise UsageError("model: choose who answers")
-    current = list(sides or ())
+    current: list[Side] = []
+    if sides is not None:
+        current = list(sides)
     if [side.conversation.sampler for side in current] != opened:
         current = [Side(Conversation(model, controls)) for model in opened]
     sae, features, steered = steering
-    chosen = "" if sae == NOBODY else check_offered(sae, library.dictionaries(), "dictionary")
-    for n, conversation in enumerate(side.conversation for side in current):
+    chosen = ""
+    if sae != NOBODY:
+        chosen = check_offered(sae, library.dictionaries(), "dictionary")
+    for number, side in enumerate(current):
+        conversation = side.conversation
         conversation.controls = controls
         conversation.set_system(system)
-        given = (features, chosen) if n in SIDES[steered] else ("", "")
-        conversation.steering = read_steering(*given, conversation.sampler.model, library.runs_dir)
-    scorer = None if judge == NOBODY else library.reward_model(judge)
+        conversation.steering = None
+        if number in SIDES[steered]:
+            conversation.steering = read_steering(features, chosen, conversation.sampler.model, library.runs_dir)
+    if judge == NOBODY:
+        scorer = None
+    else:
+        scorer = library.reward_model(judge)
     replies = [side.speak(question) for side in current]
     while replies:  # a reply that ends grows by less than it could
         replies = [r for r in replies if len(list(islice(r, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE]
@@ -300,7 +324,8 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, saes: Sequence[str
 
 
 def _build_chat(gradio: ModuleType, library: Library) -> None:
-    state, offered = gradio.State(None), list(library.models())
+    state = gradio.State(None)
+    offered = list(library.models())
     first, second, *_ = [*(library.named_models or offered[:1]), NOBODY, NOBODY]
     with gradio.Row():
         left = gradio.Dropdown(offered, value=first, label="model")

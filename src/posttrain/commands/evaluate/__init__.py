@@ -2,4 +2,3 @@
 
 # Sections whose keys are options: --task.path, --template.preamble, --engine.url
 SECTIONS = ("task", "template", "engine")
-DEFAULT_BATCH = 256

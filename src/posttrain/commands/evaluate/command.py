@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.options import (
     MAX_TOKENS,
-    Options,
+    CommandOptions,
     dtype_of,
-    names,
+    names_between_commas,
     new_place,
     nonnegative_float,
     option,
@@ -18,6 +17,7 @@ from posttrain.commands.options import (
     seed_of,
     share,
 )
+from posttrain.evaluation import DEFAULT_BATCH
 
 EPILOG = """\
 several models, tasks and templates make a table, one row for each combination:
@@ -36,7 +36,7 @@ the same command goes on with the evaluations of a table that were not finished.
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option(
         "models", metavar="MODEL", nargs="+",
         help="tiny, a model directory, a run, one of its checkpoints, or a hub name; a reward model's run is measured "
@@ -47,11 +47,11 @@ OPTIONS = Options(
     groups={
         "what is asked": (
             option(
-                "--task", type=names, action="extend", metavar="A,B",
+                "--task", type=names_between_commas, action="extend", metavar="A,B",
                 help="what to measure on (default for a run: its own)",
             ),
             option(
-                "--template", type=names, action="extend", metavar="A,B",
+                "--template", type=names_between_commas, action="extend", metavar="A,B",
                 help="prompt template (default: the run's, else the model's chat template, else r1_zero)",
             ),
             option("--limit", type=positive, default=500, metavar="N", help="rows of each task at most (default: 500)"),
@@ -84,7 +84,7 @@ OPTIONS = Options(
             option("--best-of", metavar="RUN", help="let this reward model choose among the samples"),
             option("--against", metavar="MODEL", help="KL and win rate between the model and this one"),
             option(
-                "--judge", type=names, metavar="RUN,FILE",
+                "--judge", type=names_between_commas, metavar="RUN,FILE",
                 help="decides who wins (with --against): a reward model's run, or a judge's YAML file; others are "
                 "reported",
             ),
@@ -112,7 +112,9 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
         return models.run_against(arguments)
     scorers = [name for name in arguments.models if find_source(name, arguments.runs_dir).is_scorer]
     if not scorers:
-        return models.run_comparison(arguments) if arguments.compare else models.run_models(arguments)
+        if arguments.compare:
+            return models.run_comparison(arguments)
+        return models.run_table(arguments)
     if len(scorers) < len(arguments.models):
         others = ", ".join(name for name in arguments.models if name not in scorers)
         raise UsageError(f"{', '.join(scorers)}: a reward model is not measured in one table with models ({others})")

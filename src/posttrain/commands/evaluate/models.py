@@ -6,23 +6,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.api.measure import carry_out
-from posttrain.commands.console import leaves_out_tables, open_console, print_table, say, say_template
-from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
-from posttrain.commands.evaluate.progress import choose_evaluation_progress
+from posttrain.api.measure import evaluate_plan
+from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.options import read_components
 from posttrain.errors import UsageError
-from posttrain.evaluation.files import Finished, is_evaluation, read_finished
+from posttrain.evaluation import DEFAULT_BATCH
+from posttrain.evaluation.files import FinishedEvaluation, is_evaluation_folder, read_finished
 from posttrain.evaluation.generation import task_label
 from posttrain.evaluation.plan import (
     EVALUATIONS,
+    EvaluationPlan,
     EvaluationRequest,
-    Plan,
     choose_drawing,
     make_plan,
     notes_of,
-    rows_of,
     slug,
+    table_rows,
 )
 from posttrain.evaluation.reward_models.measures import run_scoring, write_scores
 from posttrain.evaluation.reward_models.scoring import open_reward_model
@@ -47,15 +46,18 @@ from posttrain.reports.evaluation import (
 )
 from posttrain.runs.models import find_source
 from posttrain.sampling.llm_judge import SUFFIXES, read_pair_judge
+from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say, say_template
+from posttrain.terminal.evaluation import choose_evaluation_progress
+from posttrain.types import Rollout
 
-DRAWING = ("limit", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
+DRAWING = ("samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 # Options of sampling, which a reward model cannot use, with their defaults.
 SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of")) | {
     "samples": 1, "engine": "native", "seed": 0, "batch": DEFAULT_BATCH,
 }  # fmt: skip
 
 
-def run_models(arguments: argparse.Namespace) -> int:
+def run_table(arguments: argparse.Namespace) -> int:
     """Measure every cell, print a table, write results, records and a summary."""
     _run(make_plan(request_of(arguments)), arguments.quiet)
     return 0
@@ -74,9 +76,16 @@ def request_of(
     if not components["template"]:
         for source in models:
             say_template(source)
-    options = {"n" if name == "limit" else name: getattr(arguments, name) for name in DRAWING}
+    options = {name: getattr(arguments, name) for name in DRAWING}
+    options["n"] = arguments.limit
     if options["temperature"] is None:
         options["temperature"] = temperature
+    chooser = None
+    if arguments.best_of is not None:
+        chooser = find_source(arguments.best_of, arguments.runs_dir)
+    folder = None
+    if arguments.out:
+        folder = Path(arguments.out)
     return EvaluationRequest(
         models=models,
         drawing=choose_drawing(**options),
@@ -85,17 +94,17 @@ def request_of(
         engine=components["engine"][0],
         dtype=arguments.dtype,
         device=arguments.device,
-        best_of=find_source(arguments.best_of, arguments.runs_dir) if arguments.best_of is not None else None,
-        out=Path(arguments.out) if arguments.out else None,
+        best_of=chooser,
+        out=folder,
         alike=arguments.compare,
     )
 
 
-def _run(plan: Plan, quiet: bool) -> list[Finished]:
+def _run(plan: EvaluationPlan, quiet: bool) -> list[FinishedEvaluation]:
     """Carry out a plan and print its tables."""
     with choose_evaluation_progress(open_console(), quiet) as progress:
-        finished = carry_out(plan, progress)
-    tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
+        finished = evaluate_plan(plan, progress)
+    tables = [results_table(own) for own in by_evaluation(table_rows(finished))]
     _print(tables, notes_of(finished), f"summary, results and every answer: {plan.folder}", quiet)
     return finished
 
@@ -115,7 +124,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
     """Evaluate both with the same settings, or read two finished evaluations; then test the difference."""
     if len(arguments.models) != 2:
         raise UsageError(f"--compare takes two models or two folders of evaluations, not {len(arguments.models)}")
-    folders = [name for name in arguments.models if is_evaluation(name)]
+    folders = [name for name in arguments.models if is_evaluation_folder(name)]
     if len(folders) == 1:
         other = next(name for name in arguments.models if name not in folders)
         raise UsageError(
@@ -123,7 +132,9 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         )
     console = open_console()
     if folders:
-        a, b = (read_finished(folder) for folder in arguments.models)
+        first, second = arguments.models
+        a = read_finished(first)
+        b = read_finished(second)
         out = Path(arguments.out or Path(EVALUATIONS) / slug(f"compare-{a.folder.name}-{b.folder.name}"))
     else:
         plan = make_plan(request_of(arguments))
@@ -161,7 +172,9 @@ def run_against(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{option.replace('_', '-')}: leave it out with --against, which it says nothing to")
     if len(arguments.models) != 1:
         raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
-    judges = arguments.judge or []
+    judges = []
+    if arguments.judge is not None:
+        judges = arguments.judge
     # Answers are drawn, unless the command says otherwise: a KL is between distributions.
     plan = plan_head_to_head(request_of(arguments, [arguments.against], temperature=1.0), judges)
     opened = {name: _open_judge(name, arguments, plan.sources[0].run) for name in judges}
@@ -179,9 +192,13 @@ def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -
     if name.endswith(SUFFIXES):
         return read_pair_judge(name, folder)
     model = open_reward_model(find_source(name, arguments.runs_dir), device=arguments.device)
-    return lambda rollouts: model.score(
-        [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
-    )
+
+    def score(rollouts: Sequence[Rollout]) -> Sequence[float | None]:
+        examples = [rollout.example for rollout in rollouts]
+        texts = [rollout.text for rollout in rollouts]
+        return model.score(examples, texts, [rollout.completion.finish for rollout in rollouts])
+
+    return score
 
 
 def run_scores(arguments: argparse.Namespace) -> int:
@@ -198,17 +215,16 @@ def run_scores(arguments: argparse.Namespace) -> int:
         done.append(scored)
     rows = [(scored.label, scored.evaluation) for scored in done]
     notes = list(dict.fromkeys(note for scored in done for note in scored.notes))
-    notes += [
-        f"{one.name} · {label}: not measured: {', '.join(f'{n} {reason}' for reason, n in one.dropped.items())}"
-        for label, one in rows
-        if one.dropped
-    ]
-    notes += [
-        f"{one.name} · {label}: {trained:.0f} of the rows were in the training data of this run"
-        for label, one in rows
-        if (trained := one.results.get("trained_rows"))
-    ]
-    notes += dict.fromkeys(NOTES[one.view] for _, one in rows)
+    for label, evaluation in rows:
+        if evaluation.dropped:
+            counts = ", ".join(f"{count} {reason}" for reason, count in evaluation.dropped.items())
+            notes.append(f"{evaluation.name} · {label}: not measured: {counts}")
+    for label, evaluation in rows:
+        trained = evaluation.results.get("trained_rows")
+        if trained:
+            what = f"{trained:.0f} of the rows were in the training data of this run"
+            notes.append(f"{evaluation.name} · {label}: {what}")
+    notes += dict.fromkeys(NOTES[evaluation.view] for _, evaluation in rows)
     places = "\n".join(f"summary, results and every score: {scored.folder}" for scored in done)
     _print([*score_tables(rows), *difference_tables(rows)], notes, places, arguments.quiet)
     return 0

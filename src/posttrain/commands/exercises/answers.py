@@ -220,7 +220,11 @@ scores, right: n numbers each (right: 1 or 0); k: a whole number. Return a numbe
 
 def _first_match(text: str, strip: bool = True) -> str | None:
     found = re.search("<answer>(.*?)</answer>", text, re.DOTALL)
-    return found and (found[1].strip() if strip else found[1])
+    if found is None:
+        return None
+    if strip:
+        return found[1].strip()
+    return found[1]
 
 
 def _behind(text: str, reasoning: str) -> str:

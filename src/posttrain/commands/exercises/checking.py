@@ -41,7 +41,7 @@ class FailedCode(Exception):
     """The reader's code raised; the message says what and where."""
 
 
-class Submission(TypedDict):
+class ExerciseFile(TypedDict):
     """The text of a reader's file, and the exercise that it is for."""
 
     name: str
@@ -49,7 +49,7 @@ class Submission(TypedDict):
     source: str
 
 
-def check(submission: Submission) -> dict[str, str]:
+def check(submission: ExerciseFile) -> dict[str, str]:
     """Run the reader's file on the cases; return what is ``wrong`` (empty: nothing) and what it ``printed``."""
     printed = io.StringIO()
     try:
@@ -60,9 +60,11 @@ def check(submission: Submission) -> dict[str, str]:
     return {"wrong": wrong, "printed": printed.getvalue()[-MAX_CHARS:]}
 
 
-def _find_fault(submission: Submission) -> str:
-    name, path = submission["name"], submission["path"]
-    exercise, namespace = EXERCISES[name], {"__name__": name, "__file__": path}
+def _find_fault(submission: ExerciseFile) -> str:
+    name = submission["name"]
+    path = submission["path"]
+    exercise = EXERCISES[name]
+    namespace = {"__name__": name, "__file__": path}
     try:
         exec(compile(submission["source"], path, "exec"), namespace)
     except Exception as error:
@@ -70,22 +72,27 @@ def _find_fault(submission: Submission) -> str:
     function = namespace.get(name)
     if not callable(function):
         return f"the file defines no function {name}; begin with `posttrain exercise show {name}`"
-    faults, given = [], list[object]()
+    faults = []
+    given = list[object]()
     for number, (title, arguments) in enumerate(exercise.cases.items(), 1):
         place = f"case {number} ({title})"
         try:
             given.append(function(*copy.deepcopy(arguments)))
         except Exception as error:
             raise FailedCode(f"{place}: {name} raised {_describe(error, path)}") from error
-        if fault := differ(exercise.reference(*arguments), given[-1]):
-            faults.append(f"{place}: {fault}\ninputs: {', '.join(map(shown, arguments))}")
-    return _known_mistake(exercise, given) or faults[0] if faults else ""
+        fault = differ(exercise.reference(*arguments), given[-1])
+        if fault:
+            faults.append(f"{place}: {fault}\ninputs: {', '.join(map(show_value, arguments))}")
+    if not faults:
+        return ""
+    return _known_mistake(exercise, given) or faults[0]
 
 
 def _known_mistake(exercise: Exercise, given: list[object]) -> str:
     """The message of the mistake that gives the same answers to all cases; empty if it is another one."""
     for message, mistake in exercise.mistakes.items():
-        if not any(differ(mistake(*case), one) for case, one in zip(exercise.cases.values(), given, strict=True)):
+        pairs = zip(exercise.cases.values(), given, strict=True)
+        if not any(differ(mistake(*arguments), answer) for arguments, answer in pairs):
             return message
     return ""
 
@@ -95,42 +102,64 @@ def differ(expected: Answer, given: object) -> str:
     if isinstance(expected, tuple):
         if not isinstance(given, tuple | list) or len(given) != len(expected):
             return f"a tuple of {len(expected)} tensors is expected, not {_kind(given)}"
-        pairs = enumerate(zip(expected, given, strict=True), 1)
-        return next((f"value {i}: {fault}" for i, pair in pairs if (fault := differ(*pair))), "")
+        for number, (part, given_part) in enumerate(zip(expected, given, strict=True), 1):
+            fault = differ(part, given_part)
+            if fault:
+                return f"value {number}: {fault}"
+        return ""
     if expected is None or isinstance(expected, str):
-        return "" if type(given) is type(expected) and given == expected else f"expected {expected!r}, got {given!r}"
+        if type(given) is type(expected) and given == expected:
+            return ""
+        return f"expected {expected!r}, got {given!r}"
     wanted = torch.as_tensor(expected, dtype=torch.float64)
     try:
         got = torch.as_tensor(given, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
-        return f"{'a tensor' if wanted.ndim else 'a number'} is expected, not {_kind(given)}"
+        what = "a number"
+        if wanted.ndim:
+            what = "a tensor"
+        return f"{what} is expected, not {_kind(given)}"
     if got.shape != wanted.shape:
         return f"shape {list(wanted.shape)} is expected, not {list(got.shape)}"
     is_close = torch.isclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     if bool(is_close.all()):
         return ""
-    where = f" at {(~is_close).nonzero()[0].tolist()}" if wanted.ndim else ""
-    return (
-        f"expected {shown(wanted[~is_close][0])}, got {shown(got[~is_close][0])}{where}\nall expected: {shown(wanted)}"
-    )
+    where = ""
+    if wanted.ndim:
+        where = f" at {(~is_close).nonzero()[0].tolist()}"
+    first_wanted = show_value(wanted[~is_close][0])
+    first_got = show_value(got[~is_close][0])
+    return f"expected {first_wanted}, got {first_got}{where}\nall expected: {show_value(wanted)}"
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Return a value as it is printed; numbers with six digits."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
-    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+        return f"[{', '.join(map(show_value, value))}]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return repr(value)
 
 
 def _kind(value: object) -> str:
-    return "None; is a `return` missing?" if value is None else type(value).__name__
+    if value is None:
+        return "None; is a `return` missing?"
+    return type(value).__name__
 
 
 def _describe(error: Exception, path: str) -> str:
-    lines = [error.lineno] if isinstance(error, SyntaxError) else []
+    lines = []
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
     lines += [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    where = f" (line {lines[-1]})" if lines else ""
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}{message and ': '}{message}{where}"
+    where = ""
+    if lines:
+        where = f" (line {lines[-1]})"
+    message = str(error)
+    if isinstance(error, SyntaxError):
+        message = error.msg
+    if message:
+        message = f": {message}"
+    return f"{type(error).__name__}{message}{where}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.console import Text, open_console, plain_table, print_rows, say
-from posttrain.commands.options import Options, option
+from posttrain.commands.options import CommandOptions, option
 from posttrain.errors import UsageError, nearest
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
+from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
 
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, compiles=True)
 EPILOG = """\
@@ -19,7 +19,7 @@ write a function, and compare it with the library's own:
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option("action", nargs="?", choices=("list", "show", "check"), default="list"),
     option("name", metavar="NAME", nargs="?", help="an exercise that `posttrain exercise` lists"),
     option("file", metavar="FILE", nargs="?", help="your Python file, which `check` runs"),
@@ -37,12 +37,15 @@ def run_exercise(arguments: argparse.Namespace) -> int:
         print_rows(console, plain_table("exercise", "chapter", "what to write"), rows, crop=False)
         say(console, "chapters are those of the RLHF book; read one: posttrain exercise show NAME")
         return 0
-    name = (arguments.name or "").replace("-", "_")
+    if arguments.name is None:
+        raise UsageError(f"{arguments.action}: NAME is missing. Known: {', '.join(EXERCISES)}")
+    name = arguments.name.replace("-", "_")
     if name not in EXERCISES:
-        near = nearest(name, EXERCISES) if name else None
-        hint = f" Did you mean {near}?" if near else ""
-        what = f"there is no exercise {arguments.name!r}." if name else f"{arguments.action}: NAME is missing."
-        raise UsageError(f"{what}{hint} Known: {', '.join(EXERCISES)}")
+        near = nearest(name, EXERCISES)
+        hint = ""
+        if near:
+            hint = f" Did you mean {near}?"
+        raise UsageError(f"there is no exercise {arguments.name!r}.{hint} Known: {', '.join(EXERCISES)}")
     if arguments.action == "show":
         print(EXERCISES[name].stub, end="")
         return 0
@@ -66,7 +69,9 @@ def check_file(name: str, path: str | None) -> str:
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason: str | None = "it is no text in UTF-8"
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise UsageError(f"{path}: {reason}. Give a Python file of yours") from None
     pool = WorkerPool("posttrain.commands.exercises.checking:check", 1, LIMITS)
     try:

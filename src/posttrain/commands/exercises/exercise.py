@@ -37,7 +37,10 @@ class Exercise:
     @property
     def stub(self) -> str:
         """The file to begin with."""
-        imports = "import torch\n\n" if self.needs_torch else ""
+        if self.needs_torch:
+            imports = "import torch\n\n"
+        else:
+            imports = ""
         return f'"""{self.task}"""\n\n{imports}\ndef {self.signature}:\n    raise NotImplementedError\n'
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.options import (
     TEMPLATE,
-    Options,
+    CommandOptions,
     dtype_of,
     naturals,
     new_place,
@@ -34,7 +34,7 @@ layer L is what block number L gives (hidden_states[L] in transformers); the sam
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option(
         "model", metavar="MODEL_OR_RUN",
         help="tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)",
@@ -86,10 +86,10 @@ OPTIONS = Options(
 
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
-    from posttrain.commands.console import open_console
     from posttrain.interpret.activations.record import record
     from posttrain.interpret.activations.sites import check_layers
     from posttrain.runs.models import find_source
+    from posttrain.terminal.console import open_console
 
     console = open_console()
 
@@ -129,7 +129,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
     from posttrain.commands.options import chosen_components
     from posttrain.data.base import choose_task
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
-    from posttrain.interpret.activations.sites import read_config
+    from posttrain.interpret.activations.sites import read_model_config
     from posttrain.models.config import context_length
     from posttrain.models.load import load_tokenizer
     from posttrain.runs.directory import find_run
@@ -142,13 +142,22 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
     has_task = named in ([], ["task"])
     if not has_task and components:
         raise UsageError(f"--{named[0]}: options of a task or template have no place here")
+    task = None
+    if has_task:
+        task = choose_task(components.get("task"), source.name, source.recipe)
+    run = None
+    if arguments.rollouts is not None:
+        run = find_run(arguments.runs_dir, arguments.rollouts)
+    context_tokens = arguments.context_tokens
+    if not context_tokens:
+        context_tokens = min(MAX_CONTEXT_TOKENS, context_length(read_model_config(source.path)))
     return read_documents(
         load_tokenizer(source.path),
-        task=choose_task(components.get("task"), source.name, source.recipe) if has_task else None,
+        task=task,
         template=complete_template(components.get("template"), source) or source.template,
         text=arguments.text,
-        rollouts=find_run(arguments.runs_dir, arguments.rollouts) if arguments.rollouts is not None else None,
-        context_tokens=arguments.context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),
+        rollouts=run,
+        context_tokens=context_tokens,
         max_tokens=arguments.max_rows,
         limit=arguments.limit,
     )

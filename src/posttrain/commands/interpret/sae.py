@@ -7,18 +7,17 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import ACCEPT_HELP, Options, natural, naturals, new_place, option, positive
+from posttrain.commands.options import ACCEPT_HELP, CommandOptions, natural, naturals, new_place, option, positive
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from posttrain.interpret.differences.recipe import Compared, DiffRecipe
     from posttrain.interpret.saes.recipe import SaeRecipe
-    from posttrain.recipes.recipe import Recipe
 
 REPORT = "report.html"
 PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
@@ -41,7 +40,7 @@ any key of the recipe is an option; the same command again keeps what is there:
 
 
 _YES = option("--yes", action="store_true", help="record activations without asking, however large they are")
-TRAIN_OPTIONS = Options(
+TRAIN_OPTIONS = CommandOptions(
     option("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file"),
     option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
     option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
@@ -52,7 +51,7 @@ TRAIN_OPTIONS = Options(
     usage="posttrain sae train RECIPE [options] [--section.key value ...]",
     epilog=TRAIN_EPILOG,
 )
-FEATURES_OPTIONS = Options(
+FEATURES_OPTIONS = CommandOptions(
     option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder"),
     option("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)"),
     option("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)"),
@@ -68,7 +67,7 @@ FEATURES_OPTIONS = Options(
     usage="posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]",
     epilog=FEATURES_EPILOG,
 )  # fmt: skip
-DIFF_OPTIONS = Options(
+DIFF_OPTIONS = CommandOptions(
     option(
         "models", metavar="MODEL_OR_RUN", nargs="+",
         help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
@@ -96,10 +95,10 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
         return 0
     how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
     how |= {"quiet": arguments.quiet, "allow_large": arguments.yes}
-    return train_sae(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+    return train_sae_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
 
 
-def train_sae(
+def train_sae_recipe(
     recipe: SaeRecipe,
     name: str,
     runs_dir: str,
@@ -111,13 +110,13 @@ def train_sae(
     allow_large: bool,
 ) -> int:
     """Train a checked recipe's dictionary in a run directory, print its results, and return the exit code."""
-    from posttrain.commands.progress import choose_progress, show_duration
     from posttrain.interpret.saes.training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
+    from posttrain.terminal.training import choose_progress, show_duration
 
     with choose_progress(name, quiet) as progress:
         result = launch(
-            cast("Recipe", recipe),  # a run directory needs no more of a recipe than this one has
+            recipe,
             root=runs_dir,
             name=run,
             recipe_name=name,
@@ -133,7 +132,9 @@ def train_sae(
             _print_results(json.loads((result.folder / RESULTS).read_text(encoding="utf-8")))
             print(f"dictionary: {result.folder / DICTIONARY}")
     print(f"run:        {result.folder}")
-    return 0 if is_finished else INTERRUPTED
+    if is_finished:
+        return 0
+    return INTERRUPTED
 
 
 def _print_results(results: dict[str, Any]) -> None:
@@ -142,7 +143,8 @@ def _print_results(results: dict[str, Any]) -> None:
         f"held out:   FVU {held_out['fvu']:.4f} · L0 {held_out['l0']:.1f} · {held_out['silent']:.1%} of the features "
         f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
     )
-    if loss := results.get("recovered"):
+    loss = results.get("recovered")
+    if loss:
         print(
             f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}): "
             f"{loss['ce_recovered']:.1%} recovered"
@@ -151,18 +153,22 @@ def _print_results(results: dict[str, Any]) -> None:
 
 def run_sae_features(arguments: argparse.Namespace) -> int:
     """Read all rows once, and write the page with its JSON."""
-    from posttrain.commands.console import open_console
     from posttrain.commands.interpret.steering import find_sae
     from posttrain.interpret.features.features import default_activations, read_features, write_features
     from posttrain.reports.features import render_features
     from posttrain.reports.page import write_html
     from posttrain.runs.models import find_source
     from posttrain.store.durable import storage_errors
+    from posttrain.terminal.console import open_console
 
     console = open_console()
     folder, run = find_sae(arguments.dictionary, arguments.runs_dir)
-    name = PAGE if arguments.features is None else SOME
-    page = Path(arguments.out) if arguments.out else (run or folder) / name
+    if arguments.out:
+        page = Path(arguments.out)
+    elif arguments.features is None:
+        page = (run or folder) / PAGE
+    else:
+        page = (run or folder) / SOME
     if page.suffix != ".html":
         raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
     with storage_errors("page", page):
@@ -194,10 +200,10 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
-    from posttrain.commands.console import Text, open_console, say
-    from posttrain.commands.progress import show_duration
     from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
     from posttrain.runs.directory import check_run_name
+    from posttrain.terminal.console import Text, open_console, say
+    from posttrain.terminal.training import show_duration
 
     if len(arguments.models) > 2:
         raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
@@ -210,34 +216,40 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    from posttrain.interpret.differences.comparison import compare, prepare
+    from posttrain.interpret.differences.comparison import compare_models, prepare_comparison
     from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
 
-    started, console, root = time.monotonic(), open_console(), Path(arguments.runs_dir)
-    tell: Callable[[str], object] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
+    started = time.monotonic()
+    console = open_console()
+    root = Path(arguments.runs_dir)
+
+    def tell(line: str) -> None:
+        if not arguments.quiet:
+            say(console, line, "dim")
+
     folder = root / _folder_name(arguments)
     base = find_pair(recipe, root) or find_model(recipe.base, root, None, arguments.quiet, tell)
-    post = None if base is None else find_model(recipe.post, root, base, arguments.quiet, tell)
-    if base is None or post is None:
+    if base is None:
+        return INTERRUPTED
+    post = find_model(recipe.post, root, base, arguments.quiet, tell)
+    if post is None:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
-    sources = find_source(base, root), find_source(post, root)
-    work = prepare(recipe, *sources, folder, tell, allow_large=arguments.yes)
-    words = ["posttrain", "sae", "diff", *arguments.models, *(x for key, y in overrides for x in (f"--{key}", y))]
-    words += ["--run", arguments.run] if arguments.run is not None else []
-    words += ["--runs-dir", arguments.runs_dir] if arguments.runs_dir != "runs" else []
+    source = find_source(base, root)
+    other = find_source(post, root)
+    work = prepare_comparison(recipe, source, other, folder, tell, allow_large=arguments.yes)
     about = {
         "title": "What did training change?",
         "description": recipe.description,
-        "base": sources[0].section().name,
-        "post": sources[1].section().name,
+        "base": source.section().name,
+        "post": other.section().name,
         "recipe": work.recipe.dump(),
         "fingerprint": work.recipe.fingerprint(),
-        "command": shlex.join(words),
+        "command": _command_of(arguments, overrides),
     }
-    content = compare(work, about, started)
+    content = compare_models(work, about, started)
     replace_file(folder / REPORT, render_diff(content).encode())
     if not arguments.quiet:
         for line in findings(content):
@@ -245,6 +257,18 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
     say(console, f"report: {folder / REPORT}")
     return 0
+
+
+def _command_of(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> str:
+    """Return the command line that makes this comparison again."""
+    words = ["posttrain", "sae", "diff", *arguments.models]
+    for key, value in overrides:
+        words += [f"--{key}", value]
+    if arguments.run is not None:
+        words += ["--run", arguments.run]
+    if arguments.runs_dir != "runs":
+        words += ["--runs-dir", arguments.runs_dir]
+    return shlex.join(words)
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:
@@ -264,11 +288,12 @@ def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
     The newest run of the base may be another one, with no run that begins there. None: there is no such pair.
     """
     from posttrain.recipes.recipe import load_recipe
-    from posttrain.runs.launch import find_runs, runs_of
+    from posttrain.runs.launch import find_runs, runs_by_recipe
 
     if recipe.base.recipe is None or recipe.post.recipe is None:
         return None
-    for folder in runs_of(load_recipe(recipe.base.recipe, []).resolve(), root)[0]:
+    finished, _ = runs_by_recipe(load_recipe(recipe.base.recipe, []).resolve(), root)
+    for folder in finished:
         began = [("model.name", json.dumps(str(folder)))]
         if find_runs(load_recipe(recipe.post.recipe, began).resolve(), root)[0] is not None:
             return str(folder)
@@ -285,12 +310,14 @@ def find_model(
     if compared.recipe is None:
         return compared.name
     from posttrain.api.training import summarize
-    from posttrain.commands.progress import choose_progress
     from posttrain.recipes.recipe import load_recipe
     from posttrain.runs.launch import find_or_train
+    from posttrain.terminal.training import choose_progress
 
     name = compared.recipe
-    changes = [("model.name", json.dumps(base))] if base is not None else []
+    changes = []
+    if base is not None:
+        changes.append(("model.name", json.dumps(base)))
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
         recipe,

@@ -6,46 +6,18 @@ Only the standard library is imported before a model is steered (see ``cli``).
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options import names, natural, option
+from posttrain.commands.options import read_changes
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
     from posttrain.interpret.features.steering import Steering
 
 DICTIONARY = "dictionary"
-
-
-def read_changes(text: str) -> dict[int, float | None]:
-    """Read ``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
-    changes: dict[int, float | None] = {}
-    for part in names(text):
-        feature, equals, strength = part.partition("=")
-        try:
-            number = None if strength.strip() == "off" else float(strength)
-        except ValueError:
-            number = math.nan
-        if not equals or (number is not None and not math.isfinite(number)):
-            raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12=off, not {part!r}")
-        changes[natural(feature.strip())] = number
-    return changes
-
-
-# Options of a model that is steered, by the title of their group.
-STEERING = {
-    "steered by features of a sparse autoencoder": (
-        option("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder"),
-        option(
-            "--steer", type=read_changes, action="append", default=[], metavar="FEATURE=STRENGTH",
-            help="add this length of a feature's direction at every token, or take the feature out: 12=8,40=off",
-        ),
-    )
-}  # fmt: skip
 
 
 def find_sae(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.console import open_console, plain_table, print_rows, say
-from posttrain.commands.options import Options, option
+from posttrain.commands.options import CommandOptions, option
 from posttrain.errors import UsageError
 from posttrain.models.published.cache import cache_dir, is_cached, place_of
 from posttrain.models.published.catalog import PUBLISHED
 from posttrain.registry import suggest
+from posttrain.terminal.console import open_console, plain_table, print_rows, say
 
 EPILOG = """\
 a name stands for its model everywhere; it is fetched at first use, or beforehand:
@@ -20,7 +20,7 @@ without an index, a folder with the GGUF file, or any GGUF file by its path:
   POSTTRAIN_MODELS=~/models posttrain chat smollm2-135m
   posttrain chat ~/models/some-model.Q8_0.gguf
 """
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     option("action", nargs="?", choices=("list", "fetch"), default="list", help="list (default), or fetch one"),
     option("name", nargs="?", metavar="NAME", help="the model to fetch"),
     usage="posttrain models [list | fetch NAME]",

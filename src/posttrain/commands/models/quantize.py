@@ -9,7 +9,7 @@ from posttrain.commands.options import (
     MAX_TOKENS,
     MODEL,
     TEMPLATE,
-    Options,
+    CommandOptions,
     dtype_of,
     natural,
     new_place,
@@ -26,7 +26,7 @@ the folder that it writes is a model like any other:
 """
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     MODEL,
     option(
         "--bits", type=natural, choices=(8, 4), required=True,
@@ -53,10 +53,13 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from posttrain.commands.options import chosen_components
-    from posttrain.evaluation.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
+    from posttrain.evaluation.quantization import REPORT, QuantizationRequest, quantize_model
     from posttrain.runs.models import find_source
 
     components = chosen_components(arguments)
+    folder = None
+    if arguments.out:
+        folder = Path(arguments.out)
     request = QuantizationRequest(
         find_source(arguments.model, arguments.runs_dir),
         arguments.bits,
@@ -67,7 +70,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
         n=arguments.limit,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
-        out=Path(arguments.out) if arguments.out else None,
+        out=folder,
     )
     report, out = quantize_model(request)
     if not arguments.quiet:
@@ -76,14 +79,18 @@ def run_quantize(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(report: dict[str, Any], place: str) -> None:
-    from posttrain.commands.console import open_console, print_table, say
     from posttrain.evaluation.tables import TextTable
+    from posttrain.terminal.console import open_console, print_table, say
 
-    console, lines = open_console(), []
+    console = open_console()
+    lines = []
     for kept, label in (("disk", "weights on disk"), ("memory", "weights in memory")):
-        before, now = report[f"{kept}_bytes_before"], report[f"{kept}_bytes_after"]
-        sizes = ["–" if size is None else f"{size / 1e6:,.2f} MB" for size in (before, now)]
-        lines.append([label, *sizes, f"{now / before:.2f}" if before else "–"])
+        before = report[f"{kept}_bytes_before"]
+        now = report[f"{kept}_bytes_after"]
+        ratio = "–"
+        if before:
+            ratio = f"{now / before:.2f}"
+        lines.append([label, _show_size(before), _show_size(now), ratio])
     title = f"{report['model']}, {report['num_parameters']:,} parameters, linear layers in {report['bits']} bits"
     print_table(console, TextTable(title, ["", "before", "after", "ratio"], lines))
     results = report.get("results")
@@ -96,10 +103,17 @@ def _print_report(report: dict[str, Any], place: str) -> None:
     say(console, place)
 
 
+def _show_size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "–"
+    return f"{num_bytes / 1e6:,.2f} MB"
+
+
 def _result_lines(results: dict[str, float]) -> list[str]:
     def interval(name: str) -> str:
-        value, low, high = (results[f"{name}{bound}"] for bound in ("", "_low", "_high"))
-        return f"{value:.4g} (95 % interval {low:.4g} to {high:.4g})"
+        low = results[f"{name}_low"]
+        high = results[f"{name}_high"]
+        return f"{results[name]:.4g} (95 % interval {low:.4g} to {high:.4g})"
 
     if "accuracy_before" in results:  # a reward model's
         same = f"same verdict on {results['same_verdict']:.1%} of {results['num_items']:.0f}"

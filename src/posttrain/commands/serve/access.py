@@ -34,9 +34,13 @@ class Access:
     def __init__(
         self, application: ASGIApp, host: str, key: str | None = None, command: str = "posttrain serve"
     ) -> None:
-        self.application, self.key, self.command = application, key, command
+        self.application = application
+        self.key = key
+        self.command = command
         self.is_wildcard = is_wildcard(host)
-        own_name = f"[{host}]" if ":" in host else host
+        own_name = host
+        if ":" in host:
+            own_name = f"[{host}]"
         self.names = {*LOCAL_NAMES, own_name.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,14 +102,20 @@ def _is_followed_link(scope: Scope, headers: Headers) -> bool:
 
 def error_body(error: PosttrainError) -> dict[str, object]:
     """Return an error in OpenAI's form."""
-    is_ours = isinstance(error, UsageError)
-    about = {"type": "invalid_request_error" if is_ours else "server_error", "param": getattr(error, "param", None)}
-    code = getattr(error, "code", "invalid_request" if is_ours else None)
-    return {"error": {"message": str(error), **about, "code": code}}
+    kind = "server_error"
+    code = None
+    if isinstance(error, UsageError):
+        kind = "invalid_request_error"
+        code = "invalid_request"
+    param = getattr(error, "param", None)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": getattr(error, "code", code)}}
 
 
 def error_response(error: PosttrainError) -> Response:
     """Return the HTTP answer of an error."""
-    status = getattr(error, "status", 400 if isinstance(error, UsageError) else 500)
+    status = 500
+    if isinstance(error, UsageError):
+        status = 400
+    status = getattr(error, "status", status)
     content = json.dumps(error_body(error))  # in ASCII: a message may quote half of a surrogate pair
     return Response(content, status, media_type="application/json")

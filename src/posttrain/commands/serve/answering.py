@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.serve.requests import Sampled
-from posttrain.commands.serve.turns import End, Take, Task, Turns
+from posttrain.commands.serve.turns import End, Take, Turns, TurnsTask
 from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Conversation, Sampling
@@ -24,7 +24,7 @@ from posttrain.types import Finish
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """A request: ``body.n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
 
     An answer depends neither on other requests nor on whether it is streamed. ``opening``: the template's beginning of
@@ -45,15 +45,17 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class Answer:
+class ServedAnswer:
     """The tokens of one answer up to its end, and its text; whole or as they come, the text is the same.
 
     ``text`` begins with the job's opening and ends before a stop text, ``ids`` with the token that completed it.
     ``finish`` is None while the answer goes on.
     """
 
-    def __init__(self, tokenizer: object, job: Job, prompt: Sequence[int] = (), key: int = 0) -> None:
-        self.job, self.prompt, self.key = job, prompt, key
+    def __init__(self, tokenizer: object, job: AnswerJob, prompt: Sequence[int] = (), key: int = 0) -> None:
+        self.job = job
+        self.prompt = prompt
+        self.key = key
         self.text = job.opening
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -66,21 +68,28 @@ class Answer:
         assert self.finish is None, "nothing follows the end of an answer"
         self.ids.append(token)
         self.logprobs.append(logprob)
-        stops, tag = self.job.body.stop or (), self.job.call_tag
+        stops = list(self.job.body.stop or ())
+        tag = self.job.call_tag
         is_end = token in self.job.sampling.stop_ids
-        held = self._held + (self._decoded.end() if is_end else self._decoded.push(token))
-        held += self._decoded.flush() if is_last else ""
+        held = self._held
+        if is_end:
+            held += self._decoded.end()
+        else:
+            held += self._decoded.push(token)
+        if is_last:
+            held += self._decoded.flush()
         places = [held.find(stop) for stop in stops if stop in held]
         if places or is_end or is_last:
-            self.finish = "stop" if places or is_end else "length"
+            self.finish = "length"
+            if places or is_end:
+                self.finish = "stop"
             certain = min(places, default=len(held))
         else:  # a call is returned with the last token
-            begun = (
-                n for text in (*stops, tag) for n in range(1, min(len(text), len(held) + 1)) if held.endswith(text[:n])
-            )
-            certain = len(held) - max(begun, default=0)
-            certain = min(certain, held.find(tag)) if tag and tag in held else certain
-        added, self._held = held[:certain], held[certain:]
+            certain = len(held) - _length_begun(held, [*stops, tag])
+            if tag and tag in held:
+                certain = min(certain, held.find(tag))
+        added = held[:certain]
+        self._held = held[certain:]
         self.text += added
         return added
 
@@ -90,19 +99,20 @@ class Answerer:
 
     def __init__(self, opened: OpenedModel) -> None:
         assert isinstance(opened.engine, NativeEngine), "this server samples in its own process"
-        self.opened, self.context = opened, opened.context_tokens
+        self.opened = opened
+        self.context = opened.context_tokens
         self.turns = Turns(opened.engine)
 
     def close(self) -> None:
         """End all work."""
         self.turns.close()
 
-    def begin(self, job: Job) -> list[Answer]:
+    def begin(self, job: AnswerJob) -> list[ServedAnswer]:
         """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
         keys = [derive_key(job.seed, "generate", i) for i in range(job.body.n)]
-        return [Answer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in keys]
+        return [ServedAnswer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in keys]
 
-    async def complete(self, answers: Sequence[Answer]) -> None:
+    async def complete(self, answers: Sequence[ServedAnswer]) -> None:
         """Draw the answers of one job whole. Cancelling this ends their sampling.
 
         Raises:
@@ -126,7 +136,7 @@ class Answerer:
         finally:
             self.turns.cancel(task)
 
-    async def stream(self, answer: Answer) -> AsyncGenerator[str, None]:
+    async def stream(self, answer: ServedAnswer) -> AsyncGenerator[str, None]:
         """Draw an answer token by token; yield the text that each adds.
 
         Raises:
@@ -160,7 +170,7 @@ class Answerer:
         finally:
             self.turns.cancel(task)
 
-    def _task(self, answers: Sequence[Answer], take: Take, finish: End) -> Task:
+    def _task(self, answers: Sequence[ServedAnswer], take: Take, finish: End) -> TurnsTask:
         """Return the work for answers of one job."""
         sampling = answers[0].job.sampling
         context = sampling.within(self.context)
@@ -171,10 +181,20 @@ class Answerer:
             number = numbers.setdefault(prompt, len(numbers))
             limit = min(sampling.max_tokens, context - len(prompt))
             rows.append(Conversation(number, sample, answer.key, limit))
-        return Task(list(numbers), rows, sampling, take, finish)
+        return TurnsTask(list(numbers), rows, sampling, take, finish)
 
 
-def push_all(answer: Answer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
+def _length_begun(held: str, texts: Sequence[str]) -> int:
+    """Return how many characters at the end of ``held`` may be the beginning of one of the texts."""
+    longest = 0
+    for text in texts:
+        for length in range(1, min(len(text), len(held) + 1)):
+            if length > longest and held.endswith(text[:length]):
+                longest = length
+    return longest
+
+
+def push_all(answer: ServedAnswer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
     """Add tokens to an answer up to its end, which a stop text may bring before the last of them."""
     for place, (token, logprob) in enumerate(tokens, start=1):
         if answer.finish is None:
@@ -198,19 +218,31 @@ class Recorder:
     """
 
     def __init__(self, path: Path, model: str) -> None:
-        self.path, self.model = path, model
+        self.path = path
+        self.model = model
         with storage_errors("records", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             cut_torn_line(self._descriptor)
 
-    def add(self, index: int, answer: Answer) -> None:
+    def add(self, index: int, answer: ServedAnswer) -> None:
         """Record an answer; one that was broken off has the finish null."""
-        job, sampling = answer.job, answer.job.sampling
-        line = {"id": job.id, "time": round(time.time(), 3), "endpoint": job.endpoint, "model": self.model}
-        line |= {"index": index, "prompt_ids": answer.prompt, "ids": answer.ids, "logprobs": answer.logprobs}
-        line |= {"text": answer.text, "finish": answer.finish, "seed": job.seed}
-        line["sampling"] = {key: getattr(sampling, key) for key in ("max_tokens", "temperature", "top_k", "top_p")}
+        job = answer.job
+        sampling = answer.job.sampling
+        line = {
+            "id": job.id,
+            "time": round(time.time(), 3),
+            "endpoint": job.endpoint,
+            "model": self.model,
+            "index": index,
+            "prompt_ids": answer.prompt,
+            "ids": answer.ids,
+            "logprobs": answer.logprobs,
+            "text": answer.text,
+            "finish": answer.finish,
+            "seed": job.seed,
+            "sampling": {key: getattr(sampling, key) for key in ("max_tokens", "temperature", "top_k", "top_p")},
+        }
         content = (json.dumps(line) + "\n").encode()
         with storage_errors("records", self.path):
             try:

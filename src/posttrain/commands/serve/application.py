@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from posttrain.commands.serve import requests
 from posttrain.commands.serve.access import error_body, error_response
-from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
+from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
@@ -50,10 +50,15 @@ class Api:
     def __init__(
         self, answerer: Answerer, names: Sequence[str], max_tokens: int, recorder: Recorder | None = None
     ) -> None:
-        self.answerer, self.names, self.max_tokens, self.recorder = answerer, names, max_tokens, recorder
-        self.tokenizer, self.template = answerer.opened.tokenizer, answerer.opened.grader.template
+        self.answerer = answerer
+        self.names = names
+        self.max_tokens = max_tokens
+        self.recorder = recorder
+        self.tokenizer = answerer.opened.tokenizer
+        self.template = answerer.opened.grader.template
         self.conversations = Conversations(answerer.opened)
-        self.started, self._num_tokens = int(time.time()), num_tokens_of(self.tokenizer)
+        self.started = int(time.time())
+        self._num_tokens = num_tokens_of(self.tokenizer)
         self.vocab_size = int(answerer.opened.model.get_input_embeddings().weight.shape[0])
         self.longest_token = _longest_token(self.tokenizer)
         self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
@@ -106,11 +111,15 @@ class Api:
         tools = body.schemas
         self._refuse_endless(*_texts_of(body.messages))
         prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
-        job = self._job("chat", body, [prompt])
-        opening = opening_of(self.tokenizer, self.template, prompt)
-        lead = end_lead(self.tokenizer, self.template)
+        call_tag = ""
+        if tools:
+            call_tag = self.conversations.form.tag
         job = replace(
-            job, opening=opening, lead=lead, tools=tools, call_tag=self.conversations.form.tag if tools else ""
+            self._job("chat", body, [prompt]),
+            opening=opening_of(self.tokenizer, self.template, prompt),
+            lead=end_lead(self.tokenizer, self.template),
+            tools=tools,
+            call_tag=call_tag,
         )
         return await self._respond(request, job, body.stream)
 
@@ -118,18 +127,26 @@ class Api:
         """Continue texts or token ids."""
         body = await self._read(request, requests.CompletionRequest)
         given: Any = body.prompt
-        several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        several = [given]
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            several = given
         if len(several) * body.n > MAX_ANSWERS:
             raise BadRequest(f"n: at most {MAX_ANSWERS} answers to one request, over all its prompts", "n")
 
-        for one in several:
-            if isinstance(one, str):
-                self._refuse_endless(one)
+        for prompt in several:
+            if isinstance(prompt, str):
+                self._refuse_endless(prompt)
 
         def encode() -> list[list[int]]:
-            return [self._encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in several]
+            prompts = []
+            for prompt in several:
+                if isinstance(prompt, str):
+                    prompt = self._encode(prompt, body.add_special_tokens)
+                prompts.append(prompt)
+            return prompts
 
-        return await self._respond(request, self._job("completions", body, await self._in_reader(encode)), body.stream)
+        job = self._job("completions", body, await self._in_reader(encode))
+        return await self._respond(request, job, body.stream)
 
     async def generate(self, request: Request) -> Response:
         """Continue token ids; the answer is token ids."""
@@ -185,28 +202,39 @@ class Api:
 
     def _encode(self, text: str | None, add_special_tokens: bool = True) -> list[int]:
         """Encode a text of the client's own, in which a marker is the token that it is."""
-        leading = markers_of(self.tokenizer).leading if add_special_tokens else ()
-        return [*leading, *encode_pieces(self.tokenizer, [Piece(text or "", trusted=True)])]
+        ids = encode_pieces(self.tokenizer, [Piece(text or "", trusted=True)])
+        if add_special_tokens:
+            return [*markers_of(self.tokenizer).leading, *ids]
+        return list(ids)
 
-    def _job(self, endpoint: str, body: requests.Sampled, prompts: Sequence[Sequence[int]]) -> Job:
+    def _job(self, endpoint: str, body: requests.Sampled, prompts: Sequence[Sequence[int]]) -> AnswerJob:
         """Return the job of a request. It is refused here where it cannot be sampled."""
         context = self.answerer.context
         for prompt in prompts:
             if len(prompt) >= context:
                 about = f"the prompt has {len(prompt)} tokens and the maximum context length is {context} tokens, "
                 raise BadRequest(f"{about}prompt and answer together: shorten it", code="context_length_exceeded")
-        ends = frozenset() if body.ignore_eos else stop_ids(self.tokenizer, self.template)
-        ends |= frozenset(body.stop_token_ids or ())
-        top_k = body.top_k if body.top_k and body.top_k > 0 else None
+        ends: set[int] = set()
+        if not body.ignore_eos:
+            ends.update(stop_ids(self.tokenizer, self.template))
+        if body.stop_token_ids is not None:
+            ends.update(body.stop_token_ids)
+        top_k = None
+        if body.top_k and body.top_k > 0:
+            top_k = body.top_k
         limit = getattr(body, "max_completion_tokens", None) or body.max_tokens or self.max_tokens
-        sampling = Sampling(limit, body.temperature, top_k, body.top_p, ends, context, num_tokens=self._num_tokens)
+        sampling = Sampling(
+            limit, body.temperature, top_k, body.top_p, frozenset(ends), context, num_tokens=self._num_tokens
+        )
         check_sampling(sampling)
         check_prompts(prompts, context, self.vocab_size)
         name = FORMS[endpoint][0] + secrets.token_hex(12)
-        seed = secrets.randbits(62) if body.seed is None else body.seed
-        return Job(name, endpoint, tuple(map(tuple, prompts)), sampling, seed, body)
+        seed = body.seed
+        if seed is None:
+            seed = secrets.randbits(62)
+        return AnswerJob(name, endpoint, tuple(map(tuple, prompts)), sampling, seed, body)
 
-    async def _respond(self, request: Request, job: Job, stream: bool) -> Response:
+    async def _respond(self, request: Request, job: AnswerJob, stream: bool) -> Response:
         answers = self.answerer.begin(job)
         if stream:
             return StreamingResponse(self._events(job, answers), media_type="text/event-stream")
@@ -226,7 +254,7 @@ class Api:
             self._record(index, answer)
         return JSONResponse(self._body(job, choices) | {"usage": _usage(job, answers)})
 
-    async def _events(self, job: Job, answers: Sequence[Answer]) -> AsyncGenerator[str, None]:
+    async def _events(self, job: AnswerJob, answers: Sequence[ServedAnswer]) -> AsyncGenerator[str, None]:
         """Yield the answers as server-sent events, one answer after the other; an error is an event, too."""
         try:
             for index, answer in enumerate(answers):
@@ -239,58 +267,76 @@ class Api:
         except PosttrainError as error:
             yield _event(error_body(error))
             return
-        if (job.body.stream_options or {}).get("include_usage", False):
+        options = job.body.stream_options
+        if options is not None and options.get("include_usage", False):
             yield _event(self._body(job, [], in_stream=True) | {"usage": _usage(job, answers)})
         yield "data: [DONE]\n\n"
 
-    async def _pieces(self, answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
+    async def _pieces(self, answer: ServedAnswer) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the beginning of an answer, and what each token adds to it, if it adds anything."""
-        job, prefix = answer.job, answer.job.opening
+        job = answer.job
+        prefix = answer.job.opening
         begin = self._choice(job, prefix, [], []) | {"finish_reason": None}
         if job.endpoint == "chat":
             begin |= {"delta": {"role": "assistant", "content": prefix}, "logprobs": None}
         yield begin
         async with aclosing(self.answerer.stream(answer)) as tokens:
             async for text in tokens:
-                message = self.conversations.read(answer) if answer.finish and job.tools else {}
+                message = {}
+                if answer.finish and job.tools:
+                    message = self.conversations.read(answer)
                 calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", ()))]
                 if calls:
                     text = (message["content"] or "")[len(prefix) :]
                 prefix += text
                 if text or answer.finish or job.body.return_token_ids or _has_logprobs(job):
                     choice = self._choice(job, text, answer.ids[-1:], answer.logprobs[-1:])
-                    yield choice | {"finish_reason": None if calls else answer.finish}
+                    choice["finish_reason"] = answer.finish
+                    if calls:
+                        choice["finish_reason"] = None
+                    yield choice
                 if calls:
                     yield {"delta": {"tool_calls": calls}, "logprobs": None, "finish_reason": "tool_calls"}
 
-    def _record(self, index: int, answer: Answer) -> None:
+    def _record(self, index: int, answer: ServedAnswer) -> None:
         if self.recorder is not None:
             self.recorder.add(index, answer)
 
-    def _body(self, job: Job, choices: list[dict[str, Any]], in_stream: bool = False) -> dict[str, Any]:
+    def _body(self, job: AnswerJob, choices: list[dict[str, Any]], in_stream: bool = False) -> dict[str, Any]:
         """Return what stands around choices."""
         if job.endpoint == "generate":
             return {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
         body = {"id": job.id, "object": FORMS[job.endpoint][1 + in_stream], "created": job.created}
         return body | {"model": self.names[0], "choices": choices}
 
-    def _choice(self, job: Job, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _choice(self, job: AnswerJob, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         """Return an answer, or the part of one, in the form of its endpoint."""
-        choice: dict[str, Any] = {"token_ids": ids} if job.body.return_token_ids else {}
+        choice: dict[str, Any] = {}
+        if job.body.return_token_ids:
+            choice["token_ids"] = ids
         choice["logprobs"] = None
-        if job.endpoint != "generate":
-            choice |= {"text": text} if job.endpoint == "completions" else {"delta": {"content": text}}
+        if job.endpoint == "completions":
+            choice["text"] = text
+        elif job.endpoint == "chat":
+            choice["delta"] = {"content": text}
         if _has_logprobs(job):
-            as_ids = job.body.return_tokens_as_token_ids
-            names = [f"token_id:{i}" if as_ids else decode_ids(self.tokenizer, [i]) for i in ids]
-            rest: dict[str, Any] = {"bytes": None, "top_logprobs": []}
-            rows = zip(names, logprobs, strict=True)
-            choice["logprobs"] = (
-                {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
-                if job.endpoint == "completions"
-                else {"content": [{"token": name, "logprob": logprob} | rest for name, logprob in rows]}
-            )
+            choice["logprobs"] = self._logprobs(job, ids, logprobs)
         return choice
+
+    def _logprobs(self, job: AnswerJob, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Return tokens with their log-probabilities in the form of the endpoint."""
+        names = []
+        for token in ids:
+            if job.body.return_tokens_as_token_ids:
+                names.append(f"token_id:{token}")
+            else:
+                names.append(decode_ids(self.tokenizer, [token]))
+        if job.endpoint == "completions":
+            return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
+        content = []
+        for name, logprob in zip(names, logprobs, strict=True):
+            content.append({"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []})
+        return {"content": content}
 
 
 def _longest_token(tokenizer: object) -> int | None:
@@ -307,14 +353,15 @@ def _texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _has_logprobs(job: Job) -> bool:
+def _has_logprobs(job: AnswerJob) -> bool:
     """Return whether a request asks for log-probabilities: with true, or with a number, which may be 0."""
     return job.body.logprobs is not None and job.body.logprobs is not False
 
 
-def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(job: AnswerJob, answers: Sequence[ServedAnswer]) -> dict[str, int]:
     """Count the tokens of prompts and answers."""
-    read, sampled = sum(map(len, job.prompts)), sum(len(answer.ids) for answer in answers)
+    read = sum(map(len, job.prompts))
+    sampled = sum(len(answer.ids) for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
@@ -328,7 +375,8 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, None]) 
     Raises:
         ClientDisconnect: it has.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hangs_up(request))
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_hangs_up(request))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

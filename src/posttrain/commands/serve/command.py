@@ -14,7 +14,7 @@ from pathlib import Path
 from posttrain.commands.options import (
     MODEL,
     TEMPLATE,
-    Options,
+    CommandOptions,
     address,
     naturals,
     new_place,
@@ -42,7 +42,7 @@ then, while training goes on elsewhere:
 NOT_SHOWN = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
 
 
-OPTIONS = Options(
+OPTIONS = CommandOptions(
     MODEL,
     *address(8000),
     TEMPLATE,
@@ -60,7 +60,7 @@ OPTIONS = Options(
     usage="posttrain serve MODEL_OR_RUN [options] [--template.key value ...]",
     epilog=EPILOG,
 )  # fmt: skip
-LINE_OPTIONS = Options(
+LINE_OPTIONS = CommandOptions(
     MODEL,
     *address(8000),
     option("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)"),
@@ -84,13 +84,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--api-key``, a port that cannot be served, no such model.
         MissingExtra: starlette or uvicorn is not installed.
     """
-    from posttrain.commands.console import say_template
     from posttrain.commands.options import chosen_components
     from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source
     from posttrain.sampling.models import complete_template, open_model
+    from posttrain.terminal.console import say_template
 
-    host, port, key = arguments.host, arguments.port, _choose_key(arguments.api_key)
+    host = arguments.host
+    port = arguments.port
+    key = _choose_key(arguments.api_key)
     refuse_open_host(host, key is not None, "--api-key")
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
@@ -108,7 +110,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     say_template(source, template)
     names = [*served_names(source.path), source.label, source.name]
     with listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
-        recorder = None if arguments.record is None else Recorder(Path(arguments.record), names[0])
+        if arguments.record is None:
+            recorder = None
+        else:
+            recorder = Recorder(Path(arguments.record), names[0])
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
         print(f"serves {names[0]} at {address_of(host, port)}/v1  (Ctrl-C ends it)", flush=True)
         if arguments.api_key == "":
@@ -154,7 +159,9 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
         transfer=arguments.follows,
     )
     print(command.shell(), flush=True)
-    host = "127.0.0.1" if arguments.host in ("0.0.0.0", "::") else arguments.host
+    host = arguments.host
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
     url = f"http://{host}:{arguments.port}"
     use = f"posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url {url}"
     if arguments.follows:

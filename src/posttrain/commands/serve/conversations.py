@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.commands.serve.answering import Answer
+from posttrain.commands.serve.answering import ServedAnswer
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
@@ -19,7 +19,7 @@ from posttrain.data.render.template_calls import call_form
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
-from posttrain.sampling.environments.tools import by_name, properties_of, read_text
+from posttrain.sampling.environments.tools import by_name, properties_of, read_argument
 from posttrain.sampling.episodes import show_tools
 from posttrain.sampling.models import OpenedModel, plays
 from posttrain.types import Message, Turn
@@ -39,10 +39,13 @@ class Conversations:
     """
 
     def __init__(self, opened: OpenedModel) -> None:
-        self.tokenizer, self.template = opened.tokenizer, opened.grader.template
+        self.tokenizer = opened.tokenizer
+        self.template = opened.grader.template
         self.form = call_form(self.tokenizer, self.template)
         recipe = opened.source.recipe
-        rollout = recipe.rollout if recipe and plays(opened.source, Component(name=self.template.name)) else None
+        rollout = None
+        if recipe and plays(opened.source, Component(name=self.template.name)):
+            rollout = recipe.rollout
         self.shows = rollout is None or bool(rollout.show_tools)
         self._sampled: dict[str, tuple[Written, list[int]]] = {}  # by the first call's id
 
@@ -53,19 +56,28 @@ class Conversations:
             BadRequest: what is no message, calls without results, results without calls, or tools that cannot be shown.
             UsageError: as ``encode_prompt``, and a chat template that rewrites history.
         """
-        template = self._showing(tools) if tools and self.shows else self.template
+        template = self.template
+        if tools and self.shows:
+            template = self._showing(tools)
         turns = _read_messages(messages)
-        at = next((i for i, one in enumerate(turns) if one.calls), len(turns))
+        at = 0
+        while at < len(turns) and not turns[at].calls:
+            at += 1
         ids = encode_prompt(self.tokenizer, template, turns[:at])
         while at < len(turns):
-            turn, replies = turns[at], turns[at + 1 : at + 1 + max(1, len(turns[at].calls))]
+            turn = turns[at]
+            replies = turns[at + 1 : at + 1 + max(1, len(turns[at].calls))]
             if turn.role != "assistant" or not replies or (replies[0].role != "user" and not turn.calls):
                 problem = "after an answer that was given with tools, one message of the user and an answer take turns"
                 raise BadRequest(
                     f"messages, from message {at + 1} on: {problem}, and the user's is the last", "messages"
                 )
             ids += self._answer_ids(turn, messages[at], ids)
-            roles, tags = (("tool", "user"), self.form.results) if turn.calls else (("user",), ("", ""))
+            roles: tuple[str, ...] = ("user",)
+            tags = ("", "")
+            if turn.calls:
+                roles = ("tool", "user")
+                tags = self.form.results
             try:
                 frame = reply_frame(self.tokenizer, template, roles)
             except UsageError as error:
@@ -77,18 +89,26 @@ class Conversations:
             at += 1 + len(replies)
         return ids
 
-    def read(self, answer: Answer) -> dict[str, Any]:
+    def read(self, answer: ServedAnswer) -> dict[str, Any]:
         """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
-        opening, tools = self.template.opening, answer.job.tools
+        opening = self.template.opening
+        tools = answer.job.tools
         text = answer.text.removeprefix(opening)
         calls: list[dict[str, Any]] = []
-        outside, at = [opening], 0
-        for request in read_calls(text, self.form) if answer.finish == "stop" and tools else []:
-            if (arguments := _arguments(request, tools)) is not None:
-                outside.append(text[at : request.place[0]])
-                at = request.place[1]
-                function = {"name": request.tool, "arguments": arguments}
-                calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        outside = [opening]
+        requested: Sequence[Request] = ()
+        if answer.finish == "stop" and tools:
+            requested = read_calls(text, self.form)
+        at = 0
+        for request in requested:
+            arguments = _arguments(request, tools)
+            if arguments is None:
+                continue
+            start, end = request.place
+            outside.append(text[at:start])
+            at = end
+            function = {"name": request.tool, "arguments": arguments}
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if calls:
             content = "".join([*outside, text[at:]])
@@ -109,10 +129,11 @@ class Conversations:
         return show_tools(self.template, tools, self.form)
 
     def _answer_ids(self, turn: Message, given: Mapping[str, Any], prompt: Sequence[int]) -> list[int]:
-        first = str((given.get("tool_calls") or [{}])[0].get("id"))
-        known, ids = self._sampled.get(first, (None, []))
-        if turn.calls and known == _as_written(given):
-            return list(ids)
+        if turn.calls and given.get("tool_calls"):
+            first = str(given["tool_calls"][0].get("id"))
+            known, ids = self._sampled.get(first, (None, []))
+            if known == _as_written(given):
+                return list(ids)
         written = Turn(turn.text.removeprefix(self.template.opening).strip(), turn.calls)
         return encode_turn(self.tokenizer, self.template, written, self.form, prompt)
 
@@ -136,16 +157,21 @@ def _read_messages(messages: Sequence[Mapping[str, object]]) -> tuple[Message, .
 
 
 def _as_written(message: Mapping[str, Any]) -> Written:
-    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    content = message.get("content") or ""
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    return text, [(one.get("name"), one.get("arguments")) for one in functions]
+    text = message.get("content") or ""
+    if not isinstance(text, str):
+        text = "".join(part["text"] for part in text)
+    functions = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        functions.append((function.get("name"), function.get("arguments")))
+    return text, functions
 
 
 def _check_ids(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuse what a row may leave out and a conversation may not: roles, and an id of its own for each call."""
     for number, one in enumerate(messages, start=1):
-        calls, where = one.get("tool_calls") or [], f"messages, message {number}"
+        calls = one.get("tool_calls") or []
+        where = f"messages, message {number}"
         is_listed = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
         if "role" not in one or not is_listed:
             raise BadRequest(f"{where}: needs a 'role', and its 'tool_calls' are a list of calls", "messages")
@@ -167,8 +193,11 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
     }
     try:
         raw_arguments = request.arguments
-        by_key = by_name(request.tool, texts, raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
-        by_key = {key: read_text(value, texts.get(key, True)) for key, value in by_key.items()}
+        if isinstance(raw_arguments, str):
+            by_key = by_name(request.tool, texts, raw_arguments)
+        else:
+            by_key = raw_arguments
+        by_key = {key: read_argument(value, texts.get(key, True)) for key, value in by_key.items()}
         written = json.dumps(by_key, ensure_ascii=False, allow_nan=False)
         written.encode()
     except (ValueError, RecursionError):

@@ -70,7 +70,8 @@ class RequestLimit:
     """ASGI layer that answers at most ``max_requests`` at a time; others get 503 and may try again."""
 
     def __init__(self, application: ASGIApp, max_requests: int) -> None:
-        self.application, self.max_requests = application, max_requests
+        self.application = application
+        self.max_requests = max_requests
         self.num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -40,7 +40,9 @@ class BadRequest(UsageError):
         self, message: str, param: str | None = None, code: str = "invalid_request", status: int = 400
     ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param = param
+        self.code = code
+        self.status = status
 
 
 class Function(Options):
@@ -68,7 +70,9 @@ class ToolOptions(Options):
     @field_validator("tools")
     @classmethod
     def _check_names(cls, value: list[ToolOffer] | None) -> list[ToolOffer] | None:
-        names = [tool.function.name for tool in value or ()]
+        if value is None:
+            return value
+        names = [tool.function.name for tool in value]
         if len(set(names)) < len(names):
             raise PydanticCustomError("tools", f"two of them are named {max(names, key=names.count)!r}")
         return value
@@ -76,8 +80,9 @@ class ToolOptions(Options):
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools that may be called, as the client wrote them."""
-        offered = [] if self.tool_choice == "none" else self.tools or []
-        return [one.model_dump(exclude_unset=True) for one in offered]
+        if self.tool_choice == "none" or self.tools is None:
+            return []
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
 
 class SamplingOptions(Options):
@@ -96,7 +101,11 @@ class SamplingOptions(Options):
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, value: str | list[str] | None) -> list[str]:
-        texts = [value] if isinstance(value, str) else value or []
+        texts: list[str] = []
+        if isinstance(value, str):
+            texts = [value]
+        elif value is not None:
+            texts = value
         if "" in texts:
             raise PydanticCustomError("stop", "an empty text would end every answer at once")
         if len(texts) > 16 or any(len(text) > 1000 for text in texts):
@@ -183,7 +192,10 @@ def read_request(kind: type[Request], body: object) -> Request:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None) from None
+        key = None
+        if first["loc"]:
+            key = str(first["loc"][0])
+        raise BadRequest(f"{place}: {first['msg']}", key) from None
 
 
 def _refuse_no_text(body: dict[str, object]) -> None:

@@ -45,7 +45,7 @@ class ServerBusy(PosttrainError):
 
 
 @dataclass(eq=False)
-class Task:
+class TurnsTask:
     """The answers of one request, or the one of a stream.
 
     Args:
@@ -94,7 +94,7 @@ class Share:
 
     generation: Generation
     key: Hashable
-    tasks: list[Task]
+    tasks: list[TurnsTask]
     used: float = 0.0
     error: BaseException | None = None
 
@@ -107,16 +107,16 @@ class Turns:
         self.device = engine.model.get_input_embeddings().weight.device
         self._news = threading.Condition()
         self._has_news = False
-        self._submitted: deque[Task] = deque()
+        self._submitted: deque[TurnsTask] = deque()
         self._is_closed = False
-        self._waiting: list[Task] = []
+        self._waiting: list[TurnsTask] = []
         self._shares: list[Share] = []
         self._budget: int | None = None
         self._head_start = HEAD_START_SECONDS  # of the next new generation
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: TurnsTask) -> None:
         """Sample for a task, from the next step on if there is memory."""
         with self._news:
             if not self._is_closed:
@@ -126,7 +126,7 @@ class Turns:
                 return
         task.finish(ServerBusy("the server ends"))
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: TurnsTask) -> None:
         """End a task whose answers nobody awaits."""
         task.is_cancelled = True
         with self._news:
@@ -168,7 +168,7 @@ class Turns:
 
     def _start_waiting(self) -> None:
         """Start the tasks for which there is memory, those of equal options together; let go of the cancelled."""
-        started: list[Task] = []
+        started: list[TurnsTask] = []
         for task in self._waiting:
             if task.is_cancelled:
                 task.finish(None)
@@ -182,7 +182,7 @@ class Turns:
             self._waiting = [one for one in self._waiting if one is not task]
         small = [task for task in started if task.is_small and not self._join(task)]
         large = [task for task in started if not task.is_small]
-        by_key: dict[Hashable, list[Task]] = {}
+        by_key: dict[Hashable, list[TurnsTask]] = {}
         for task in small:
             by_key.setdefault(task.key, []).append(task)
         for tasks in by_key.values():
@@ -191,7 +191,7 @@ class Turns:
         for task in large:
             self._open([task])
 
-    def _has_room(self, task: Task, started: Sequence[Task]) -> bool:
+    def _has_room(self, task: TurnsTask, started: Sequence[TurnsTask]) -> bool:
         if self._budget is None:
             self._budget = int(_memory_of(self.device) * MEMORY_SHARE / max(1, self.engine.bytes_per_token))
         active = [*started, *(one for share in self._shares for one in share.tasks)]
@@ -205,7 +205,7 @@ class Turns:
             return needed <= self._budget
         return needed <= self._budget * LARGE_SHARE
 
-    def _join(self, task: Task) -> bool:
+    def _join(self, task: TurnsTask) -> bool:
         """Add a task to a generation with the same options, if one has room."""
         for share in self._shares:
             if share.key == task.key and share.generation.join(task.prompts, task.rows):
@@ -213,9 +213,10 @@ class Turns:
                 return True
         return False
 
-    def _open(self, tasks: list[Task]) -> list[Task]:
+    def _open(self, tasks: list[TurnsTask]) -> list[TurnsTask]:
         """Begin a generation for the first tasks; return those that did not fit."""
-        first, rest = tasks[0], tasks[1:]
+        first = tasks[0]
+        rest = tasks[1:]
         key: Hashable = None
         slots = self.engine.slots
         if first.is_small:
@@ -276,7 +277,7 @@ class Turns:
                 share.tasks.remove(task)
                 task.finish(None)
 
-    def _pass_row(self, task: Task, number: int, row: Conversation) -> None:
+    def _pass_row(self, task: TurnsTask, number: int, row: Conversation) -> None:
         is_last = row.finish is not None
         begin = task.given[number]
         tokens = list(zip(row.ids[begin:], row.logprobs[begin:], strict=True))

@@ -26,6 +26,7 @@ from posttrain.data.render.encoding import (
     encode_pieces,
     mark_tags,
     markers_of,
+    text_of,
 )
 from posttrain.data.render.template import (
     OPENED,
@@ -62,7 +63,9 @@ def opening_of(tokenizer: Tokenizer, template: Template, prompt: Sequence[int]) 
     while tag is not None and tag in tail[1:]:
         tail = tail[1:]
     found = OPENED.search(decode_ids(tokenizer, tail, clean_up_tokenization_spaces=False))
-    return found[0] if found else ""
+    if found:
+        return found[0]
+    return ""
 
 
 def behind_prompt(
@@ -85,26 +88,36 @@ def behind_prompt(
     if template.name == "document":
         return list(pieces)
     opening = opening_of(tokenizer, template, prompt)
-    text = "".join(piece.text for piece in pieces)
+    text = text_of(pieces)
     is_thinking = text.lstrip().startswith(THINK)
     lead = ""
     if prompt and template.chat:
-        own = {**template.variables, **(variables or {})}
-        lead, channels = probed(tokenizer, "leads", own, lambda settings: _leads(tokenizer, settings))
-        if channels[0] and (written := _in_channels(text, lead, channels)) is not None:
+        settings = {**template.variables, **(variables or {})}
+        lead, channels = _known_leads(tokenizer, settings)
+        written = _in_channels(text, lead, channels)
+        if written is not None:
             return written
-    if opening and is_thinking:  # part of it stands at the end of the prompt already
-        at, space = text.index(THINK) + len(THINK), opening.partition(THINK)[2]
-        while space and text[at : at + 1] == space[0]:
-            at, space = at + 1, space[1:]
-        pieces = drop_text(pieces, at)
+    if opening and is_thinking:
+        pieces = _without_opening(pieces, text, opening)
+    before: list[Piece] = []
     is_answer = not is_thinking and not (opening and END_THINK in text)
-    if lead.isspace() and text[:1].isspace():
-        lead = ""
-    before = [Piece(lead, trusted=True)] if lead and is_answer else []
+    brings_space = lead.isspace() and text[:1].isspace()
+    if lead and is_answer and not brings_space:
+        before.append(Piece(lead, trusted=True))
     if template.space and text and not text[0].isspace():
         before.append(Piece(template.space, trusted=True))
-    return [*before, *_mark_calls(tokenizer, template, mark_tags(pieces, template.tags, is_open=bool(opening)))]
+    marked = mark_tags(pieces, template.tags, is_open=bool(opening))
+    return [*before, *_mark_calls(tokenizer, template, marked)]
+
+
+def _without_opening(pieces: Sequence[Piece], text: str, opening: str) -> list[Piece]:
+    """The pieces of a text that thinks, without the part of its beginning with which the prompt ends already."""
+    at = text.index(THINK) + len(THINK)
+    for character in opening.partition(THINK)[2]:
+        if text[at : at + 1] != character:
+            break
+        at += 1
+    return drop_text(pieces, at)
 
 
 def _mark_calls(tokenizer: Tokenizer, template: Template, pieces: list[Piece]) -> list[Piece]:
@@ -114,9 +127,13 @@ def _mark_calls(tokenizer: Tokenizer, template: Template, pieces: list[Piece]) -
         return pieces
     marked: list[Piece] = []
     for piece in pieces:
-        texts = [piece.text] if piece.trusted else re.split(f"({marks})", piece.text)
-        marked += [Piece(text, trusted=piece.trusted or n % 2 == 1) for n, text in enumerate(texts) if text]
-    return marked
+        if piece.trusted:
+            marked.append(piece)
+            continue
+        for number, text in enumerate(re.split(f"({marks})", piece.text)):
+            is_mark = number % 2 == 1
+            marked.append(Piece(text, trusted=is_mark))
+    return [piece for piece in marked if piece.text]
 
 
 def encode_response(
@@ -161,7 +178,9 @@ def encode_answer(
 ) -> list[int]:
     """Token ids of a given text of the assistant behind its prompt, the end token not included."""
     pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], prompt, variables)
-    return encode_pieces(tokenizer, pieces, prompt) if text else []
+    if text:
+        return encode_pieces(tokenizer, pieces, prompt)
+    return []
 
 
 def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
@@ -182,12 +201,13 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
 
     Only what holds a marker, or white space, which an answer may bring itself.
     """
-    question, find = Message("user", "a"), markers_of(tokenizer).find
+    question = Message("user", "a")
+    find = markers_of(tokenizer).find
 
     def tail(answer: Message) -> list[str]:
         """The trusted texts behind the prompt: before, between and behind the texts of the answer."""
-        whole = render_pieces(tokenizer, [question, answer], "", settings, prompt=False)[0]
-        if not "".join(p.text for p in whole).startswith(prompt):
+        whole, _ = render_pieces(tokenizer, [question, answer], "", settings, prompt=False)
+        if not text_of(whole).startswith(prompt):
             return []
         behind = drop_text(whole, len(prompt))
         if all(piece.trusted for piece in behind):  # the answer cannot be found in it
@@ -201,24 +221,34 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         return parts
 
     try:
-        prompt = "".join(p.text for p in render_pieces(tokenizer, [question], "", settings, prompt=True)[0])
-        plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
+        prompt = text_of(render_pieces(tokenizer, [question], "", settings, prompt=True)[0])
+        plain = tail(Message("assistant", "b"))
+        thinking = tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    lead = without_empty_thinking(tokenizer, plain[0], settings) if plain else ""
-    if not plain and OPENED.search(prompt):
+    lead = ""
+    if plain:
+        lead = without_empty_thinking(tokenizer, plain[0], settings)
+    elif OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead and not lead.isspace():
         lead = ""
-    channels = (thinking[0], thinking[1]) if len(thinking) == 3 and THINK not in thinking[0] else ("", "")
-    return lead, channels if any(find(channels[0])) else ("", "")
+    channels = ("", "")
+    if len(thinking) == 3 and THINK not in thinking[0] and any(find(thinking[0])):
+        channels = (thinking[0], thinking[1])
+    return lead, channels
+
+
+def _known_leads(tokenizer: Tokenizer, variables: Mapping[str, object]) -> tuple[str, Channels]:
+    """``_leads`` of the chat template with these variables, found once."""
+    return probed(tokenizer, "leads", variables, lambda settings: _leads(tokenizer, settings))
 
 
 def out_of_channels(tokenizer: Tokenizer, message: Message, variables: Mapping[str, object]) -> Message:
     """A message whose content has the marks of the template's channels, as a model writes them, in its parts."""
     if message.role != "assistant" or message.reasoning is not None or message.calls:
         return message
-    lead, (before, between) = probed(tokenizer, "leads", variables, lambda settings: _leads(tokenizer, settings))
+    lead, (before, between) = _known_leads(tokenizer, variables)
     if not before or not between:
         return message
     thinking, closed, answer = message.content.removeprefix(before).partition(between)
@@ -232,6 +262,8 @@ def out_of_channels(tokenizer: Tokenizer, message: Message, variables: Mapping[s
 def _in_channels(text: str, lead: str, channels: Channels) -> list[Piece] | None:
     """A text with thinking, or with the marks of channels that a model wrote; None of any other text."""
     before, between = channels
+    if not before:
+        return None
     if text.startswith(before):
         thinking, closed, answer = text[len(before) :].partition(between)
         parts = [(before, True), (thinking, False), (closed, True), (answer, False)]
@@ -274,14 +306,25 @@ class ReplyFrame:
         Args:
             tags: around a result where the template does not mark it.
         """
-        opening, closing = ("", "") if self.wrapped else tags
+        opening, closing = tags
+        if self.wrapped:
+            opening = ""
+            closing = ""
         pieces = [Piece(self.before, trusted=True)]
         for number, result in enumerate(results):
-            quoted = template.quote(result.strip() if self.strips else result)
-            pieces.append(Piece((self.between if number else "") + opening, trusted=True))
-            pieces += [Piece(quoted, trusted=False), Piece(closing, trusted=True)]
-        ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)], [] if last is None else [last])
-        return ids[ids.index(self.end) + 1 :] if self.end is not None and last == self.end and self.end in ids else ids
+            if number:
+                pieces.append(Piece(self.between, trusted=True))
+            if self.strips:
+                result = result.strip()
+            pieces.append(Piece(opening, trusted=True))
+            pieces.append(Piece(template.quote(result), trusted=False))
+            pieces.append(Piece(closing, trusted=True))
+        pieces.append(Piece(self.after, trusted=True))
+        context = [last] if last is not None else []
+        ids = encode_pieces(tokenizer, pieces, context)
+        if self.end is not None and last == self.end and self.end in ids:
+            return ids[ids.index(self.end) + 1 :]
+        return ids
 
 
 def encode_turns(
@@ -295,16 +338,20 @@ def encode_turns(
     Raises:
         UsageError: the chat template rewrites history, or the tokenizer has no end token.
     """
-    frame, form = reply_frame(tokenizer, template), call_form(tokenizer, template)
+    frame = reply_frame(tokenizer, template)
+    form = call_form(tokenizer, template)
     ids: list[int] = []
     own: list[bool] = []
     for number, turn in enumerate(turns, start=1):
         is_heard = answered or number < len(turns)
         written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids], continued=is_heard)
-        results = [call.result for call in turn.calls]
-        heard = frame.encode(tokenizer, template, results, form.results, written[-1]) if is_heard else []
-        ids += [*written, *heard]
-        own += [True] * len(written) + [False] * len(heard)
+        ids += written
+        own += [True] * len(written)
+        if is_heard:
+            results = [call.result for call in turn.calls]
+            heard = frame.encode(tokenizer, template, results, form.results, written[-1])
+            ids += heard
+            own += [False] * len(heard)
     return ids, own
 
 
@@ -337,7 +384,9 @@ def turn_pieces(
     pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
     if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
         pieces = behind_prompt(tokenizer, template, pieces, prompt)
-    return [*pieces, *write_calls(turn.calls, form, bool(turn.text))] if turn.calls else pieces
+    if turn.calls:
+        return [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
+    return pieces
 
 
 def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
@@ -355,7 +404,9 @@ def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] =
             return _by_difference(tokenizer, template.variables, role)
         except UsageError as error:
             refusals.append(error)
-    raise refusals[-1] if "rewrites" in str(refusals[-1]) else refusals[0]
+    if "rewrites" in str(refusals[-1]):
+        raise refusals[-1]
+    raise refusals[0]
 
 
 def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: str) -> ReplyFrame:
@@ -368,7 +419,8 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
     tails = set()
     for probe in _PROBES:
         quoted = [probe.format(mark(2 * i), mark(2 * i + 1)) for i in range(2)]
-        history, before = list[tuple[str, str]](), render()
+        history = list[tuple[str, str]]()
+        before = render()
         for turn, reply in zip(quoted, heard, strict=True):
             history += [("assistant", turn), (role, reply)]
             after = render(*history)
@@ -386,18 +438,23 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
     between = "\n"  # where the template takes only one message
     with suppress(UsageError):
         both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
-        found = both.partition(opening + heard[0])[2].partition(heard[1])
-        between = found[0] if found[1] and found[2] == closing else between
+        behind_first = both.partition(opening + heard[0])[2]
+        gap, found, rest = behind_first.partition(heard[1])
+        if found and rest == closing:
+            between = gap
+    end = None
     own = ending(tokenizer)
-    end = own.ids[0] if own is not None and own.middle and opening.startswith(own.middle) else None
+    if own is not None and own.middle and opening.startswith(own.middle):
+        end = own.ids[0]
     return ReplyFrame(opening, between, closing, end, strips, wrapped=role == "tool")
 
 
 def _rewrites(expected: str, written: str) -> str:
     """Return the message about a template that rewrites earlier turns, with the difference."""
-    texts = [re.sub(mark(0).replace("0", r"(\d+)"), r"TEXT\1", text) for text in (expected, written)]
-    lines, others = texts[0].splitlines(), texts[1][: len(texts[0]) + 80].splitlines()
-    shown = difflib.unified_diff(lines, others, "said", "rendered", n=1, lineterm="")
+    placeholder = mark(0).replace("0", r"(\d+)")
+    said = re.sub(placeholder, r"TEXT\1", expected)
+    rendered = re.sub(placeholder, r"TEXT\1", written)[: len(said) + 80]
+    shown = difflib.unified_diff(said.splitlines(), rendered.splitlines(), "said", "rendered", n=1, lineterm="")
     return (
         "the tokenizer's chat template rewrites history: once a turn follows, what was said before is rendered "
         "otherwise, so a model would be trained on texts that it never reads again. Give the tokenizer a template that "

@@ -64,14 +64,20 @@ class CallForm:
     @property
     def key(self) -> str | None:
         """The key of the arguments, where a call is one object of JSON with the name in it; else None."""
-        found = _KEY.search(self.middle) if _OBJECT.search(self.opening) and _END.match(self.closing) else None
-        return found[1] if found else None
+        if not _OBJECT.search(self.opening) or not _END.match(self.closing):
+            return None
+        found = _KEY.search(self.middle)
+        if found is None:
+            return None
+        return found[1]
 
     @property
     def name_key(self) -> tuple[str | None, str]:
         """The key of the object with name and arguments, where it is in another one, and the key of the name."""
         found = _OBJECT.search(self.opening)
-        return (found["outer"], found["name"]) if found else (None, "name")
+        if found:
+            return (found["outer"], found["name"])
+        return (None, "name")
 
     @property
     def tags(self) -> tuple[str, str]:
@@ -103,37 +109,54 @@ HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call
 def object_start(before: str) -> int:
     """The place where the object of JSON with the name behind this text begins; its length where there is none."""
     found = _OBJECT.search(before)
-    return found.start() if found else len(before)
+    if found:
+        return found.start()
+    return len(before)
 
 
 def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> list[Piece]:
     """The pieces of the calls of a turn, as they stand behind its text or alone."""
-    pieces = [Piece((form.lead if behind_text else "") + form.begin, trusted=True)]
+    begin = form.begin
+    if behind_text:
+        begin = form.lead + begin
+    pieces = [Piece(begin, trusted=True)]
     for number, call in enumerate(calls):
-        pieces += [Piece(form.between if number else "", trusted=True), *write_call(call, form)]
+        if number:
+            pieces.append(Piece(form.between, trusted=True))
+        pieces += write_call(call, form)
     return [*pieces, Piece(form.finish, trusted=True)]
 
 
 def write_call(call: Call, form: CallForm) -> list[Piece]:
     """The pieces of a call as a model writes it; its name and its arguments are not trusted."""
-    name = call.tool if form.key is None else json.dumps(call.tool, ensure_ascii=False)[1:-1]
-    pieces = [Piece(form.opening, trusted=True), Piece(name, trusted=False)]
+    name = call.tool
+    if form.key is not None:
+        name = _as_json(call.tool)[1:-1]
+    pieces = [Piece(form.opening, trusted=True), Piece(name, trusted=False), Piece(form.middle, trusted=True)]
     if isinstance(form.arguments, Parameters):
-        pieces.append(Piece(form.middle, trusted=True))
         around = form.arguments
         for key, value in json.loads(call.raw_arguments).items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            parts = (around.before, key, around.middle, text, around.after)
-            pieces += [Piece(part, trusted=number % 2 == 0) for number, part in enumerate(parts)]
+            text = value if isinstance(value, str) else _as_json(value)
+            pieces += [Piece(around.before, trusted=True), Piece(key, trusted=False)]
+            pieces += [Piece(around.middle, trusted=True), Piece(text, trusted=False)]
+            pieces.append(Piece(around.after, trusted=True))
     else:
-        arguments = call.raw_arguments
-        if form.arguments == "quoted":
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif form.arguments == "python":
-            arguments = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in json.loads(arguments).items())
-        elif form.arguments == "plain":
-            values = list(json.loads(arguments).values())
-            is_bare = len(values) == 1 and isinstance(values[0], str | int | float) and not isinstance(values[0], bool)
-            arguments = str(values[0]) if is_bare else arguments
-        pieces += [Piece(form.middle, trusted=True), Piece(arguments, trusted=False)]
+        pieces.append(Piece(_arguments_text(call.raw_arguments, form.arguments), trusted=False))
     return [*pieces, Piece(form.closing, trusted=True)]
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _arguments_text(arguments: str, style: Style) -> str:
+    """The arguments, an object of JSON as text, in a style that writes them in one piece."""
+    if style == "quoted":
+        return _as_json(arguments)
+    if style == "python":
+        return ", ".join(f"{key}={_as_json(value)}" for key, value in json.loads(arguments).items())
+    if style == "plain":
+        values = list(json.loads(arguments).values())
+        if len(values) == 1 and isinstance(values[0], str | int | float) and not isinstance(values[0], bool):
+            return str(values[0])
+    return arguments

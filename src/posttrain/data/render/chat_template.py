@@ -22,7 +22,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-OPENING, CLOSING = "\ue0f1", "\ue0f2"
+OPENING = "\ue0f1"
+CLOSING = "\ue0f2"
 _PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
 Found = TypeVar("Found")
 
@@ -41,7 +42,10 @@ def render_dicts(
             "dialogue for several turns), or a model that has one"
         )
     is_own = tokenizer.chat_template == CHAT_TEMPLATE and "chat_template" not in variables
-    render = _render_here if is_own or not HAS_WORKERS else render_foreign
+    if is_own or not HAS_WORKERS:
+        render = _render_here
+    else:
+        render = render_foreign
     try:
         return render(tokenizer, rows, variables, prompt=prompt)
     except TemplateError as error:
@@ -50,7 +54,8 @@ def render_dicts(
             for function in functions:
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             return render_dicts(tokenizer, rows, variables, prompt=prompt)
-        roles, reason = ", ".join(row["role"] for row in rows), str(error)[:500]
+        roles = ", ".join(row["role"] for row in rows)
+        reason = str(error)[:500]
         raise UsageError(
             f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
             "Leave out the message that it refuses, or choose another prompt.template"

@@ -9,7 +9,7 @@ at the completion alone, never at the prompt.)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,8 @@ else:
 
 # Added tokens that are not flagged as special and yet mark structure: <think>, [INST], <|user|>.
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-THINK, END_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_THINK = "</think>"
 # Pairs of tags that an assistant writes. The second alone is a tag only where the prompt has opened the block.
 _PAIRED = ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
 # Characters from which a text is encoded as a batch of one, for which the library lets other threads run meanwhile.
@@ -38,6 +39,11 @@ class Piece:
 
     text: str
     trusted: bool
+
+
+def text_of(pieces: Iterable[Piece]) -> str:
+    """The text of pieces, trusted or not."""
+    return "".join(piece.text for piece in pieces)
 
 
 class Markers:
@@ -55,20 +61,26 @@ class Markers:
     """
 
     def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
-        self.ids, self.swallows, self.leading = ids, swallows, leading
-        self.anchors, self.restarts = dict[str, list[int]](), False
+        self.ids = ids
+        self.swallows = swallows
+        self.leading = leading
+        self.anchors = dict[str, list[int]]()
+        self.restarts = False
         self.adds_space = True
         self.context: list[int] = []
         self.id_set = frozenset(ids.values())
         # by first letter the lengths, longest first: some tokenizers have thousands of markers
-        self._lengths = {
-            letter: sorted({len(one) for one in ids if one[0] == letter}, reverse=True)
-            for letter in {i[0] for i in ids}
-        }
+        self._lengths: dict[str, list[int]] = {}
+        for letter in {content[0] for content in ids}:
+            lengths = {len(content) for content in ids if content[0] == letter}
+            self._lengths[letter] = sorted(lengths, reverse=True)
 
     def _at(self, text: str, place: int) -> str | None:
-        parts = (text[place : place + length] for length in self._lengths.get(text[place], ()))
-        return next((part for part in parts if part in self.ids), None)
+        for length in self._lengths.get(text[place], ()):
+            part = text[place : place + length]
+            if part in self.ids:
+                return part
+        return None
 
     def starts(self, text: str) -> list[int]:
         """The places where a marker begins, those within others too."""
@@ -81,7 +93,8 @@ class Markers:
             content = self._at(text, place)
             if place < last or content is None:
                 continue
-            start, end = place, place + len(content)
+            start = place
+            end = place + len(content)
             before, behind = self.swallows[content]
             while before and start > last and text[start - 1].isspace():
                 start -= 1
@@ -111,30 +124,39 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
             f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), so text from the data "
             "could not be kept from forging special tokens; convert it, or choose another model"
         )
-    added = {
-        token.content: (index, (token.lstrip, token.rstrip))
-        for index, token in tokenizer.added_tokens_decoder.items()
-        if token.content and (token.special or _BRACKETED.fullmatch(token.content)) and index != tokenizer.unk_token_id
-    }
-    try_text(tokenizer, "a", split_special=False)
-    with refuse_panic(tokenizer):
-        plain, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    starts = range(len(framed) - len(plain) + 1)
-    num_leading = next((n for n in starts if framed[n : n + len(plain)] == plain), 0)
-    markers = Markers(
-        {content: index for content, (index, _) in added.items()},
-        {content: swallows for content, (_, swallows) in added.items()},
-        tuple(framed[:num_leading]),
-    )
-    anchors = {text: _encode(tokenizer, text, split_special=False).ids for text in ("\n", ".")}
-    alone, behind = (_encode(tokenizer, text, split_special=False).ids for text in ("a", "\na"))
-    if behind != [*anchors["\n"], *alone]:  # a space in front of a text, as SentencePiece writes it
+    ids: dict[str, int] = {}
+    swallows: dict[str, tuple[bool, bool]] = {}
+    for index, token in tokenizer.added_tokens_decoder.items():
+        is_marker = token.content and (token.special or _BRACKETED.fullmatch(token.content))
+        if is_marker and index != tokenizer.unk_token_id:
+            ids[token.content] = index
+            swallows[token.content] = (token.lstrip, token.rstrip)
+    markers = Markers(ids, swallows, _leading_ids(tokenizer))
+
+    def encode(text: str) -> list[int]:
+        return list(_encode(tokenizer, text, split_special=False).ids)
+
+    anchors = {text: encode(text) for text in ("\n", ".")}
+    alone = encode("a")
+    if encode("\na") != [*anchors["\n"], *alone]:  # a space in front of a text, as SentencePiece writes it
         markers.anchors = anchors
-        markers.restarts = any(_encode(tokenizer, f"{one}a", split_special=False).ids[1:] == alone for one in added)
+        markers.restarts = any(encode(f"{content}a")[1:] == alone for content in ids)
     markers.context = _context(tokenizer, anchors["."])
-    markers.adds_space = _encode(tokenizer, " a", split_special=False).ids != alone
+    markers.adds_space = encode(" a") != alone
     _KNOWN[tokenizer] = (len(tokenizer), markers)
     return markers
+
+
+def _leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that the tokenizer itself puts in front of a text."""
+    try_text(tokenizer, "a", split_special=False)
+    with refuse_panic(tokenizer):
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        framed = tokenizer("a")["input_ids"]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return tuple(framed[:start])
+    return ()
 
 
 def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -159,7 +181,9 @@ def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
     ids = _encode(tokenizer, f".{spaced}", split_special=False).ids
     if ids[: len(anchor)] != anchor or _decode(tokenizer, ids[len(anchor) :]) == spaced:
         return []
-    return anchor if _decode(tokenizer, ids) == f".{spaced}" else []
+    if _decode(tokenizer, ids) == f".{spaced}":
+        return anchor
+    return []
 
 
 def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
@@ -210,25 +234,37 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], before: Sequenc
                 merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
             elif piece.text:
                 merged.append(piece)
-        encoded = _encode(tokenizer, "".join(piece.text for piece in merged), split_special=False)
+        encoded = _encode(tokenizer, text_of(merged), split_special=False)
         ids: list[int] = encoded.ids
         if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
             return ids
-        ids, run = [], ""
-        for piece in merged:
-            start = 0
-            for begin, end, index in markers.find(piece.text) if piece.trusted else ():
-                ids += [*encode_plain(tokenizer, run + piece.text[start:begin], ids), index]
-                run, start = "", end
-            run += piece.text[start:]
-        return ids + encode_plain(tokenizer, run, ids)
+        return _encode_cut(tokenizer, markers, merged)
 
     return _behind(markers, before, encode)
 
 
+def _encode_cut(tokenizer: Tokenizer, markers: Markers, pieces: Sequence[Piece]) -> list[int]:
+    """The ids of a text that is cut at its trusted markers, with special tokens switched off between them."""
+    ids: list[int] = []
+    run = ""  # the text since the last marker
+    for piece in pieces:
+        if not piece.trusted:
+            run += piece.text
+            continue
+        start = 0
+        for begin, end, index in markers.find(piece.text):
+            ids += encode_plain(tokenizer, run + piece.text[start:begin], ids)
+            ids.append(index)
+            run = ""
+            start = end
+        run += piece.text[start:]
+    return ids + encode_plain(tokenizer, run, ids)
+
+
 def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
     """Return True if every marker among the ids lies wholly in trusted text."""
-    spans, position = list[tuple[int, int]](), 0  # of untrusted text
+    spans = list[tuple[int, int]]()  # of untrusted text
+    position = 0
     for piece in pieces:
         if not piece.trusted:
             spans.append((position, position + len(piece.text)))
@@ -288,7 +324,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), lead: str = "") -> None:
-        self.tokenizer, self.lead = tokenizer, lead
+        self.tokenizer = tokenizer
+        self.lead = lead
         self.ids: list[int] = list(context_behind(tokenizer, before))
         self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before
         self._shown = len(self.ids)  # tokens whose text has been given
@@ -301,15 +338,23 @@ class TextStream:
         if text.endswith(_BROKEN) and len(self.ids) - self._shown < _MAX_PENDING:
             return ""
         text = self.flush()
-        begun = (n for n in range(min(len(self.lead), len(text)), 0, -1) if text.endswith(self.lead[:n]))
-        shown = len(text) - next(begun, 0)
+        shown = len(text) - self._begun_lead(text)
         self._held = text[shown:]
         return text[:shown]
+
+    def _begun_lead(self, text: str) -> int:
+        """The number of characters at the end of a text with which the lead may begin."""
+        for length in range(min(len(self.lead), len(text)), 0, -1):
+            if text.endswith(self.lead[:length]):
+                return length
+        return 0
 
     def flush(self) -> str:
         """The text that is left when no token follows: incomplete bytes as replacement characters."""
         text = self._held + self._rest()
-        self._context, self._shown, self._held = self._shown, len(self.ids), ""
+        self._context = self._shown
+        self._shown = len(self.ids)
+        self._held = ""
         return text
 
     def end(self) -> str:
@@ -317,9 +362,8 @@ class TextStream:
         return self.flush().removesuffix(self.lead)
 
     def _rest(self) -> str:
-        before, text = (
-            _decode(self.tokenizer, ids) for ids in (self.ids[self._context : self._shown], self.ids[self._context :])
-        )
+        before = _decode(self.tokenizer, self.ids[self._context : self._shown])
+        text = _decode(self.tokenizer, self.ids[self._context :])
         return text[len(before) :]
 
 
@@ -333,8 +377,12 @@ def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bo
     marked: list[Piece] = []
     is_first = True
     for piece in pieces:
-        at, text = 0, piece.text
-        for start, end in [] if piece.trusted else sorted(set(_tags(text, names, is_open, is_first))):
+        at = 0
+        text = piece.text
+        tags = set[tuple[int, int]]()
+        if not piece.trusted:
+            tags.update(_tags(text, names, is_open, is_first))
+        for start, end in sorted(tags):
             if start >= at:
                 marked += [Piece(text[at:start], trusted=False), Piece(text[start:end], trusted=True)]
                 at = end
@@ -349,13 +397,16 @@ def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Ite
     if is_open and END_THINK in text:
         at = text.index(END_THINK) + len(END_THINK)
         yield at - len(END_THINK), at
-    for number, (opening, closing) in enumerate(_PAIRED):
-        yield from _pairs(text, opening, closing, 0 if number else at)
+    for opening, closing in _PAIRED:
+        first = at if opening == THINK else 0
+        yield from _pairs(text, opening, closing, first)
     start = len(text) - len(text.lstrip())
     if is_first and not is_open and text.startswith(THINK, start):  # cut off within its thinking
         yield start, start + len(THINK)
     if names:
-        yield from (match.span() for match in re.finditer(rf"</?(?:{'|'.join(map(re.escape, names))})>", text))
+        either = "|".join(map(re.escape, names))
+        for match in re.finditer(f"</?(?:{either})>", text):
+            yield match.span()
 
 
 def _pairs(text: str, opening: str, closing: str, at: int) -> Iterator[tuple[int, int]]:

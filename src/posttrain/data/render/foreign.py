@@ -32,7 +32,8 @@ MEMORY_BYTES = 2**30
 MAX_RESULT_BYTES = 2**27
 _RENDER = "posttrain.data.render.template_worker:render"
 # A template writes its own text and those of the conversation, schemas of tools perhaps at each turn, as JSON in JSON.
-_OWN_CHARS, _GROWTH = 2**17, 64
+_OWN_CHARS = 2**17
+_GROWTH = 64
 _SPLIT = "posttrain.data.render.tokenizer_worker:split"
 _REFUSED: dict[str, str] = {}  # by the content of a template or of a tokenizer's steps, what happened
 _MAY_REPEAT = re.compile(r"[*+?{(|]")
@@ -74,13 +75,17 @@ def render_foreign(tokenizer: Any, rows: list[dict[str, Any]], variables: Mappin
         "max_chars": _OWN_CHARS + _GROWTH * len(given),
     }
     result = pool_of(_RENDER).run([item])[0]
-    answer: dict[str, Any] = result.value if result.kind == "value" else {}
-    if "text" in answer:
-        return str(answer["text"])
-    if "error" in answer:
-        raise TemplateError(answer["error"])
-    _REFUSED[name] = f"it writes {answer['length']:,} characters" if "length" in answer else result.reason
-    raise UsageError(_refusal(tokenizer, _REFUSED[name]))
+    reason = result.reason
+    if result.kind == "value":
+        answer: dict[str, Any] = result.value
+        if "text" in answer:
+            return str(answer["text"])
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        if "length" in answer:
+            reason = f"it writes {answer['length']:,} characters"
+    _REFUSED[name] = reason
+    raise UsageError(_refusal(tokenizer, reason))
 
 
 def _as_plain(value: Any) -> object:
@@ -122,21 +127,26 @@ _PARTS: WeakKeyDictionary[Any, tuple[int, Parts | None]] = WeakKeyDictionary()
 
 def patterns_in(part: object) -> Iterator[str]:
     """The regular expressions in a part of ``tokenizer.json``; an empty one for what its library divides by zero."""
+    inside: list[object] = []
     if isinstance(part, dict):
-        if isinstance(pattern := part.get("Regex"), str):
+        pattern = part.get("Regex")
+        if isinstance(pattern, str):
             yield pattern
         if part.get("String") == "" or (part.get("type") == "FixedLength" and not part.get("length")):
             yield ""
-        part = list(part.values())
-    for item in part if isinstance(part, list) else ():
+        inside = list(part.values())
+    elif isinstance(part, list):
+        inside = part
+    for item in inside:
         yield from patterns_in(item)
 
 
 def unknown_pattern(parts: object) -> str | None:
     """The first pattern that is not a published one and could take longer than its text is long."""
-    found = (one for one in patterns_in(parts) if one not in PUBLISHED)
-    unknown = (one for one in found if not one or _MAY_REPEAT.search(one))
-    return next(unknown, None)
+    for pattern in patterns_in(parts):
+        if pattern not in PUBLISHED and (not pattern or _MAY_REPEAT.search(pattern)):
+            return pattern
+    return None
 
 
 def make_parts(steps: dict[str, Any], added: list[dict[str, Any]]) -> Parts | None:
@@ -196,7 +206,8 @@ def try_parts(parts: Parts, item: dict[str, Any]) -> str | None:
     """Return why the steps of a tokenizer do not come to an end on a text (or on nothing: when they are made)."""
     if parts.key in _REFUSED:
         return _REFUSED[parts.key]
-    pool, item = pool_of(_SPLIT), {"key": parts.key, **item}
+    pool = pool_of(_SPLIT)
+    item = {"key": parts.key, **item}
     result = pool.run([item])[0]
     if result.kind == "value" and "unknown" in result.value:
         result = pool.run([item | {"parts": {"steps": parts.steps, "added": parts.added}}])[0]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from posttrain.data.messages import last_of_user
 from posttrain.data.render.assistant import (
     behind_prompt,
     decode_response,
@@ -20,7 +21,15 @@ from posttrain.data.render.assistant import (
     out_of_channels,
     turn_pieces,
 )
-from posttrain.data.render.encoding import Piece, Tokenizer, drop_text, encode_pieces, encode_plain, markers_of
+from posttrain.data.render.encoding import (
+    Piece,
+    Tokenizer,
+    drop_text,
+    encode_pieces,
+    encode_plain,
+    markers_of,
+    text_of,
+)
 from posttrain.data.render.sheet import as_row_texts
 from posttrain.data.render.template import (
     Template,
@@ -45,7 +54,7 @@ UNTRAINED = "no message that is trained (weight 0 or train: false)"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """Token ids, the first trained position, and the facts of the answer.
 
     Attributes:
@@ -67,7 +76,7 @@ class Row:
 
 def rows_of(
     tokenizer: Tokenizer, template: Template, example: Example, shape: Shape, train_on: TrainOn | None = None
-) -> Iterator[tuple[Row, ...] | str]:
+) -> Iterator[tuple[TokenRow, ...] | str]:
     """The units of an example: tuples of rows, or the reason why there is none.
 
     A pair is the response of the highest score and that of the lowest; the rest of an example with
@@ -81,41 +90,44 @@ def rows_of(
     if not example.responses:
         yield "no given responses"
     elif shape == "pair":
-        chosen = max(example.responses, key=lambda r: r.score)
-        rejected = min(example.responses, key=lambda r: r.score)
-        rows = tuple(_row(tokenizer, template, prompt, r, example) for r in (chosen, rejected))
-        if chosen.score == rejected.score:
-            yield "all responses have the same score"
-        elif rows[0].ids == rows[1].ids:
-            yield "chosen and rejected are the same tokens"
-        else:
-            yield tuple(replace(row, margin=example.margin) for row in rows)
+        yield _pair(tokenizer, template, prompt, example)
     elif shape == "judged":
-        yield from ((_row(tokenizer, template, prompt, response, example),) for response in example.responses)
+        for response in example.responses:
+            yield (_row(tokenizer, template, prompt, response, example),)
     else:
         for response in example.responses:
-            if all(response.steps):
-                row = _stepwise(tokenizer, template, prompt, response)
-                yield (row,) if row.step_labels else "no labelled steps"
-            else:  # its label would stand at a token of the step before
-                yield "an empty step"
+            yield _stepwise(tokenizer, template, prompt, response)
+
+
+def _pair(
+    tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example
+) -> tuple[TokenRow, ...] | str:
+    """The responses of the highest and of the lowest score, or the reason why they are no pair."""
+    better = max(example.responses, key=lambda response: response.score)
+    worse = min(example.responses, key=lambda response: response.score)
+    chosen = _row(tokenizer, template, prompt, better, example)
+    rejected = _row(tokenizer, template, prompt, worse, example)
+    if better.score == worse.score:
+        return "all responses have the same score"
+    if chosen.ids == rejected.ids:
+        return "chosen and rejected are the same tokens"
+    return replace(chosen, margin=example.margin), replace(rejected, margin=example.margin)
 
 
 def _demonstrations(
     tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn | None
-) -> Iterator[tuple[Row, ...] | str]:
-    if template.turns != "rendered" and any(message.calls for message in example.conversation[-1:]):
+) -> Iterator[tuple[TokenRow, ...] | str]:
+    last_message = example.conversation[-1:]
+    if template.turns != "rendered" and any(message.calls for message in last_message):
         raise UsageError(f"example {example.id!r} ends with a call, which needs the prompt.template chat")
-    if template.turns == "last" and not all(m.is_trained for m in example.conversation[-1:]):
+    if template.turns == "last" and not all(message.is_trained for message in last_message):
         yield UNTRAINED
         return
-    given = example.responses and (example.solution, example.answer) == (None, None)
-    best = max(example.responses, key=lambda r: r.score) if given else None
+    best: Response | None = None
+    if example.responses and example.solution is None and example.answer is None:
+        best = max(example.responses, key=lambda response: response.score)
     if template.turns != "last":
-        text = best.text if best is not None and example.demonstration is None else example.demonstration
-        has_turns = any(message.role == "assistant" for message in example.messages)
-        if train_on == "assistant" and has_turns and text is not None and not (example.turns or example.conversation):
-            example = replace(example, conversation=(*example.messages, Message("assistant", text)))
+        example = _with_conversation(example, best, train_on)
         if example.conversation:
             yield from _conversation(tokenizer, template, example, train_on or "assistant")
             return
@@ -125,68 +137,104 @@ def _demonstrations(
     elif example.demonstration is not None and not template.response(example):
         yield f"a response without an answer, which template {template.name} would write between tags"
     else:
-        answers = not example.turns or (example.answer, example.solution, example.demonstration) != (None,) * 3
-        turns, own = encode_turns(tokenizer, template, example.turns, answers, prompt) if example.turns else ([], [])
-        ids = [*prompt, *turns]
-        ids += encode_response(tokenizer, template, example, ids) if answers else []
-        yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
+        yield (_demonstration(tokenizer, template, prompt, example),)
+
+
+def _with_conversation(example: Example, best: Response | None, train_on: TrainOn | None) -> Example:
+    """The example as a conversation, if the assistant's turns in its prompt are to be trained, too (``assistant``)."""
+    text = example.demonstration
+    if text is None and best is not None:
+        text = best.text
+    if train_on != "assistant" or text is None or example.turns or example.conversation:
+        return example
+    if not any(message.role == "assistant" for message in example.messages):
+        return example
+    return replace(example, conversation=(*example.messages, Message("assistant", text)))
+
+
+def _demonstration(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example) -> TokenRow:
+    """The turns of an example and its answer behind a prompt; without an answer the last turn ends the episode."""
+    has_answer = (example.answer, example.solution, example.demonstration) != (None, None, None)
+    is_answered = has_answer or not example.turns
+    ids = list(prompt)
+    heard = frozenset[int]()
+    if example.turns:
+        turns, written = encode_turns(tokenizer, template, example.turns, is_answered, prompt)
+        heard = frozenset(place for place, is_own in enumerate(written, start=len(prompt)) if not is_own)
+        ids += turns
+    if is_answered:
+        ids += encode_response(tokenizer, template, example, ids)
+    return TokenRow(ids, len(prompt), heard=heard)
 
 
 def _conversation(
     tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn
-) -> Iterator[tuple[Row, ...] | str]:
+) -> Iterator[tuple[TokenRow, ...] | str]:
     """One row of a conversation, or one for each turn of the assistant."""
-    units: list[tuple[Row, ...] | str]
+    units: list[tuple[TokenRow, ...] | str] = []
     if template.turns == "apart":
         chosen = list(_turns_apart(example, train_on))
-        units = [unit for one in chosen for unit in rows_of(tokenizer, template, one, "demonstration")]
-        if len(chosen) > 1:
-            units = [unit if isinstance(unit, str) else (replace(unit[0], is_apart=True),) for unit in units]
+        for one in chosen:
+            for unit in rows_of(tokenizer, template, one, "demonstration"):
+                if len(chosen) > 1 and not isinstance(unit, str):
+                    unit = (replace(unit[0], is_apart=True),)
+                units.append(unit)
     else:
         try:
-            units = [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
+            units += [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
         except UsageError as error:
             raise UsageError(f"example {example.id!r}: {error}") from error
     yield from units or [UNTRAINED]
 
 
-def _row(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response, example: Example) -> Row:
+def _row(
+    tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response, example: Example
+) -> TokenRow:
     if response.answer is not None:  # in the form, and with the tags, that a policy would write
         written = Example("", (), answer=response.answer, solution=response.text, variables=example.variables)
-        return Row([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
+        return TokenRow([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
     if response.ids and decode_response(tokenizer, template, response.ids, prompt) == response.text:
         answer = list(response.ids)  # as it was sampled
     else:
         answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
-    return Row([*prompt, *answer, *end_ids(tokenizer, template)], len(prompt), response.score)
+    return TokenRow([*prompt, *answer, *end_ids(tokenizer, template)], len(prompt), response.score)
 
 
-def _stepwise(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response) -> Row:
+def _stepwise(
+    tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response
+) -> tuple[TokenRow, ...] | str:
     """The steps behind one another, each encoded alone so that its last token is known; None is no label."""
+    if not all(response.steps):  # its label would be at a token of the step before
+        return "an empty step"
     ids = list(prompt)
     labels: dict[int, int] = {}
     for step, label in zip(response.steps, response.step_labels, strict=True):
         ids += encode_plain(tokenizer, step, ids)
         if label is not None:
             labels[len(ids) - 1] = label
-    return Row([*ids, *end_ids(tokenizer, template)], len(prompt), response.score, labels)
+    ids += end_ids(tokenizer, template)
+    if not labels:
+        return "no labelled steps"
+    return (TokenRow(ids, len(prompt), response.score, labels),)
 
 
 def split_turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
     """(the messages up to the last of the user, the turns behind it in which tools are used).
 
-    All messages and no turns, where no tool is used behind the last message of the user.
+    All messages and no turns, if no tool is used behind the last message of the user.
     """
-    last = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
-    tail = messages[last + 1 :]
-    if last < 0 or not tail or not all(message.calls or message.role == "tool" for message in tail):
+    last = last_of_user(messages)
+    if last is None:
         return messages, ()
-    results = iter(message.content for message in tail if message.role == "tool")
-    turns = [
-        Turn(message.text, tuple(replace(call, result=next(results)) for call in message.calls))
-        for message in tail
-        if message.calls
-    ]
+    tail = messages[last + 1 :]
+    if not tail or not all(message.calls or message.role == "tool" for message in tail):
+        return messages, ()
+    results = iter([message.content for message in tail if message.role == "tool"])
+    turns = []
+    for message in tail:
+        if message.calls:
+            calls = tuple(replace(call, result=next(results)) for call in message.calls)
+            turns.append(Turn(message.text, calls))
     return messages[: last + 1], tuple(turns)
 
 
@@ -195,12 +243,14 @@ def trained_turns(conversation: Sequence[Message], train_on: str) -> list[int]:
 
     A message that nothing comes before is read only, and so is one that is not to be trained.
     """
-    last = max((i for i, message in enumerate(conversation) if message.role == "user"), default=0)
-    return [
-        i
-        for i, message in enumerate(conversation)
-        if message.role == "assistant" and message.is_trained and i > 0 and (train_on != "response" or i > last)
-    ]
+    first = 1
+    if train_on == "response":
+        first += last_of_user(conversation) or 0
+    found = []
+    for place, message in enumerate(conversation):
+        if place >= first and message.role == "assistant" and message.is_trained:
+            found.append(place)
+    return found
 
 
 def refuse_untrained(name: str, examples: Sequence[Example], train_on: str) -> None:
@@ -216,106 +266,112 @@ def refuse_untrained(name: str, examples: Sequence[Example], train_on: str) -> N
 def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
     """One example for each answer of the assistant that is trained, the calls before it included."""
     conversation = example.conversation
-    chosen = [i for i in trained_turns(conversation, train_on) if not conversation[i].calls]
-    for i in chosen[-1:] if train_on == "all" else chosen:  # all of a conversation is in its last prompt
-        messages, turns = split_turns(conversation[:i])
-        read_only = conversation if train_on == "all" else conversation[len(messages) : i]
-        if not all(one.is_trained for one in read_only):
-            what = "a call of weight 0" if train_on != "all" else "data.train_on all with a message of weight 0"
+    chosen = [place for place in trained_turns(conversation, train_on) if not conversation[place].calls]
+    if train_on == "all":
+        chosen = chosen[-1:]  # all of a conversation is in its last prompt
+    for place in chosen:
+        messages, turns = split_turns(conversation[:place])
+        if train_on == "all":
+            read_only = conversation
+            what = "data.train_on all with a message of weight 0"
+        else:
+            read_only = conversation[len(messages) : place]
+            what = "a call of weight 0"
+        if not all(message.is_trained for message in read_only):
             raise UsageError(f"example {example.id!r}: {what} needs the prompt.template chat; leave the row out")
-        yield replace(
-            example,
-            messages=messages,
-            turns=turns,
-            demonstration=conversation[i].text,
-            answer=example.answer if i == len(conversation) - 1 else None,
-            conversation=(),
-        )
+        answer = example.answer
+        if place < len(conversation) - 1:
+            answer = None
+        text = conversation[place].text
+        yield replace(example, messages=messages, turns=turns, demonstration=text, answer=answer, conversation=())
 
 
 # A part of a row: its pieces, and whether the assistant writes it and is trained on it.
-Part = tuple[Sequence[Piece], bool]
+RowPart = tuple[Sequence[Piece], bool]
 
 
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Example, train_on: str) -> Iterator[Row]:
+def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Example, train_on: str) -> Iterator[TokenRow]:
     """The rows of a conversation by its chat template.
 
-    One row, or where the template rewrites earlier turns one for each trained turn; none where nothing is trained.
+    One row, or one for each trained turn if the template rewrites earlier turns; none if nothing is trained.
     """
     variables = {**template.variables, **as_row_texts(example.variables)}
     trained = trained_turns(example.conversation, train_on)
     if not trained:
         return
-    conversation = with_reasoning(
-        tokenizer, [out_of_channels(tokenizer, one, variables) for one in example.conversation], variables
-    )
+    messages = [out_of_channels(tokenizer, message, variables) for message in example.conversation]
+    conversation = with_reasoning(tokenizer, messages, variables)
     places = [i for i, message in enumerate(conversation) if message.role == "assistant" and 0 < i <= trained[-1]]
     prompts = {i: prompt_pieces(tokenizer, template, conversation[:i], example.variables) for i in places}
-    turns: dict[int, Part] = {}
+    turns: dict[int, RowPart] = {}
     for i in places:
         pieces = _turn(tokenizer, template, conversation[: i + 1], variables, prompts[i])
         turns[i] = pieces, i in trained
     end = ending(tokenizer)
-    unsaid = len(end.text) - len(end.middle) if end is not None and end.middle else 0
-    whole = _joined(conversation, prompts, turns, train_on, unsaid)
-    if whole is None and train_on == "all" and len(trained) < len(places):
-        raise UsageError(
-            f"example {example.id!r}: data.train_on all with a message of weight 0, and the chat template rewrites "
-            "earlier turns; use data.train_on assistant"
-        )
-    chosen = trained[-1:] if train_on == "all" else trained
-    for (prompt, _), *parts in [[(prompts[i], False), turns[i]] for i in chosen] if whole is None else [whole]:
-        ids, heard = encode_pieces(tokenizer, prompt), set[int]()
-        prompt_length = len(ids)
-        for part, is_trained in parts:
-            encoded = encode_pieces(tokenizer, part, ids)
-            heard |= set() if is_trained else set(range(len(ids), len(ids) + len(encoded)))
-            ids = ids + encoded
-        yield Row(ids, prompt_length, heard=frozenset(heard), is_apart=whole is None and len(chosen) > 1)
+    num_unsaid = 0
+    if end is not None and end.middle:
+        num_unsaid = len(end.text) - len(end.middle)
+    whole = _joined(conversation, prompts, turns, train_on, num_unsaid)
+    if whole is not None:
+        yield _row_of_parts(tokenizer, whole)
+        return
+    if train_on == "all":
+        if len(trained) < len(places):
+            raise UsageError(
+                f"example {example.id!r}: data.train_on all with a message of weight 0, and the chat template rewrites "
+                "earlier turns; use data.train_on assistant"
+            )
+        trained = trained[-1:]
+    for i in trained:
+        row = _row_of_parts(tokenizer, [(prompts[i], False), turns[i]])
+        yield replace(row, is_apart=len(trained) > 1)
+
+
+def _row_of_parts(tokenizer: Tokenizer, parts: Sequence[RowPart]) -> TokenRow:
+    """A row of parts, each encoded behind those before it; the first is the prompt."""
+    (prompt, _), *others = parts
+    ids = encode_pieces(tokenizer, prompt)
+    prompt_length = len(ids)
+    heard = set[int]()
+    for pieces, is_trained in others:
+        start = len(ids)
+        ids = ids + encode_pieces(tokenizer, pieces, ids)
+        if not is_trained:
+            heard.update(range(start, len(ids)))
+    return TokenRow(ids, prompt_length, heard=frozenset(heard))
 
 
 def _joined(
     conversation: Sequence[Message],
     prompts: Mapping[int, Sequence[Piece]],
-    turns: Mapping[int, Part],
+    turns: Mapping[int, RowPart],
     train_on: str,
-    unsaid: int,
-) -> list[Part] | None:
-    """All turns in one row; None where a later prompt does not begin with the turns before it.
+    num_unsaid: int,
+) -> list[RowPart] | None:
+    """All turns in one row; None if a later prompt does not begin with the turns before it.
 
-    ``unsaid``: how many characters a turn ends with that are not written before another message.
+    ``num_unsaid``: how many characters a turn ends with that are not written before another message.
     """
-    parts, previous = list[Part](), ""
+    parts = list[RowPart]()
+    previous = ""
     for i, prompt in prompts.items():
-        if unsaid and not _text(prompt).startswith(previous):
-            previous = previous[:-unsaid]
+        text = text_of(prompt)
+        if num_unsaid and not text.startswith(previous):
+            previous = previous[:-num_unsaid]
             pieces, is_trained = parts[-1]
-            parts[-1] = _shortened(pieces, unsaid), is_trained
-        if not _text(prompt).startswith(previous):
+            parts[-1] = _shortened(pieces, num_unsaid), is_trained
+        if not text.startswith(previous):
             return None
         # results of tools are never trained, the user's messages only with all
         is_trained = train_on == "all" and conversation[i - 1].role != "tool"
         parts += [(drop_text(prompt, len(previous)), is_trained), turns[i]]
-        previous = _text(prompt) + _text(turns[i][0])
+        previous = text + text_of(turns[i][0])
     return parts
 
 
 def _shortened(pieces: Sequence[Piece], count: int) -> list[Piece]:
     """The pieces without the last characters, which are of the last piece."""
     return [*pieces[:-1], Piece(pieces[-1].text[:-count], pieces[-1].trusted)]
-
-
-def _as_text(
-    tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[Piece], variables: Mapping[str, Any]
-) -> list[Piece]:
-    """A message as the text that a model writes behind the prompt, its end included."""
-    before = encode_pieces(tokenizer, prompt)
-    pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], before, variables)
-    return [*pieces, Piece(end_text(tokenizer, template), trusted=True)]
 
 
 def _turn(
@@ -327,47 +383,69 @@ def _turn(
 ) -> list[Piece]:
     """The last message as the assistant writes it behind the prompt, its end included: what its chat template adds.
 
-    It goes up to the last token with which the template ends it. The end token is added where it ends a turn with none.
+    It goes up to the last token with which the template ends it. The end token is added if the template ends a turn
+    with none.
     """
     message = messages[-1]
     whole, hidden = render_pieces(tokenizer, messages, template.system, variables, prompt=False)
     if hidden and max(hidden) == len(messages) - 1:
         raise UsageError(f"the chat template does not show the reasoning of message {len(messages)}; leave it out")
-    if not _text(whole).startswith(_text(prompt)):
-        form = call_form(tokenizer, template)
-        if message.calls and message.reasoning is None and form.is_native and form.end is None:
-            turn = Turn(message.content, message.calls)
-            written = turn_pieces(tokenizer, template, turn, form, encode_pieces(tokenizer, prompt))
-            return [*written, Piece(end_text(tokenizer, template), trusted=True)]
-        if message.calls or message.reasoning is not None:
-            what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
-            raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
-        end = end_text(tokenizer, template)
-        content, shown = message.content, _text(whole)
-        forms = (content, content.rstrip(), content.lstrip(), content.strip())  # as the template strips it
-        content = next((form for form in forms if form and form + end in shown), content)
-        return _as_text(tokenizer, template, content, prompt, variables)
-    pieces = drop_text(whole, len(_text(prompt)))
+    if not text_of(whole).startswith(text_of(prompt)):
+        return _turn_rewritten(tokenizer, template, messages, variables, prompt, text_of(whole))
+    pieces = drop_text(whole, len(text_of(prompt)))
     has_own = message.reasoning is not None or begins_with_empty_thinking(message.content)
     if not has_own and pieces and pieces[0].trusted:
         pieces[0] = Piece(without_empty_thinking(tokenizer, pieces[0].text, variables), trusted=True)
     return _ended(tokenizer, template, message, pieces)
 
 
+def _turn_rewritten(
+    tokenizer: Tokenizer,
+    template: Template,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    prompt: Sequence[Piece],
+    shown: str,
+) -> list[Piece]:
+    """The last message of a conversation that is ``shown`` otherwise than its prompt was, as a model writes it."""
+    message = messages[-1]
+    end = end_text(tokenizer, template)
+    form = call_form(tokenizer, template)
+    if message.calls and message.reasoning is None and form.is_native and form.end is None:
+        turn = Turn(message.content, message.calls)
+        written = turn_pieces(tokenizer, template, turn, form, encode_pieces(tokenizer, prompt))
+        return [*written, Piece(end, trusted=True)]
+    if message.calls or message.reasoning is not None:
+        what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
+        raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
+    text = message.content
+    for stripped in (text, text.rstrip(), text.lstrip(), text.strip()):  # as the template strips it
+        if stripped and stripped + end in shown:
+            text = stripped
+            break
+    before = encode_pieces(tokenizer, prompt)
+    pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], before, variables)
+    return [*pieces, Piece(end, trusted=True)]
+
+
 def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: list[Piece]) -> list[Piece]:
     """The pieces of a turn up to its end."""
     end = end_text(tokenizer, template)
-    last = pieces[-1] if pieces and pieces[-1].trusted else Piece("", trusted=True)
-    if not message.calls and last.text.startswith(end):
+    closing = ""  # the template's own text behind the message
+    if pieces and pieces[-1].trusted:
+        closing = pieces[-1].text
+    if not message.calls and closing.startswith(end):
         return [*pieces[:-1], Piece(end, trusted=True)]
+    found = list(markers_of(tokenizer).find(closing))
+    if not found:
+        return [*pieces, Piece(end, trusted=True)]
     marks = call_marks(tokenizer, template)
-    found = list(markers_of(tokenizer).find(last.text))
-    own = [stop for _, stop, index in found if index == end_id(tokenizer, template)]
-    ends = own or [stop for start, stop, _ in found if not _is_tag(last.text[start:stop], marks)]
-    if found:  # a template may end a call with nothing but its closing tag
-        cut = ends[-1] if ends else found[-1][1]
-        return [*pieces[:-1], Piece(last.text[:cut], trusted=True)]
-    return [*pieces, Piece(end, trusted=True)]
+    ends = [stop for _, stop, index in found if index == end_id(tokenizer, template)]
+    if not ends:
+        ends = [stop for start, stop, _ in found if not _is_tag(closing[start:stop], marks)]
+    if not ends:  # a template may end a call with nothing but its closing tag
+        ends = [stop for _, stop, _ in found]
+    return [*pieces[:-1], Piece(closing[: ends[-1]], trusted=True)]
 
 
 def _is_tag(marker: str, marks: Sequence[str]) -> bool:

@@ -17,9 +17,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from posttrain.data.render.chat_template import CLOSING, OPENING, mark, render_dicts
-from posttrain.data.render.encoding import END_THINK, THINK, Markers, Piece, Tokenizer, drop_text, mark_tags, markers_of
+from posttrain.data.render.encoding import (
+    END_THINK,
+    THINK,
+    Markers,
+    Piece,
+    Tokenizer,
+    drop_text,
+    mark_tags,
+    markers_of,
+    text_of,
+)
 from posttrain.errors import UsageError
-from posttrain.types import Message
+from posttrain.types import Call, Message
 
 # A placeholder inside of a call or a schema holds a quotation mark: where it comes out with a backslash, the template
 # has written JSON.
@@ -28,8 +38,8 @@ _PLACEHOLDER = re.compile(f'{OPENING}(\\d+)"?{CLOSING}')
 _TAG = re.compile(r"</?(?=\w+>)|\[/?(?=[A-Z]+\])")
 _CUT = "\ue0f3"  # breaks a marker in two where a template is not to read it
 _LONE = re.compile(f"{THINK}|{END_THINK}")
-_MAX_SHAPES = 512
-_SHAPES: WeakKeyDictionary[Any, dict[tuple[object, ...], Shape]] = WeakKeyDictionary()
+_MAX_OUTLINES = 512
+_OUTLINES: WeakKeyDictionary[Any, dict[tuple[object, ...], Outline]] = WeakKeyDictionary()
 
 
 class RowText(str):
@@ -44,11 +54,13 @@ def as_row_texts(value: Any) -> Any:
         return {key: as_row_texts(one) for key, one in value.items()}
     if isinstance(value, list):
         return [as_row_texts(one) for one in value]
-    return RowText(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return RowText(value)
+    return value
 
 
 @dataclass(frozen=True)
-class Place:
+class Placeholder:
     """A placeholder in a rendered text: its number, and how the template wrote it."""
 
     number: int
@@ -59,31 +71,36 @@ class Place:
         """A text as the template writes it here: as it is, inside of JSON, or as Python shows it."""
         if self.is_json:
             return json.dumps(text, ensure_ascii=self.is_ascii)[1:-1]
-        return repr(text)[1:-1] if self.is_ascii else text
+        if self.is_ascii:
+            return repr(text)[1:-1]
+        return text
 
 
 @dataclass(frozen=True)
-class Shape:
+class Outline:
     """The template's own texts around the places of a conversation: one more than there are places."""
 
     fixed: list[str]
-    places: list[Place]
+    places: list[Placeholder]
 
 
-def _shape_of(rendered: str) -> Shape:
-    fixed, places, at = list[str](), list[Place](), 0
+def _outline_of(rendered: str) -> Outline:
+    fixed = list[str]()
+    places = list[Placeholder]()
+    at = 0
     for match in _MARK.finditer(rendered):
         fixed.append(rendered[at : match.start()])
-        places.append(Place(int(match[2]), match[3] == '\\"', match[1] != OPENING))
+        places.append(Placeholder(int(match[2]), match[3] == '\\"', match[1] != OPENING))
         at = match.end()
-    return Shape([*fixed, rendered[at:]], places)
+    return Outline([*fixed, rendered[at:]], places)
 
 
 class Sheet:
     """Texts by the number of their placeholder, for one conversation in one chat template."""
 
     def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, object]) -> None:
-        self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
+        self.tokenizer = tokenizer
+        self.markers = markers_of(tokenizer)
         self.system = system
         self.texts: list[list[Piece]] = []
         self.contents: dict[int, str] = {}  # number: role of what must be shown once, in this order
@@ -97,7 +114,8 @@ class Sheet:
         Raises:
             UsageError: no chat template, or it cannot render these messages, or not as they are.
         """
-        rows, called = list[dict[str, Any]](), list[str]()
+        rows = list[dict[str, Any]]()
+        called = list[str]()
         if self.system:
             own = [Piece(self.system, trusted=True)]
             if messages[0].role == "system":
@@ -105,17 +123,17 @@ class Sheet:
                 messages = messages[1:]
             rows.append({"role": "system", "content": self._content("system", own)})
         rows += [self._message(index, message, called) for index, message in enumerate(messages)]
-        shape = self._shape(rows, prompt=prompt)
-        self._check(shape)
-        pieces = self._filled(shape, rows, prompt=prompt)
+        outline = self._outline(rows, prompt=prompt)
+        self._check(outline)
+        pieces = self._filled(outline, rows, prompt=prompt)
         if pieces is None:  # a template may write the time, or a token that was changed
-            shape = self._shape(rows, prompt=prompt, anew=True)
-            pieces = self._filled(shape, rows, prompt=prompt)
+            outline = self._outline(rows, prompt=prompt, anew=True)
+            pieces = self._filled(outline, rows, prompt=prompt)
         if pieces is None:
-            pieces = self._as_characters(shape, rows, prompt=prompt)
+            pieces = self._as_characters(outline, rows, prompt=prompt)
         if pieces is None:
-            pieces = self._as_rendered(shape, rows, prompt=prompt)
-        order = {place.number for place in shape.places}
+            pieces = self._as_rendered(outline, rows, prompt=prompt)
+        order = {place.number for place in outline.places}
         return pieces, {index for number, index in self.reasoning.items() if number not in order}
 
     def _message(self, index: int, message: Message, called: list[str]) -> dict[str, Any]:
@@ -127,19 +145,23 @@ class Sheet:
         if message.content:
             row["content"] = self._content(message.role, _marked(message.role, message.content))
         if message.name is not None:
-            row["name"] = self._leaf(message.name, "" if message.role == "tool" else f"the name {message.name!r}")
+            needed = "" if message.role == "tool" else f"the name {message.name!r}"
+            row["name"] = self._leaf(message.name, needed)
         if message.calls:
-            row["tool_calls"] = []
-            for call in message.calls:
-                what = f"the call of {call.tool!r}"
-                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.raw_arguments), what)
-                id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
-                function = {"name": name, "arguments": arguments}
-                row["tool_calls"].append({"id": id, "type": "function", "function": function})
+            row["tool_calls"] = [self._call(call) for call in message.calls]
             called[:] = [call["id"] for call in row["tool_calls"]]
         elif message.role == "tool":
-            row["tool_call_id"] = called.pop(0) if called else ""
+            row["tool_call_id"] = ""
+            if called:
+                row["tool_call_id"] = called.pop(0)
         return row
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        what = f"the call of {call.tool!r}"
+        name = self._leaf(call.tool, what)
+        arguments = self._leaves(json.loads(call.raw_arguments), what)
+        id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _add(self, pieces: list[Piece]) -> int:
         self.texts.append(pieces)
@@ -149,7 +171,9 @@ class Sheet:
         number = self._add(pieces)
         self.contents[number] = role
         # some templates write results as JSON
-        return mark(number).replace(CLOSING, f'"{CLOSING}') if role == "tool" else mark(number)
+        if role == "tool":
+            return mark(number).replace(CLOSING, f'"{CLOSING}')
+        return mark(number)
 
     def _leaf(self, text: str, needed: str) -> str:
         number = self._add([Piece(text, trusted=False)])
@@ -160,32 +184,34 @@ class Sheet:
     def _leaves(self, value: object, needed: str | None) -> object:
         """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
         if isinstance(value, Mapping):
-            bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
-            if bad is not None:
-                raise UsageError(f"the name {bad!r} of an argument could be read as a special token; rename it")
+            for key in value:
+                if "<" in key or any(self.markers.find(key)):
+                    raise UsageError(f"the name {key!r} of an argument could be read as a special token; rename it")
             return {key: self._leaves(one, needed) for key, one in value.items()}
         if isinstance(value, list):
             return [self._leaves(one, needed) for one in value]
         if not isinstance(value, str):
             return value
-        if needed is None and not (isinstance(value, RowText) and any(self.markers.find(value))):
-            return value
-        return self._leaf(value, needed or "")
+        if needed is not None:
+            return self._leaf(value, needed)
+        if isinstance(value, RowText) and any(self.markers.find(value)):
+            return self._leaf(value, "")
+        return value
 
-    def _shape(self, rows: list[dict[str, Any]], *, prompt: bool, anew: bool = False) -> Shape:
+    def _outline(self, rows: list[dict[str, Any]], *, prompt: bool, anew: bool = False) -> Outline:
         """The conversation with placeholders; of conversations that differ in their texts alone it is rendered once."""
         key = (str(self.tokenizer.chat_template), json.dumps(rows), repr(self.variables), prompt)
-        known = _SHAPES.setdefault(self.tokenizer, {})
-        shape = known.pop(key, None)
-        if shape is None or anew:
-            shape = _shape_of(render_dicts(self.tokenizer, _copied(rows), self.variables, prompt=prompt))
-        known[key] = shape
-        if len(known) > _MAX_SHAPES:
+        known = _OUTLINES.setdefault(self.tokenizer, {})
+        outline = known.pop(key, None)
+        if outline is None or anew:
+            outline = _outline_of(render_dicts(self.tokenizer, _copied(rows), self.variables, prompt=prompt))
+        known[key] = outline
+        if len(known) > _MAX_OUTLINES:
             del known[next(iter(known))]
-        return shape
+        return outline
 
-    def _check(self, shape: Shape) -> None:
-        order = [place.number for place in shape.places]
+    def _check(self, outline: Outline) -> None:
+        order = [place.number for place in outline.places]
         shown = [number for number in order if number in self.contents]
         for place, (number, role) in enumerate(self.contents.items()):
             if shown.count(number) != 1 or shown.index(number) != place:
@@ -193,12 +219,12 @@ class Sheet:
                     f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
                     "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
                 )
-        missing = next((what for number, what in self.needed.items() if number not in order), None)
-        if missing is not None:
-            raise UsageError(
-                f"the tokenizer's chat template does not show {missing} of a message. Write it into the content, or "
-                "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
-            )
+        for number, what in self.needed.items():
+            if number not in order:
+                raise UsageError(
+                    f"the tokenizer's chat template does not show {what} of a message. Write it into the content, or "
+                    "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
+                )
 
     def _real(self, rows: list[dict[str, Any]], texts: Sequence[str], *, prompt: bool) -> str:
         """The template's own rendering, with these texts for the placeholders."""
@@ -207,15 +233,20 @@ class Sheet:
 
     def _readable(self) -> list[str]:
         """The texts as the template may read them: a tag of thinking that is no pair's is broken."""
-        texts = [_text(pieces) for pieces in self.texts]
+        texts = [text_of(pieces) for pieces in self.texts]
         for number, role in self.contents.items():
             if role == "assistant" and (THINK in texts[number] or END_THINK in texts[number]):
-                parts = (p.text if p.trusted else _LONE.sub(_cut, p.text) for p in self.texts[number])
+                parts = []
+                for piece in self.texts[number]:
+                    text = piece.text
+                    if not piece.trusted:
+                        text = _LONE.sub(_cut, text)
+                    parts.append(text)
                 texts[number] = "".join(parts)
         return texts
 
-    def _filled(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
-        """The pieces of the real conversation; None where it is not the shape with texts in its places."""
+    def _filled(self, outline: Outline, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
+        """The pieces of the real conversation; None where it is not the outline with texts in its places."""
         texts = self._readable()
         try:
             rendered = self._real(rows, texts, prompt=prompt)
@@ -223,15 +254,17 @@ class Sheet:
             if not any(self._is_marked(text) for text in texts):
                 raise
             return None
-        return self._pieces(shape, texts, rendered)
+        return self._pieces(outline, texts, rendered)
 
-    def _as_characters(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
+    def _as_characters(self, outline: Outline, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
         """The pieces where the template reads markers and tags in a text: in a row's text they are characters."""
-        texts = [_text(pieces) for pieces in self.texts]
+        texts = [text_of(pieces) for pieces in self.texts]
         broken = [_broken(text, self.markers) for text in texts]
-        return None if broken == texts else self._pieces(shape, broken, self._real(rows, broken, prompt=prompt))
+        if broken == texts:
+            return None
+        return self._pieces(outline, broken, self._real(rows, broken, prompt=prompt))
 
-    def _as_rendered(self, shape: Shape, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece]:
+    def _as_rendered(self, outline: Outline, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece]:
         """The conversation as it is rendered, where its texts decide what the template adds to them.
 
         Only if no text holds a marker, and the template writes the same ones as otherwise.
@@ -239,69 +272,72 @@ class Sheet:
         Raises:
             UsageError: with the first difference.
         """
-        texts = [_text(pieces) for pieces in self.texts]
+        texts = [text_of(pieces) for pieces in self.texts]
         rendered = self._real(rows, texts, prompt=prompt)
-        expected = shape.fixed[0]
-        for place, behind in zip(shape.places, shape.fixed[1:], strict=True):
+        expected = outline.fixed[0]
+        for place, behind in zip(outline.places, outline.fixed[1:], strict=True):
             expected += place.written(texts[place.number]) + behind
-        found, own = ([text[a:b] for a, b, _ in self.markers.find(text)] for text in (rendered, "\0".join(shape.fixed)))
-        turns = [[one for one in ids if not _TAG.match(one)] for ids in (found, own)]
-        if not any(any(self.markers.find(text)) for text in texts) and turns[0] == turns[1]:
+        has_markers = any(any(self.markers.find(text)) for text in texts)
+        if not has_markers and self._turn_markers(rendered) == self._turn_markers("\0".join(outline.fixed)):
             return [Piece(rendered, trusted=True)]
-        at = next((n for n, (a, b) in enumerate(zip(expected, rendered, strict=False)) if a != b), len(expected))
+        pairs = enumerate(zip(expected, rendered, strict=False))
+        at = next((place for place, (one, other) in pairs if one != other), len(expected))
+        around = slice(max(0, at - 40), at + 40)
         raise UsageError(
             "the tokenizer's chat template writes a text of this conversation otherwise than it is: "
-            f"{rendered[max(0, at - 40) : at + 40]!r} instead of {expected[max(0, at - 40) : at + 40]!r}. "
+            f"{rendered[around]!r} instead of {expected[around]!r}. "
             "Leave the row out, or choose another prompt.template"
         )
 
-    def _gains_markers(self, shape: Shape, texts: Sequence[str], changed: Sequence[str]) -> bool:
+    def _turn_markers(self, text: str) -> list[str]:
+        """The markers of a text but for tags within a turn, in order."""
+        found = [text[start:end] for start, end, _ in self.markers.find(text)]
+        return [marker for marker in found if not _TAG.match(marker)]
+
+    def _gains_markers(self, outline: Outline, texts: Sequence[str], changed: Sequence[str]) -> bool:
         """Return True if the template has put a marker next to a text, or made one of it."""
-        for place, text in zip(shape.places, changed, strict=True):
-            before, after = (
-                Counter(one[start:end] for start, end, _ in self.markers.find(one))
-                for one in (texts[place.number], text)
-            )
-            if after - before:
+        for place, text in zip(outline.places, changed, strict=True):
+            if self._count_markers(text) - self._count_markers(texts[place.number]):
                 return True
         return False
+
+    def _count_markers(self, text: str) -> Counter[str]:
+        return Counter(text[start:end] for start, end, _ in self.markers.find(text))
 
     def _is_marked(self, text: str) -> bool:
         return _broken(text, self.markers) != text
 
-    def _pieces(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[Piece] | None:
-        """The pieces of a rendered text; None where it is not the shape with texts in its places."""
-        shown = self._shown(shape, texts, rendered)
+    def _pieces(self, outline: Outline, texts: Sequence[str], rendered: str) -> list[Piece] | None:
+        """The pieces of a rendered text; None where it is not the outline with texts in its places."""
+        shown = self._shown(outline, texts, rendered)
         if shown is None:
             return None
-        pieces = [Piece(shape.fixed[0], trusted=True)]
-        for own, behind in zip(shown, shape.fixed[1:], strict=True):
+        pieces = [Piece(outline.fixed[0], trusted=True)]
+        for own, behind in zip(shown, outline.fixed[1:], strict=True):
             pieces += [*own, Piece(behind, trusted=True)]
         return pieces
 
-    def _shown(self, shape: Shape, texts: Sequence[str], rendered: str) -> list[list[Piece]] | None:
+    def _shown(self, outline: Outline, texts: Sequence[str], rendered: str) -> list[list[Piece]] | None:
         """Return the pieces that are shown in each place: its text, stripped or changed as the template does it."""
-        stripped = _kept(shape, texts, rendered)
+        stripped = _kept(outline, texts, rendered)
         if stripped is not None:
             found = []
-            for place, (before, behind) in zip(shape.places, stripped, strict=True):
+            for place, (before, behind) in zip(outline.places, stripped, strict=True):
                 own = _sliced(self.texts[place.number], before, behind)
                 found.append([Piece(place.written(piece.text), piece.trusted) for piece in own])
             return found
-        changed = _between(shape, rendered)
-        if changed is None or self._gains_markers(shape, texts, changed):
+        changed = _between(outline, rendered)
+        if changed is None or self._gains_markers(outline, texts, changed):
             return None
-        roles = [self.contents.get(place.number, "") for place in shape.places]
+        roles = [self.contents.get(place.number, "") for place in outline.places]
         return [_marked(role, text.replace(_CUT, "")) for role, text in zip(roles, changed, strict=True)]
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
 
 
 def _marked(role: str, text: str) -> list[Piece]:
     pieces = [Piece(text, trusted=False)]
-    return mark_tags(pieces) if role == "assistant" else pieces
+    if role == "assistant":
+        return mark_tags(pieces)
+    return pieces
 
 
 def _copied(value: Any) -> Any:
@@ -334,19 +370,22 @@ def _cut(match: re.Match[str]) -> str:
 
 def _strippings(text: str) -> list[tuple[int, int]]:
     """(start, end) of the text as it is, and as templates strip it."""
-    length, found = len(text), [(0, len(text))]
+    length = len(text)
+    found = [(0, length)]
     for characters in (None, "\n", " "):
-        left, right = length - len(text.lstrip(characters)), len(text.rstrip(characters))
+        left = length - len(text.lstrip(characters))
+        right = len(text.rstrip(characters))
         found += [(0, right), (min(left, length), length), (min(left, right), right)]
     return list(dict.fromkeys(found))
 
 
-def _kept(shape: Shape, texts: Sequence[str], rendered: str) -> list[tuple[int, int]] | None:
+def _kept(outline: Outline, texts: Sequence[str], rendered: str) -> list[tuple[int, int]] | None:
     """Return the numbers of characters that the template strips from both ends of each text; None if it changes one."""
-    at, spans = len(shape.fixed[0]), list[tuple[int, int]]()
-    if not rendered.startswith(shape.fixed[0]):
+    at = len(outline.fixed[0])
+    spans = list[tuple[int, int]]()
+    if not rendered.startswith(outline.fixed[0]):
         return None
-    for place, behind in zip(shape.places, shape.fixed[1:], strict=True):
+    for place, behind in zip(outline.places, outline.fixed[1:], strict=True):
         text = texts[place.number]
         for start, end in _strippings(text):
             shown = place.written(text[start:end]) + behind
@@ -356,16 +395,20 @@ def _kept(shape: Shape, texts: Sequence[str], rendered: str) -> list[tuple[int, 
                 break
         else:
             return None
-    return spans if at == len(rendered) else None
+    if at < len(rendered):
+        return None
+    return spans
 
 
-def _between(shape: Shape, rendered: str) -> list[str] | None:
+def _between(outline: Outline, rendered: str) -> list[str] | None:
     """The texts between the template's own; None where these do not stand there, or in more than one way."""
-    first, *behind = shape.fixed
+    first, *behind = outline.fixed
     if not behind or not rendered.startswith(first) or not rendered.endswith(behind[-1]):
         return None
     last = len(rendered) - len(behind[-1])
-    starts, ends, at = list[int](), list[int](), len(first)
+    starts = list[int]()
+    ends = list[int]()
+    at = len(first)
     for text in behind[:-1]:
         starts.append(rendered.find(text, at))
         if starts[-1] < 0:
@@ -383,7 +426,8 @@ def _between(shape: Shape, rendered: str) -> list[str] | None:
 
 def _sliced(pieces: Sequence[Piece], before: int, behind: int) -> list[Piece]:
     """The pieces without so many characters at both ends."""
-    kept, last = list[Piece](), sum(len(piece.text) for piece in pieces) - before - behind
+    kept = list[Piece]()
+    last = sum(len(piece.text) for piece in pieces) - before - behind
     for piece in drop_text(pieces, before):
         kept.append(Piece(piece.text[: max(0, last)], piece.trusted))
         last -= len(piece.text)

@@ -9,16 +9,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain import registry
+from posttrain.data.reading import ROLES
 from posttrain.data.render.calls import TAGGED, write_call
 from posttrain.data.render.chat_template import mark, probed, render_dicts, render_history
-from posttrain.data.render.encoding import END_THINK, THINK, Piece, Tokenizer, decode_ids, encode_pieces, markers_of
+from posttrain.data.render.encoding import (
+    END_THINK,
+    THINK,
+    Piece,
+    Tokenizer,
+    decode_ids,
+    encode_pieces,
+    markers_of,
+    text_of,
+)
 from posttrain.data.render.sheet import Sheet, as_row_texts
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Component
 from posttrain.registry import suggest
 from posttrain.types import Call, Example, Message
 
-ROLES = ("system", "user", "assistant", "tool")
 OPENED = re.compile(r"<think>\s*\Z")
 # An empty block of thinking that some chat templates write into the last turn alone.
 _EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
@@ -37,7 +46,9 @@ def without_empty_thinking(tokenizer: Tokenizer, text: str, variables: Mapping[s
         return re.search(r"<think>\s*</think>\s*\Z", before) is not None
 
     rest = _EMPTY_THINKING.sub("", text)
-    return text if rest != text and probed(tokenizer, "empty thinking", variables, keeps) else rest
+    if rest != text and probed(tokenizer, "empty thinking", variables, keeps):
+        return text
+    return rest
 
 
 def begins_with_empty_thinking(text: str) -> bool:
@@ -77,8 +88,11 @@ def chat_pieces(
         UsageError: no chat template, or it cannot render these messages.
     """
     check_messages(messages)
-    shown = with_reasoning(tokenizer, messages, variables or {})
-    return render_pieces(tokenizer, shown, system, variables or {}, prompt=True)[0]
+    if variables is None:
+        variables = {}
+    shown = with_reasoning(tokenizer, messages, variables)
+    pieces, _ = render_pieces(tokenizer, shown, system, variables, prompt=True)
+    return pieces
 
 
 def with_reasoning(
@@ -108,13 +122,23 @@ def with_reasoning(
 
     if not any(map(thinks, messages)):
         return tuple(messages)
-    if any(map(closes, messages)):
-        plain = {key: value for key, value in variables.items() if key != "tools"}
-        if OPENED.search(render_dicts(tokenizer, [{"role": "user", "content": "a"}], plain, prompt=True)):
-            messages = [replace(m, content=THINK + m.content) if closes(m) else m for m in messages]
+    if any(map(closes, messages)) and _opens_thinking(tokenizer, variables):
+        opened = []
+        for message in messages:
+            if closes(message):
+                message = replace(message, content=THINK + message.content)
+            opened.append(message)
+        messages = opened
     probe = [Message("user", "a"), Message("assistant", "b", reasoning="c")]
-    hidden = render_pieces(tokenizer, probe, "", variables, prompt=False)[1]
+    _, hidden = render_pieces(tokenizer, probe, "", variables, prompt=False)
     return tuple(map(change, messages))
+
+
+def _opens_thinking(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
+    """Return True if the chat template opens a block of thinking at the end of a prompt."""
+    plain = {key: value for key, value in variables.items() if key != "tools"}
+    prompt = render_dicts(tokenizer, [{"role": "user", "content": "a"}], plain, prompt=True)
+    return OPENED.search(prompt) is not None
 
 
 def spell(messages: Sequence[Message]) -> list[Message]:
@@ -155,23 +179,30 @@ def render_pieces(
 
     if any(message.calls for message in messages):
         form = probed(tokenizer, "calls", variables, find)
-        messages = messages if form == "own" else spell_calls(messages, results=form)
+        if form != "own":
+            messages = spell_calls(messages, results=form)
     return Sheet(tokenizer, system, variables).render(messages, prompt=prompt)
 
 
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
     """The messages with their calls in the content; results may become messages of the user, one for each turn."""
     spelled: list[Message] = []
-    for number, message in enumerate(messages):
+    previous_role = ""
+    for message in messages:
+        role = message.role
         if message.calls:
-            calls = ["".join(piece.text for piece in write_call(call, TAGGED)) for call in message.calls]
-            content = "\n".join([message.content, *calls] if message.content else calls)
-            message = replace(message, content=content, calls=())
-        elif message.role == "tool" and results != "tool":
-            before = f"{spelled.pop().content}\n" if number and messages[number - 1].role == "tool" else ""
+            lines = [text_of(write_call(call, TAGGED)) for call in message.calls]
+            if message.content:
+                lines.insert(0, message.content)
+            message = replace(message, content="\n".join(lines), calls=())
+        elif role == "tool" and results != "tool":
             opening, closing = TAGGED.results
-            message = Message(results, f"{before}{opening}{message.content}{closing}")
+            content = f"{opening}{message.content}{closing}"
+            if previous_role == "tool":
+                content = f"{spelled.pop().content}\n{content}"
+            message = Message(results, content)
         spelled.append(message)
+        previous_role = role
     return spelled
 
 
@@ -209,23 +240,26 @@ def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
 
     whole = render(2)
     tail = whole.partition(mark(1))[2]
-    found = list(markers_of(tokenizer).find(tail))
+    find = markers_of(tokenizer).find
+    found = list(find(tail))
     if len(found) > 1 and render(1) == render(1, prompt=True):  # what it writes in any case may begin the next answer
-        opened = (index for _, _, index in markers_of(tokenizer).find(whole) if index != tokenizer.bos_token_id)
-        opening = next(opened, None)
-        begun = next((place for place, (_, _, index) in enumerate(found) if index == opening), len(found))
-        found = found[: max(1, begun)]
+        marker_ids = [index for _, _, index in find(whole) if index != tokenizer.bos_token_id]
+        ids_behind = [index for _, _, index in found]
+        if marker_ids and marker_ids[0] in ids_behind:
+            begun = ids_behind.index(marker_ids[0])
+            found = found[: max(1, begun)]
     if not found:
         return None
     next_tail = ""
     with suppress(UsageError):
         next_tail = render(3).partition(mark(1))[2].partition(mark(2))[0]
-    last = found[-1]
+    _, end, last_id = found[-1]
     shared = [place for place in found if next_tail.startswith(tail[: place[1]])]
-    stop = shared[-1] if shared else last
-    middle = tail[: stop[1]] if shared else ""
-    ids = tuple(dict.fromkeys((stop[2], last[2])))
-    return Ending(tail[: last[1]], tail[: stop[0]], ids, middle)
+    if not shared:
+        return Ending(tail[:end], tail[: found[-1][0]], (last_id,), "")
+    start, stop, stop_id = shared[-1]
+    ids = tuple(dict.fromkeys((stop_id, last_id)))
+    return Ending(tail[:end], tail[:start], ids, tail[:stop])
 
 
 @dataclass(frozen=True)
@@ -284,7 +318,7 @@ def prompt_pieces(
         wrong = f"template {template.name} has tools of its own, and the row brings {names}"
     if wrong:
         raise UsageError(f"{wrong}. Choose another, or name {names} in task.ignore_keys")
-    read = set(re.findall(r"\w+", str(tokenizer.chat_template or "")))
+    read = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     unread = [name for name in variables if name not in read]
     if unread:
         key = "tools" if unread == ["tools"] else "chat_template_kwargs"
@@ -304,9 +338,12 @@ def encode_prompt(
         UsageError: no messages, a blank one, an unknown role, or no chat template where one is needed.
     """
     ids = encode_pieces(tokenizer, prompt_pieces(tokenizer, template, messages, variables or {}))
-    # a chat template and a document spell out whatever must come first (BOS)
-    leading = [] if template.chat or template.name == "document" else list(markers_of(tokenizer).leading)
-    return ids if ids[: len(leading)] == leading else leading + ids
+    if template.chat or template.name == "document":  # they spell out whatever must come first (BOS)
+        return ids
+    leading = list(markers_of(tokenizer).leading)
+    if ids[: len(leading)] == leading:
+        return ids
+    return leading + ids
 
 
 def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
@@ -315,8 +352,10 @@ def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    own = {*trained_ends(tokenizer, template), tokenizer.eos_token_id} - {None}
-    return frozenset(own) | getattr(tokenizer, "generation_end_ids", frozenset())
+    ends = frozenset(trained_ends(tokenizer, template)) | getattr(tokenizer, "generation_end_ids", frozenset())
+    if tokenizer.eos_token_id is None:
+        return ends
+    return ends | {tokenizer.eos_token_id}
 
 
 def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
@@ -325,17 +364,28 @@ def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
-    return found.ids if found is not None else (end_id(tokenizer, template),)
+    found = _chat_ending(tokenizer, template)
+    if found is not None:
+        return found.ids
+    return (end_id(tokenizer, template),)
+
+
+def _chat_ending(tokenizer: Tokenizer, template: Template) -> Ending | None:
+    """The end of an answer in a chat; None for other prompts, and if the chat template writes no special token."""
+    if template.chat:
+        return ending(tokenizer)
+    return None
 
 
 def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
     """A line on the end tokens that only the model's configuration names; none where there are none."""
-    end = end_id(tokenizer, template)
-    further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, end})
-    names = [str(tokenizer.convert_ids_to_tokens(i)) for i in (*further, end)]
-    line = f"answers also end at {', '.join(names[:-1])}, by the model's configuration; {names[-1]} is trained"
-    return [line] if further else []
+    trained = end_id(tokenizer, template)
+    further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, trained})
+    if not further:
+        return []
+    names = ", ".join(str(tokenizer.convert_ids_to_tokens(index)) for index in further)
+    trained_name = tokenizer.convert_ids_to_tokens(trained)
+    return [f"answers also end at {names}, by the model's configuration; {trained_name} is trained"]
 
 
 def end_id(tokenizer: Tokenizer, template: Template) -> int:
@@ -344,8 +394,10 @@ def end_id(tokenizer: Tokenizer, template: Template) -> int:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
-    end = tokenizer.eos_token_id if found is None else found.ids[-1]
+    found = _chat_ending(tokenizer, template)
+    end = tokenizer.eos_token_id
+    if found is not None:
+        end = found.ids[-1]
     if end is None:
         raise UsageError(
             "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"
@@ -359,10 +411,12 @@ def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = Fals
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
+    found = _chat_ending(tokenizer, template)
     if found is None:
         return decode_ids(tokenizer, [end_id(tokenizer, template)])
-    return (found.middle or found.text) if continued else found.text
+    if continued:
+        return found.middle or found.text
+    return found.text
 
 
 def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False) -> list[int]:
@@ -371,7 +425,7 @@ def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    found = ending(tokenizer) if template.chat else None
+    found = _chat_ending(tokenizer, template)
     if found is None:
         return [end_id(tokenizer, template)]
     text = end_text(tokenizer, template, continued=continued)
@@ -380,13 +434,16 @@ def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False
 
 def end_lead(tokenizer: Tokenizer, template: Template) -> str:
     """The text that ends an answer before the token at which it stops; mostly empty."""
-    found = ending(tokenizer) if template.chat else None
-    return found.lead if found is not None else ""
+    found = _chat_ending(tokenizer, template)
+    if found is not None:
+        return found.lead
+    return ""
 
 
 def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) -> list[int]:
     """The ids of an answer without those that end it."""
-    kept, stops = list(ids), stop_ids(tokenizer, template)
+    kept = list(ids)
+    stops = stop_ids(tokenizer, template)
     whole = end_ids(tokenizer, template)
     if len(whole) > 1 and kept[-len(whole) :] == whole:
         return kept[: -len(whole)]
@@ -394,7 +451,9 @@ def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) ->
         return kept
     kept.pop()
     lead = end_ids(tokenizer, template, continued=True)[:-1]
-    return kept[: -len(lead)] if lead and kept[-len(lead) :] == lead else kept
+    if lead and kept[-len(lead) :] == lead:
+        return kept[: -len(lead)]
+    return kept
 
 
 def build_template(word: Component, where: str = "prompt.template") -> Template:

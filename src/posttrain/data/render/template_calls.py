@@ -6,17 +6,21 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.render.calls import HERMES, TAGGED, CallForm, Parameters, Style, object_start, write_calls
 from posttrain.data.render.chat_template import probed, render_dicts
-from posttrain.data.render.encoding import Tokenizer, markers_of
+from posttrain.data.render.encoding import Tokenizer, markers_of, text_of
 from posttrain.data.render.template import Template, ending
 from posttrain.errors import UsageError
 from posttrain.types import Call
 
-_NAMES, _KEYS, _VALUES = ("zqnamea", "zqnameb"), ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
-_TEXT, _QUESTION = "zqtext", "zqquestion"
+_NAMES = ("zqnamea", "zqnameb")
+_KEYS = ("zqkeya", "zqkeyb")
+_VALUES = ("zqvaluea", "zqvalueb")
+_TEXT = "zqtext"
+_QUESTION = "zqquestion"
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": _SCHEMA}}
 _DECODER = json.JSONDecoder()
@@ -41,8 +45,11 @@ def call_form(tokenizer: Tokenizer, template: Template) -> CallForm:
 
     def find(settings: Mapping[str, Any]) -> CallForm:
         """The form in any conversation, or in those with tools (a tokenizer may have a template for them)."""
-        form = TAGGED if isinstance(tokenizer.chat_template, dict) else _learn(tokenizer, settings)
-        return form if form.is_native else _learn(tokenizer, {**settings, "tools": [_TOOL]})
+        if not isinstance(tokenizer.chat_template, dict):
+            form = _learn(tokenizer, settings)
+            if form.is_native:
+                return form
+        return _learn(tokenizer, {**settings, "tools": [_TOOL]})
 
     return probed(tokenizer, "form", template.variables, find)
 
@@ -51,9 +58,12 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
     """The tokens with which calls are written and nothing else is, but for ``<tool_call>`` and its end."""
 
     def find(settings: Mapping[str, Any]) -> tuple[str, ...]:
-        rows = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TEXT}]
+        question = {"role": "user", "content": _QUESTION}
         try:
-            plain = "".join(render_dicts(tokenizer, rows[:n], settings, prompt=n == 1) for n in (1, 2))
+            plain = render_dicts(tokenizer, [question], settings, prompt=True)
+            plain += render_dicts(
+                tokenizer, [question, {"role": "assistant", "content": _TEXT}], settings, prompt=False
+            )
         except UsageError:
             return ()
         written = "\0".join((form.begin, form.opening, form.middle, form.closing, form.finish))
@@ -61,58 +71,116 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
         return tuple(sorted(mark for mark in marks if mark not in plain and mark not in HERMES.tags))
 
     form = call_form(tokenizer, template)
-    return probed(tokenizer, "call marks", template.variables, find) if form.is_native else ()
+    if form.is_native:
+        return probed(tokenizer, "call marks", template.variables, find)
+    return ()
 
 
 def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
-    default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
+    """The form of calls in conversations with these variables; ``HERMES`` or ``TAGGED`` if it cannot be learnt."""
+    default = TAGGED
+    if HERMES.tag in str(tokenizer.chat_template):
+        default = HERMES
+    end_text = ""
     end = ending(tokenizer)
-    end_text = end.text if end is not None else ""
+    if end is not None:
+        end_text = end.text
     try:
         prompt = render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}], variables, prompt=True)
     except UsageError:
         return default
 
     def tail(*arguments: Arguments, content: str = "") -> str:
+        """The text behind the prompt of a conversation with these calls, without ids of calls and empty thinking."""
         rendered = _render(tokenizer, list(arguments), content, variables) or ""
-        behind = rendered[len(_CUT_TAG.sub("", _common_prefix(prompt, rendered))) :]
+        shared = _CUT_TAG.sub("", _common_prefix(prompt, rendered))
+        behind = rendered[len(shared) :]
         # a template may write the prompt otherwise once an answer follows
-        return "" if _QUESTION in behind else _ID.sub("", _EMPTY_THINKING.sub("", behind))
+        if _QUESTION in behind:
+            return ""
+        return _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
-    one = tail({_KEYS[0]: _VALUES[0]})
+    first_call = {_KEYS[0]: _VALUES[0]}
+    one = tail(first_call)
     before, named, rest = one.partition(_NAMES[0])
     fallback = _fallback(one, default)
     if not named or _KEYS[0] not in rest:
         return fallback
-    read = _arguments(rest, tail(dict(zip(_KEYS, _VALUES, strict=True))).partition(_NAMES[0])[2])
+    with_two_arguments = tail(dict(zip(_KEYS, _VALUES, strict=True)))
+    read = _arguments(rest, with_two_arguments.partition(_NAMES[0])[2])
     if read is None:
         return fallback
     middle, style, post = read
     closing, last = _until_end(tokenizer, post, end_text)
-    opening, begin, between, finish = before, "", "\n", ""
-    second = tail({_KEYS[0]: _VALUES[0]}, {_KEYS[1]: _VALUES[1]})
-    gap = _gap(second, middle, style)
-    if gap is not None:
-        opening = _snapped(_common_suffix(gap, before), before)
-        opening = before[min(len(before) - len(opening), object_start(before)) :]
-        begin, gap = before[: len(before) - len(opening)], gap[: len(gap) - len(opening)]
-        finish, closing = closing, _CUT_TAG.sub("", _common_prefix(gap, closing))
-        finish, between = finish[len(closing) :], gap[len(closing) :]
-    shown = tail({_KEYS[0]: _VALUES[0]}, content=_TEXT).partition(_TEXT)
-    lead = shown[2].partition(_NAMES[0])[0] if shown[1] else ""
-    lead = lead[: len(lead) - len(begin + opening)] if lead.endswith(begin + opening) else "\n"
+    two = tail(first_call, {_KEYS[1]: _VALUES[1]})
+    around = _around_calls(before, closing, _gap(two, middle, style))
+    _, _, behind_text = tail(first_call, content=_TEXT).partition(_TEXT)
+    lead = "\n"
+    shown_lead = behind_text.partition(_NAMES[0])[0]
+    first = around.begin + around.opening
+    if shown_lead.endswith(first):
+        lead = shown_lead[: len(shown_lead) - len(first)]
+    form = _assembled(around, middle, style, lead, last)
+    call_end = end_text
+    if last is not None:
+        call_end = tokenizer.convert_ids_to_tokens(last)
+    ends = (end_text, call_end)
+    if not form.is_readable or not _writes(form, one, 1, ends):
+        return fallback
+    if around.is_repeated and not _writes(form, two, 2, ends):
+        return fallback
+    return form
+
+
+@dataclass(frozen=True)
+class _Around:
+    """The texts around calls as a template shows them, as in ``CallForm``; ``is_repeated``: it shows a second call."""
+
+    opening: str
+    closing: str
+    begin: str = ""
+    between: str = "\n"
+    finish: str = ""
+    is_repeated: bool = False
+
+
+def _around_calls(before: str, closing: str, gap: str | None) -> _Around:
+    """Part the texts before and behind a call by ``gap``, the text between two calls (None: a template shows one)."""
+    if gap is None:
+        return _Around(before, closing)
+    shared = _snapped(_common_suffix(gap, before), before)
+    start = min(len(before) - len(shared), object_start(before))
+    opening = before[start:]
+    gap = gap[: len(gap) - len(opening)]
+    own_closing = _CUT_TAG.sub("", _common_prefix(gap, closing))
+    length = len(own_closing)
+    return _Around(opening, own_closing, before[:start], gap[length:], closing[length:], is_repeated=True)
+
+
+def _assembled(around: _Around, middle: str, style: Style, lead: str, last: int | None) -> CallForm:
+    """The form of calls with these texts; new lines before the first call are kept in ``lead`` and ``between``."""
+    begin = around.begin
+    opening = around.opening
+    closing = around.closing
+    between = around.between
+    finish = around.finish
     if style == "python" and not begin:  # each call in a block of its own
         between = closing[1:] + between + opening
-        begin, opening, closing, finish = opening, "", ")", closing[1:]
+        finish = closing[1:]
+        closing = ")"
+        begin = opening
+        opening = ""
     # the new lines before a call stand before the first one only behind a text
     first = begin or opening
     lines = first[: len(first) - len(first.lstrip("\n"))]
-    lead, between = lead + lines, between + lines if gap is not None and not begin else between
-    begin, opening = begin.lstrip("\n"), opening if begin else opening.lstrip("\n")
-    form = CallForm(opening, middle, closing, style, lead, begin, between, finish, last)
-    ends = (end_text, tokenizer.convert_ids_to_tokens(last) if last is not None else end_text)
-    probes = [(one, 1), *([(second, 2)] if gap is not None else [])]
-    return form if form.is_readable and all(_writes(form, text, count, ends) for text, count in probes) else fallback
+    lead += lines
+    if begin:
+        begin = begin.lstrip("\n")
+    else:
+        opening = opening.lstrip("\n")
+        if around.is_repeated:
+            between += lines
+    return CallForm(opening, middle, closing, style, lead, begin, between, finish, last)
 
 
 def _fallback(shown: str, default: CallForm) -> CallForm:
@@ -120,18 +188,24 @@ def _fallback(shown: str, default: CallForm) -> CallForm:
     if _NAMES[0] not in shown:
         return default
     _, tag, rest = shown.partition(HERMES.tag)
+    if not tag:
+        return TAGGED
     try:
-        call = _DECODER.raw_decode(rest.lstrip())[0] if tag else {}
+        call, _ = _DECODER.raw_decode(rest.lstrip())
     except ValueError:
         return TAGGED
-    return HERMES if isinstance(call, dict) and call.keys() >= {"name", "arguments"} else TAGGED
+    if isinstance(call, dict) and call.keys() >= {"name", "arguments"}:
+        return HERMES
+    return TAGGED
 
 
 def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
     """Return True if these calls, written in the form, are the template's text up to its end; white space aside."""
-    arguments = [json.dumps({key: value}) for key, value in zip(_KEYS, _VALUES, strict=True)]
-    calls = [Call(name, one, "", "ok") for name, one in zip(_NAMES, arguments, strict=True)][:count]
-    written = "".join("".join(piece.text for piece in write_calls(calls, form, behind_text=False)).split())
+    calls = []
+    for name, key, value in zip(_NAMES, _KEYS, _VALUES, strict=True):
+        calls.append(Call(name, json.dumps({key: value}), "", "ok"))
+    pieces = write_calls(calls[:count], form, behind_text=False)
+    written = "".join(text_of(pieces).split())
     shown = "".join(text.split())
     rest = shown[len(written) :]
     return shown.startswith(written) and (not rest or rest.startswith(ends))
@@ -139,10 +213,10 @@ def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> boo
 
 def _render(tokenizer: Tokenizer, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
     """The conversation with these calls; None where the template refuses it."""
-    made = [
-        {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for number, (name, arguments) in enumerate(zip(_NAMES, calls, strict=False))
-    ]
+    made = []
+    for number, (name, arguments) in enumerate(zip(_NAMES, calls, strict=False)):
+        function = {"name": name, "arguments": arguments}
+        made.append({"id": f"call0000{number}", "type": "function", "function": function})
     called = {"role": "assistant", "content": content, "tool_calls": made}
     with suppress(UsageError):
         return render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}, called], variables, prompt=False)
@@ -154,14 +228,18 @@ def _arguments(rest: str, two: str) -> tuple[str, Style, str] | None:
     keyword = f'({_KEYS[0]}="{_VALUES[0]}")'
     if rest.startswith(keyword):
         return "(", "python", rest[len(keyword) - 1 :]
-    for place in [m.start() for m in re.finditer(r'[{"]', rest[: rest.index(_KEYS[0])])]:
+    for match in re.finditer(r'[{"]', rest[: rest.index(_KEYS[0])]):
+        place = match.start()
+        style: Style = "json"
         try:
             value, end = _DECODER.raw_decode(rest, place)
-            is_quoted = isinstance(value, str)
-            if (json.loads(value) if is_quoted else value) == {_KEYS[0]: _VALUES[0]}:
-                return rest[:place], "quoted" if is_quoted else "json", rest[end:]
+            if isinstance(value, str):
+                style = "quoted"
+                value = json.loads(value)
         except ValueError:
             continue
+        if value == {_KEYS[0]: _VALUES[0]}:
+            return rest[:place], style, rest[end:]
     return _parameters(rest, two)
 
 
@@ -182,15 +260,20 @@ def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
 
 def _gap(text: str, middle: str, style: Style) -> str | None:
     """The text between the arguments of the first of two calls and the name of the second; None where it shows one."""
-    between = text.partition(_NAMES[0])[2].partition(_NAMES[1])
-    if not between[1]:
+    behind_name = text.partition(_NAMES[0])[2]
+    first, found, _ = behind_name.partition(_NAMES[1])
+    if not found:
         return None
-    if style == "python" or isinstance(style, Parameters):
-        return between[0].partition(_VALUES[0])[2].removeprefix('"' if style == "python" else style.after)
+    behind_value = first.partition(_VALUES[0])[2]
+    if style == "python":
+        return behind_value.removeprefix('"')
+    if isinstance(style, Parameters):
+        return behind_value.removeprefix(style.after)
     try:
-        return between[0][_DECODER.raw_decode(between[0], len(middle))[1] :]
+        _, end = _DECODER.raw_decode(first, len(middle))
     except ValueError:
         return None
+    return first[end:]
 
 
 def _until_end(tokenizer: Tokenizer, post: str, end_text: str) -> tuple[str, int | None]:
@@ -206,13 +289,19 @@ def _until_end(tokenizer: Tokenizer, post: str, end_text: str) -> tuple[str, int
 
 def _snapped(suffix: str, text: str) -> str:
     """The suffix of a text without the end of a tag with which it begins."""
-    is_cut = _CUT_TAG.search(text[: len(text) - len(suffix)]) and ">" in suffix
-    return suffix[suffix.index(">") + 1 :] if is_cut else suffix
+    rest = text[: len(text) - len(suffix)]
+    if ">" in suffix and _CUT_TAG.search(rest):
+        return suffix[suffix.index(">") + 1 :]
+    return suffix
 
 
 def _common_prefix(first: str, second: str) -> str:
-    pairs = zip(first, second, strict=False)
-    return first[: next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))]
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return first[:length]
 
 
 def _common_suffix(first: str, second: str) -> str:

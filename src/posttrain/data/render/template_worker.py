@@ -15,7 +15,8 @@ class _Holder:
     """The parts of a tokenizer that ``apply_chat_template`` reads."""
 
     def __init__(self, template: str | dict[str, str], tokens: dict[str, str]) -> None:
-        self.chat_template, self.special_tokens_map = template, tokens
+        self.chat_template = template
+        self.special_tokens_map = tokens
         self.get_chat_template = partial(PreTrainedTokenizerBase.get_chat_template, self)
 
 

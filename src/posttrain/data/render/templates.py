@@ -48,15 +48,24 @@ def tagged_answer(text: str, reasoning: str) -> str | None:
     None without a ``</reasoning>``, and of a blank answer; tags inside the reasoning do not count.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
-    return _first_complete(rest) if closed else None
+    if closed:
+        return _first_complete(rest)
+    return None
 
 
 def _first_complete(text: str) -> str | None:
     for part in text.split("</answer>")[:-1]:
         _, opened, answer = part.rpartition("<answer>")
         if opened:
-            return None if is_blank(answer) else answer.strip()
+            return _unless_blank(answer)
     return None
+
+
+def _unless_blank(answer: str) -> str | None:
+    """The answer without white space around it; None if nothing can be seen in it."""
+    if is_blank(answer):
+        return None
+    return answer.strip()
 
 
 def behind_thinking(text: str) -> str | None:
@@ -71,7 +80,9 @@ def behind_thinking(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
     answer = last_boxed(text)
-    return None if answer is None or is_blank(answer) else answer
+    if answer is None or is_blank(answer):
+        return None
+    return answer
 
 
 def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str | None]:
@@ -79,14 +90,26 @@ def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str 
 
     def extract(text: str) -> str | None:
         rest = behind_thinking(text)
-        return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
+        if rest is None:
+            return None
+        for way in ways:
+            answer = way(rest)
+            if answer:
+                return answer
+        return None
 
     return extract
 
 
 def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | None]:
     """A function that looks for an answer in the whole text, unless it was cut off within its thinking."""
-    return lambda text: None if behind_thinking(text) is None else way(text)
+
+    def extract(text: str) -> str | None:
+        if behind_thinking(text) is None:
+            return None
+        return way(text)
+
+    return extract
 
 
 def split_response(text: str) -> tuple[str, str | None]:
@@ -96,18 +119,22 @@ def split_response(text: str) -> tuple[str, str | None]:
     thinking it is an ``<answer>``, the last box (which stays in the reasoning), or what the last line states
     (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
     """
-    opening, closing = _OPENING.match(text), _CLOSING.search(text)
-    if closing is not None:  # the opening tag may be missing, where it ends the prompt
-        start = opening.end() if opening is not None and opening[1] == closing[1] else 0
+    opening = _OPENING.match(text)
+    closing = _CLOSING.search(text)
+    if closing is not None:
+        start = 0  # the opening tag may be missing, if it ends the prompt
+        if opening is not None and opening[1] == closing[1]:
+            start = opening.end()
         rest = text[closing.end() :]
-        answer = _first_complete(rest) or boxed_answer(rest)
-        return text[start : closing.start()].strip(), answer or (None if is_blank(rest) else rest.strip())
+        answer = _first_complete(rest) or boxed_answer(rest) or _unless_blank(rest)
+        return text[start : closing.start()].strip(), answer
     if opening is not None:
         return text.strip(), None
     tagged = _first_complete(text)
     if tagged is not None:
         return text.partition("<answer>")[0].strip(), tagged
-    boxed, last = boxed_answer(text), _LAST_LINE.search(text)
+    boxed = boxed_answer(text)
+    last = _LAST_LINE.search(text)
     if boxed is not None or last is None:
         return text.strip(), boxed
     return text[: last.start()].strip(), (last[1] or last[2]).strip()
@@ -133,8 +160,10 @@ class Dialogue:
         check_messages(messages)
         names = {"system": "System", "user": self.user, "assistant": self.assistant}
         pieces: list[Piece] = []
-        for number, message in enumerate(spell(messages)):
-            before = f"{self.separator if number else ''}{names[message.role]}: "
+        for message in spell(messages):
+            before = f"{names[message.role]}: "
+            if pieces:
+                before = self.separator + before
             pieces += [_ours(before), _theirs(self.quote(message.content))]
         return pieces
 
@@ -165,16 +194,23 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         if any(message.is_rendered for message in messages):
             return _rendered(messages, "<think>")
-        return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
+        pieces = [*PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
+        if preamble:
+            pieces.insert(0, _ours(f"{preamble}\n"))
+        return pieces
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
-        reasoning = [_ours(" "), _theirs(solution)] if solution else []
-        written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
-        return written if answer else []
+        if not answer:
+            return []
+        pieces = [_ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
+        if solution:
+            pieces = [_ours(" "), _theirs(solution), *pieces]
+        return pieces
 
     extract = partial(tagged_answer, reasoning="think")
-    frame, tags = ("\nUser: ", "\nAssistant: <think>"), ("think", "answer")
+    frame = ("\nUser: ", "\nAssistant: <think>")
+    tags = ("think", "answer")
     return Template("r1_zero", "<think>", tags, prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote)
 
 
@@ -192,9 +228,12 @@ def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
-        reasoning = [_theirs(solution), _ours("\n")] if solution else []
-        closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
-        return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
+        if not answer:
+            return []
+        pieces = [_ours("<reasoning>\n")]
+        if solution:
+            pieces += [_theirs(solution), _ours("\n")]
+        return [*pieces, _ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
 
     extract = partial(tagged_answer, reasoning="reasoning")
     tags = ("reasoning", "answer")
@@ -216,14 +255,22 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     """
 
     def response(example: Example) -> list[Piece]:
-        text, answer = example.demonstration, example.answer
-        if text is None:
-            text, answer = example.solution, _answer_of(example)
-            has_box = last_boxed(text or "") == answer
-        else:
+        answer = example.answer
+        if example.demonstration is not None:
+            text = example.demonstration
             has_box = answer is None or boxed_answer(text) is not None
-        rest = [_theirs(text)] if text else []
-        return rest if has_box else [*rest, _ours(("\n" if rest else "") + "\\boxed{"), _theirs(answer), _ours("}")]
+        else:
+            text = example.solution or ""
+            answer = _answer_of(example)
+            has_box = last_boxed(text) == answer
+        pieces: list[Piece] = []
+        if text:
+            pieces.append(_theirs(text))
+        if has_box:
+            return pieces
+        if pieces:
+            pieces.append(_ours("\n"))
+        return [*pieces, _ours("\\boxed{"), _theirs(answer), _ours("}")]
 
     extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _question_of(instruction, chat), response, extract, chat=chat)
@@ -244,7 +291,8 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """
     from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
-    prompt, extract = _question_of(instruction, chat), _unless_cut_off(last_program)
+    prompt = _question_of(instruction, chat)
+    extract = _unless_cut_off(last_program)
     return Template("code", "", (), prompt, lambda example: [_theirs(_response_text(example))], extract, chat=chat)
 
 
@@ -267,7 +315,8 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
         return _concluded(example, "\n")
 
     own = variables or {}
-    prompt, extract = _question_of(system, chat=True, own=own), _behind_thinking(_first_complete, last_number)
+    prompt = _question_of(system, chat=True, own=own)
+    extract = _behind_thinking(_first_complete, last_number)
     return Template(
         "chat", "", (), prompt, response, extract, chat=True, variables=own, system=system, turns="rendered"
     )
@@ -281,7 +330,8 @@ def plain() -> Template:
     that are no numbers are never found: use another template for them.
     """
 
-    prompt, extract = _question_of("", chat=False), _behind_thinking(last_number)
+    prompt = _question_of("", chat=False)
+    extract = _behind_thinking(last_number)
     return Template("plain", "", (), prompt, lambda example: _concluded(example, " "), extract)
 
 
@@ -302,9 +352,11 @@ def dialogue() -> Template:
 
     def response(example: Example) -> list[Piece]:
         text = _response_text(example)
-        return [_ours("" if text[0].isspace() else " "), _theirs(text)]
+        if text[0].isspace():
+            return [_theirs(text)]
+        return [_ours(" "), _theirs(text)]
 
-    extract = _unless_cut_off(lambda text: None if is_blank(text) else text.strip())
+    extract = _unless_cut_off(_unless_blank)
     frame = ("\n\nHuman: ", "\n\nAssistant:")
     return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=TRANSCRIPT.quote, space=" ")
 
@@ -382,8 +434,10 @@ def _concluded(example: Example, separator: str) -> list[Piece]:
     """The given response, or the solution with the answer in a sentence behind it."""
     if example.demonstration is not None:
         return [_theirs(example.demonstration)]
-    reasoning = [_theirs(example.solution), _ours(separator)] if example.solution else []
-    return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+    pieces = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+    if example.solution:
+        pieces = [_theirs(example.solution), _ours(separator), *pieces]
+    return pieces
 
 
 def _parts_of(example: Example) -> tuple[str | None, str | None]:
@@ -391,8 +445,10 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
     if example.demonstration is None:
         return example.solution, _answer_of(example)
     reasoning, answer = split_response(example.demonstration)
-    cut_off = answer is None and reasoning.startswith("<")
-    return reasoning, answer or (None if cut_off else example.answer)
+    is_cut_off = answer is None and reasoning.startswith("<")
+    if not answer and not is_cut_off:
+        answer = example.answer
+    return reasoning, answer
 
 
 def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callable[..., list[Piece]]:
@@ -402,9 +458,12 @@ def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callabl
         if chat:
             return chat_pieces(messages, tokenizer, instruction, variables)
         check_messages(messages)
-        is_question = len(messages) == 1 and messages[0].name is None
-        question = [_theirs(messages[0].content)] if is_question else PARAGRAPHS.pieces(messages)
-        return [*question, _ours(f"\n{instruction}\n" if instruction else "\n")]
+        closing = "\n"
+        if instruction:
+            closing = f"\n{instruction}\n"
+        if len(messages) == 1 and messages[0].name is None:
+            return [_theirs(messages[0].content), _ours(closing)]
+        return [*PARAGRAPHS.pieces(messages), _ours(closing)]
 
     return prompt
 

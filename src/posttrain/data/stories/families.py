@@ -40,7 +40,9 @@ class Equation:
 
     @property
     def result(self) -> int:
-        return int(_APPLY[self.sign](self.left, self.right)) if self.claimed is None else self.claimed
+        if self.claimed is None:
+            return int(_APPLY[self.sign](self.left, self.right))
+        return self.claimed
 
     @property
     def holds(self) -> bool:
@@ -52,9 +54,9 @@ class Equation:
     @property
     def key(self) -> str:
         """The same text for ``a + b`` and ``b + a``: what splits are decided on."""
-        swap = self.sign in "+*" and self.left > self.right
-        left, right = (self.right, self.left) if swap else (self.left, self.right)
-        return f"{left}{self.sign}{right}"
+        if self.sign in "+*" and self.left > self.right:
+            return f"{self.right}{self.sign}{self.left}"
+        return f"{self.left}{self.sign}{self.right}"
 
     def __str__(self) -> str:
         return f"{self.left} {self.sign} {self.right} = {self.result}."
@@ -62,9 +64,14 @@ class Equation:
 
 def is_worked(written: str) -> bool:
     """Return True if a text shows working: at least one true equation such as ``19 + 12 = 31``."""
-    found = [one for one in _EQUATION.findall(written) if max(map(len, one)) <= 9]
-    equations = [(Equation(int(left), sign, int(right)), int(result)) for left, sign, right, result in found]
-    return any(equation.holds and equation.result == result for equation, result in equations)
+    for parts in _EQUATION.findall(written):
+        if max(map(len, parts)) > 9:
+            continue
+        left, sign, right, result = parts
+        equation = Equation(int(left), sign, int(right))
+        if equation.holds and equation.result == int(result):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ class Story:
 
 
 @dataclass
-class Cast:
+class StoryCast:
     """The people and things of one story."""
 
     name: str
@@ -104,14 +111,15 @@ class Cast:
     place: str
 
     def fill(self, template: str, **numbers: object) -> str:
-        words = vars(self) | {"They": self.they.capitalize(), "them": "her" if self.they == "she" else "him"}
-        return template.format(**(words | numbers))
+        them = "her" if self.they == "she" else "him"
+        words = {**vars(self), "They": self.they.capitalize(), "them": them, **numbers}
+        return template.format(**words)
 
 
-def draw_cast(rng: Random) -> Cast:
+def draw_cast(rng: Random) -> StoryCast:
     """A hero, a friend, something to count and a place."""
     (name, they), (friend, _) = rng.sample(TEXT["people"], 2)
-    return Cast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
+    return StoryCast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
 
 
 @dataclass(slots=True)
@@ -120,7 +128,7 @@ class Draft:
 
     rng: Random
     limit: int
-    cast: Cast
+    cast: StoryCast
     sentences: list[str] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
     origins: list[Origins] = field(default_factory=list)
@@ -129,7 +137,9 @@ class Draft:
     @property
     def last(self) -> int | None:
         """The equation that gave the known value; None where the story itself gives it."""
-        return len(self.equations) - 1 if self.equations else None
+        if self.equations:
+            return len(self.equations) - 1
+        return None
 
     def work(self, left: int, sign: str, right: int, origins: Origins = (None, None)) -> bool:
         """Add a step; False when it leaves the range or does not divide."""
@@ -148,7 +158,9 @@ class Draft:
         """One more event: the known value grows, shrinks, doubles, is halved, ..."""
         self.cast.place = self.rng.choice(TEXT["places"])
         sign, operand = draw_operation(self.rng, self.value, self.limit)
-        number = operand if operand is not None else draw_operand(self.rng, sign, self.value, self.limit)
+        number = operand
+        if number is None:
+            number = draw_operand(self.rng, sign, self.value, self.limit)
         if number < 2 or not self.work(self.value, sign, number, (self.last, None)):
             return False
         self.say(phrases[f"{sign}{operand or ''}"], n=number)
@@ -164,7 +176,8 @@ class Draft:
     def finish(self, family: str, questions: Sequence[str]) -> Story:
         """The story with its question, an aside now and then."""
         if self.rng.random() < 0.15:
-            aside = self.cast.fill(self.rng.choice(TEXT["asides"]), n=self.rng.randint(2, min(20, self.limit)))
+            template = self.rng.choice(TEXT["asides"])
+            aside = self.cast.fill(template, n=self.rng.randint(2, min(20, self.limit)))
             self.sentences.insert(self.rng.randint(1, len(self.sentences)), aside)
         self.say(questions)
         return Story(family, " ".join(self.sentences), tuple(self.equations), tuple(self.origins))
@@ -181,8 +194,13 @@ def draw_operation(rng: Random, value: int, limit: int) -> Operation:
 
 def draw_operand(rng: Random, sign: str, value: int, limit: int) -> int:
     """A number to add to, or to take from, ``value``: at least 2 (plural), or 0 when there is none."""
-    room = limit - value if sign == "+" else value
-    return rng.randint(2, room) if room >= 2 else 0
+    if sign == "+":
+        room = limit - value
+    else:
+        room = value
+    if room >= 2:
+        return rng.randint(2, room)
+    return 0
 
 
 def chain(rng: Random, steps: int, limit: int) -> Story | None:
@@ -199,10 +217,14 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
     together = steps >= 2 and rng.random() < 0.4
     draft = Draft(rng, limit, cast, value=rng.randint(2, limit))
     draft.sentences.append(f"{names[0]} has {draft.value} {cast.things}.")
-    previous, before = draft.value, draft.last
-    for i in range(1, steps + 1 - together):
-        previous, before = draft.value, draft.last
-        cast.friend, cast.name = names[i - 1], names[i]
+    previous = draft.value
+    before = draft.last
+    num_comparisons = steps - together
+    for i in range(num_comparisons):
+        previous = draft.value
+        before = draft.last
+        cast.friend = names[i]
+        cast.name = names[i + 1]
         if not draft.change(TEXT["comparisons"]):
             return None
     if not together:
@@ -219,14 +241,20 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     kinds = 1 if steps < 3 else rng.randint(1, 2)
     prices = [rng.randint(2, 12) for _ in range(kinds)]
     amounts = [rng.randint(2, 9) for _ in range(kinds)]
-    costs = [price * amount for price, amount in zip(prices, amounts, strict=True)]
-    if not all(draft.work(price, "*", amount) for price, amount in zip(prices, amounts, strict=True)):
-        return None
+    costs = []
+    for price, amount in zip(prices, amounts, strict=True):
+        if not draft.work(price, "*", amount):
+            return None
+        costs.append(price * amount)
     if kinds == 2 and not draft.work(costs[0], "+", costs[1], (0, 1)):
         return None
-    offers = [f"A {goods[k][0]} costs {prices[k]} coins" for k in range(kinds)]
-    baskets = [f"{amounts[k]} {goods[k][1]}" for k in range(kinds)]
-    draft.sentences.append(" and ".join([offers[0], *(offer.lower() for offer in offers[1:])]) + ".")
+    offers: list[str] = []
+    baskets: list[str] = []
+    for (one, several), price, amount in zip(goods, prices, amounts, strict=False):
+        article = "a" if offers else "A"
+        offers.append(f"{article} {one} costs {price} coins")
+        baskets.append(f"{amount} {several}")
+    draft.sentences.append(" and ".join(offers) + ".")
     draft.sentences.append(f"{draft.cast.name} buys {' and '.join(baskets)}.")
     if len(draft.equations) == steps:
         return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"))
@@ -242,13 +270,15 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
 def rate(rng: Random, steps: int, limit: int) -> Story | None:
     """So many each day for so many days, perhaps added to a heap, then events."""
     draft = Draft(rng, limit, draw_cast(rng))
-    pace, times = rng.randint(2, 12), rng.randint(2, 9)
+    pace = rng.randint(2, 12)
+    times = rng.randint(2, 9)
     if not draft.work(pace, "*", times):
         return None
     onto_heap = steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2
-    draft.say(TEXT["gains"] if onto_heap else TEXT["rates"], n=pace, m=times)
+    draft.say(TEXT["gains" if onto_heap else "rates"], n=pace, m=times)
     if onto_heap:
-        before, gained = rng.randint(2, limit - draft.value), draft.value
+        before = rng.randint(2, limit - draft.value)
+        gained = draft.value
         draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
         draft.work(before, "+", gained, (None, draft.last))
     return draft.go_on(TEXT["changes"], "rate", TEXT["questions"], steps)
@@ -258,7 +288,8 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     """One heap, or two put together, shared equally; then events in one person's share."""
     cast = draw_cast(rng)
     draft = Draft(rng, limit, cast)
-    among, each = rng.randint(2, 9), rng.randint(2, 20)
+    among = rng.randint(2, 9)
+    each = rng.randint(2, 20)
     total = among * each
     if total > limit:
         return None
@@ -273,9 +304,10 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     draft.work(total, "/", among, (draft.last, None))
     if len(draft.equations) == steps:
         return draft.finish("share", ("How many {things} does each friend get?",))
-    guest = rng.choice([person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)])
-    cast.friend, (cast.name, cast.they) = cast.name, guest
-    draft.sentences.append(f"One of the friends is {guest[0]}.")
+    others = [person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)]
+    cast.friend = cast.name
+    cast.name, cast.they = rng.choice(others)
+    draft.sentences.append(f"One of the friends is {cast.name}.")
     return draft.go_on(TEXT["changes"], "share", TEXT["share_questions"], steps)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from random import Random
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.base import ExamplesOnDemand, Split, Task
 from posttrain.data.stories.families import (
     FAMILIES,
     TEXT,
@@ -41,10 +41,9 @@ from posttrain.registry import register
 from posttrain.types import Call, Example, Message, Response, Turn
 
 Responses = Literal["none", "pair", "judged", "steps"]
-Split = Literal["train", "validation", "test"]
 Family = Literal["chain", "compare", "shop", "rate", "share"]
-Kind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
-UsualResults = Mapping[Kind, tuple[int, ...]]
+StepKind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
+UsualResults = Mapping[StepKind, tuple[int, ...]]
 NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
 _NUM_COUNTED = 5000
 _MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
@@ -91,7 +90,10 @@ def stories(
         raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
     chosen = tuple(families or FAMILIES)
     options = StoryOptions(split, seed, min_steps, max_steps, max_value, chosen, worked, style, responses)
-    make = make_document if style == "document" else make_question
+    if style == "document":
+        make = make_document
+    else:
+        make = make_question
     return Task("stories", split, ExamplesOnDemand(size, partial(make, options)), worked=is_worked)
 
 
@@ -114,7 +116,11 @@ class StoryOptions:
 def split_of(key: str) -> Split:
     """The one split that may hold a signature: 80 % train, 10 % validation, 10 % test."""
     bucket = hashlib.blake2b(key.encode(), digest_size=8).digest()[0] * 10 // 256
-    return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
+    if bucket < 8:
+        return "train"
+    if bucket == 8:
+        return "validation"
+    return "test"
 
 
 def draw_story(rng: Random, options: StoryOptions) -> Story:
@@ -145,21 +151,19 @@ def make_question(options: StoryOptions, index: int) -> Example:
     if options.responses != "none":
         rng = Random(derive_key(options.seed, f"{name}/responses", index))
         responses = make_responses(story, options.responses, options.max_value, usual_results(options), rng)
-    return Example(
-        id=f"{name}/{index}",
-        messages=(Message("user", story.text),),
-        answer=str(story.answer),
-        solution=story.working if shown else None,
-        responses=responses,
-        meta={"steps": len(story.equations), "level": len(story.equations), "family": story.family},
-    )
+    solution = story.working if shown else None
+    num_steps = len(story.equations)
+    meta = {"steps": num_steps, "level": num_steps, "family": story.family}
+    question = (Message("user", story.text),)
+    answer = str(story.answer)
+    return Example(f"{name}/{index}", question, answer=answer, solution=solution, responses=responses, meta=meta)
 
 
 @lru_cache(maxsize=8)
 def usual_results(options: StoryOptions) -> UsualResults:
     """Return the results of each kind of step, as often as they occur in ``_NUM_COUNTED`` stories that are no items."""
     rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
-    by_kind: dict[Kind, list[int]] = {}
+    by_kind: dict[StepKind, list[int]] = {}
     for _ in range(_NUM_COUNTED):
         story = draw_story(rng, options)
         for index, equation in enumerate(story.equations):
@@ -167,7 +171,7 @@ def usual_results(options: StoryOptions) -> UsualResults:
     return {kind: tuple(results) for kind, results in by_kind.items()}
 
 
-def _kind_of(story: Story, index: int) -> Kind:
+def _kind_of(story: Story, index: int) -> StepKind:
     equation = story.equations[index]
     return story.family, index, equation.sign, len(str(equation.result))
 
@@ -178,18 +182,20 @@ def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> tuple
     Steps are tried in random order, each with a few results that are usual for such a step, until nothing but
     arithmetic tells a working from the right one. Where none does, the last step is off by one.
     """
-    final = len(story.equations) - 1
-    tried: list[tuple[int, int]] = []
-    for step in rng.sample(range(len(story.equations)), len(story.equations)):
+    num_steps = len(story.equations)
+    slips: list[tuple[int, int]] = []
+    for step in rng.sample(range(num_steps), num_steps):
         results = usual.get(_kind_of(story, step), ())
-        tried += [(step, rng.choice(results)) for _ in range(NUM_TRIES if results else 0)]
-    for step, claimed in [*tried, (final, story.answer + 1), (final, story.answer - 1)]:
+        if results:
+            slips += [(step, rng.choice(results)) for _ in range(NUM_TRIES)]
+    slips += [(num_steps - 1, story.answer + 1), (num_steps - 1, story.answer - 1)]
+    lengths = [len(str(equation)) for equation in story.equations]
+    for step, claimed in slips:
         equations = carry_on(story, step, claimed)
-        if (
-            all(0 <= equation.result <= limit for equation in equations)
-            and [len(str(equation)) for equation in equations] == [len(str(equation)) for equation in story.equations]
-            and equations[-1].result != story.answer
-        ):
+        looks_right = [len(str(equation)) for equation in equations] == lengths
+        if not looks_right or equations[-1].result == story.answer:
+            continue
+        if all(0 <= equation.result <= limit for equation in equations):
             return equations
     raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
 
@@ -197,11 +203,19 @@ def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> tuple
 def carry_on(story: Story, step: int, claimed: int) -> tuple[Equation, ...]:
     """The working in which ``step`` gives ``claimed`` and every later step follows; none if one cannot be worked."""
     equations: list[Equation] = []
-    for index, (equation, origins) in enumerate(zip(story.equations, story.origins, strict=True)):
-        own = (equation.left, equation.right)
-        left, right = (n if of is None else equations[of].result for n, of in zip(own, origins, strict=True))
-        equations.append(Equation(left, equation.sign, right, claimed if index == step else None))
-    return tuple(equations) if all(equation.holds for equation in equations) else ()
+    for index, equation in enumerate(story.equations):
+        left = equation.left
+        right = equation.right
+        left_origin, right_origin = story.origins[index]
+        if left_origin is not None:
+            left = equations[left_origin].result
+        if right_origin is not None:
+            right = equations[right_origin].result
+        slip = claimed if index == step else None
+        equations.append(Equation(left, equation.sign, right, slip))
+    if all(equation.holds for equation in equations):
+        return tuple(equations)
+    return ()
 
 
 def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
@@ -216,8 +230,10 @@ def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResult
         rng.shuffle(workings)
     responses = []
     for equations in workings:
-        labels = tuple(accumulate((int(equation.claimed is None) for equation in equations), min))
-        score, steps = float(labels[-1]), tuple(f" {equation}" for equation in equations)
+        is_right = [int(equation.claimed is None) for equation in equations]
+        labels = tuple(accumulate(is_right, min))
+        score = float(labels[-1])
+        steps = tuple(f" {equation}" for equation in equations)
         written = "".join(steps)
         if kind == "steps":
             responses.append(Response(written, score, steps, labels))
@@ -235,7 +251,10 @@ def make_document(options: StoryOptions, index: int) -> Example:
         story = draw_story(rng, options)
         closing = rng.choice(TEXT["closings"]).format(n=story.answer)
         lead_in = rng.choice(TEXT["lead_ins"])
-        written = f"{story.text} {lead_in}{story.working} {closing}" if kind == "worked" else f"{story.text} {closing}"
+        if kind == "worked":
+            written = f"{story.text} {lead_in}{story.working} {closing}"
+        else:
+            written = f"{story.text} {closing}"
     elif kind == "facts":
         written = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(2, 10)))
     else:
@@ -248,9 +267,12 @@ def draw_fact(rng: Random, options: StoryOptions) -> Equation:
     while True:
         value = rng.randint(2, options.max_value)
         if rng.random() < 0.25:  # a product or quotient of small numbers, as in shops and rates
-            factor, times = rng.randint(2, 12), rng.randint(2, 9)
-            is_product = rng.random() < 0.5
-            fact = Equation(factor, "*", times) if is_product else Equation(factor * times, "/", times)
+            factor = rng.randint(2, 12)
+            times = rng.randint(2, 9)
+            if rng.random() < 0.5:
+                fact = Equation(factor, "*", times)
+            else:
+                fact = Equation(factor * times, "/", times)
         else:
             sign, operand = draw_operation(rng, value, options.max_value)
             fact = Equation(value, sign, operand or draw_operand(rng, sign, value, options.max_value))
@@ -277,11 +299,13 @@ def draw_scrap(rng: Random, options: StoryOptions) -> str:
         return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
     if kind == "noted":
         info = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
-        return f"<{tag}> {info} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
+        musing = cast.fill(rng.choice(TEXT["musings"]))
+        return f"<{tag}> {info} </{tag}> {musing}"
     if kind == "mused":
-        first, second = (cast.fill(rng.choice(TEXT["musings"])) for _ in range(2))
+        first = cast.fill(rng.choice(TEXT["musings"]))
+        second = cast.fill(rng.choice(TEXT["musings"]))
         return f"<{tag}> {first} </{tag}> {second}"
-    comment, reply = (cast.fill(part) for part in rng.choice(TEXT["remarks"]))
+    comment, reply = map(cast.fill, rng.choice(TEXT["remarks"]))
     if kind == "said":
         return f"User: {comment}\nAssistant: {reply}"
     return f"<|im_start|>user\n{comment}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"
@@ -318,30 +342,39 @@ def sums(
 
     def make(item: int) -> Example:
         equation = _draw_sum(Random(derive_key(seed, name, item)), split, min_value, max_value)
-        calls = Random(derive_key(seed, f"{name}/called", item)).random() < called
-        written, result = f"{equation.left} {equation.sign} {equation.right}", str(equation.result)
-        call = Call("calculator", json.dumps({"expression": written}), result, "ok")
-        return Example(
+        written = f"{equation.left} {equation.sign} {equation.right}"
+        result = str(equation.result)
+        larger = max(equation.left, equation.right)
+        example = Example(
             id=f"{name}/{item}",
             messages=(Message("user", f"What is {written}?"),),
             answer=result,
-            solution=None if calls else str(equation),
-            meta={"digits": len(str(max(equation.left, equation.right)))},
-            turns=(Turn("", (call,)),) if calls else (),
+            solution=str(equation),
+            meta={"digits": len(str(larger))},
         )
+        is_called = Random(derive_key(seed, f"{name}/called", item)).random() < called
+        if not is_called:
+            return example
+        call = Call("calculator", json.dumps({"expression": written}), result, "ok")
+        return replace(example, solution=None, turns=(Turn("", (call,)),))
 
     return Task("sums", split, ExamplesOnDemand(size, make), shares=_called)
 
 
 def _called(items: Sequence[Any]) -> Mapping[str, Sequence[float]]:
     """The share of answers with a call of each item, where calls are counted (reward ``tool_calls``)."""
-    counted = [[s.parts["tool_calls"] for s in item.samples if "tool_calls" in s.parts] for item in items]
-    return {"called": [fmean(float(number > 0) for number in calls) for calls in counted if calls]}
+    shares = []
+    for item in items:
+        counts = [sample.parts["tool_calls"] for sample in item.samples if "tool_calls" in sample.parts]
+        if counts:
+            shares.append(fmean(float(count > 0) for count in counts))
+    return {"called": shares}
 
 
 def _draw_sum(rng: Random, split: Split, min_value: int, max_value: int) -> Equation:
     for _ in range(_MAX_SUM_DRAWS):
-        left, right = (rng.randint(min_value, max_value) for _ in range(2))
+        left = rng.randint(min_value, max_value)
+        right = rng.randint(min_value, max_value)
         sign = rng.choice("+-")
         if sign == "-" and left < right:
             left, right = right, left

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.data.base import ExamplesOnDemand, Task
-from posttrain.data.reader import Split
+from posttrain.data.base import ExamplesOnDemand, Split, Task
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.sandbox.workers import Limits
 from posttrain.graders.scored import WorkerScorer
@@ -133,7 +132,11 @@ def make_scorer(dataset: str, settings: Mapping[str, object], entry: Mapping[str
 def split_of(question: str) -> Split:
     """The one split that may hold a question: 60 % train, 20 % validation, 20 % test."""
     bucket = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()[0] * 5 // 256
-    return "train" if bucket < 3 else "validation" if bucket == 3 else "test"
+    if bucket < 3:
+        return "train"
+    if bucket == 3:
+        return "validation"
+    return "test"
 
 
 def examples_of(
@@ -152,15 +155,13 @@ def examples_of(
                 rounds.append(make_round(number))
             settings, made = rounds[number]
             entry: dict[str, object] = made[item]
-            if split_of(str(entry["question"])) == split:
+            question = str(entry["question"])
+            if split_of(question) == split:
                 round_of[item] = number
-                return Example(
-                    id=f"reasoning_gym/{name}/{split}/{item}",
-                    messages=(Message("user", str(entry["question"])),),
-                    answer=None if entry["answer"] is None else str(entry["answer"]),
-                    meta={"dataset": name, "entry": entry, "score": make_scorer(name, settings, entry)},
-                    grader="scored",
-                )
+                answer = None if entry["answer"] is None else str(entry["answer"])
+                meta = {"dataset": name, "entry": entry, "score": make_scorer(name, settings, entry)}
+                id = f"reasoning_gym/{name}/{split}/{item}"
+                return Example(id, (Message("user", question),), answer=answer, meta=meta, grader="scored")
         raise UsageError(
             f"task reasoning_gym: {name} asks too few distinct questions with these options to fill "
             f"a {split} split of its own; give options that vary more"

@@ -74,4 +74,6 @@ def _mark(value: object) -> object:
 
 def _unmark(value: dict[str, object]) -> object:
     mark = next(iter(value), "")
-    return _MARKS[mark](value[mark]) if mark in _MARKS else value
+    if mark in _MARKS:
+        return _MARKS[mark](value[mark])
+    return value

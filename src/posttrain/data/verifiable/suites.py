@@ -11,9 +11,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 from posttrain.data.base import Task
+from posttrain.data.choices import lettered_lines
 from posttrain.data.golds import golds_of
 from posttrain.data.messages import read_prompt
-from posttrain.data.reader import Reader, TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
+from posttrain.data.reader import TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.behaviour import KINDS
@@ -35,30 +36,6 @@ _META = {
     "answer_type": "answer_type",
     "year": "year",
 }
-_AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
-
-Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
-"""
-_AMC = """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
-
-Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
-others call AMC 23 set ``path: hf:math-ai/amc23@test``.
-"""
-_MINERVA = """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
-
-Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
-(``meta["answers"]``).
-
-Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
-"""
-_OLYMPIAD = """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
-
-Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
-text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
-meta, the first as ``subject``).
-
-Source: He et al. 2024 (arXiv 2402.14008).
-"""
 
 
 @register("task", held_out="validation")
@@ -73,7 +50,8 @@ def gsm8k(row: Row) -> Example:
     """
     working, mark, result = row.text("answer").rpartition("####")
     if not mark:
-        working, result = result, row.answer("final_answer") if row.has("final_answer") else ""
+        working = result
+        result = row.answer("final_answer") if row.has("final_answer") else ""
     if not result.strip():
         raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
     solution = strip_calculations(working).strip() or None
@@ -110,61 +88,136 @@ def math500(row: Row) -> Example:
 
 def _read_math(row: Row, without: str) -> Example:
     """One row of MATH as an example; ``without`` is the reason to drop one that has no answer."""
-    solution = row.text("solution").strip() if row.has("solution") else None
+    solution: str | None = None
+    boxed: str | None = None
+    if row.has("solution"):
+        solution = row.text("solution").strip()
+        boxed = last_boxed(solution) or None
     problem = row.text("problem").strip()
-    boxed = last_boxed(solution or "") or None
-    answer = row.answer("answer").strip() if row.has("answer") else boxed
+    answer = boxed
+    if row.has("answer"):
+        answer = row.answer("answer").strip()
     meta: dict[str, object] = {}
     grader = "math"
-    if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
-        answer = ", ".join(boxes[0])
-        if len(boxes[0]) > 1 and _ASKS_FOR_ONE.search(problem):
-            meta["answers"], grader = (answer, *boxes[0]), "any_answer"
-    if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
-        digits = str(row.data["level"]).removeprefix("Level").strip()
-        row.refuse_if(
-            digits not in ("?", *"12345"),
-            f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}",
-        )
-        meta["level"] = None if digits == "?" else int(digits)
-    subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
-    if subject is not None:
-        meta["subject"] = subject
+    if solution is not None and answer is not None and answer == boxed:
+        boxes = read_boxes(solution)
+        if boxes is not None:
+            answers = boxes[0]
+            answer = ", ".join(answers)
+            if len(answers) > 1 and _ASKS_FOR_ONE.search(problem):
+                meta["answers"] = (answer, *answers)
+                grader = "any_answer"
+    if row.has("level"):
+        meta["level"] = _read_level(row)
+    for key in ("subject", "type"):
+        if row.has(key):
+            meta["subject"] = row.text(key)
+            break
     drop_if(answer is None, without)
     return Example("", _question_messages(problem), answer=answer, solution=solution, meta=meta, grader=grader)
 
 
-def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Reader:
-    """A suite in the common layout: a problem with its answer or answers."""
-
-    def suite(row: Row) -> Example:
-        key = "question" if "problem" not in row.data and "question" in row.data else "problem"
-        problem, golds = row.text(key), read_golds(row, ("answer", "final_answer"))
-        drop_if(not golds, "no answer")
-        if len(golds) > 1 and grader != "math":
-            raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-        meta: dict[str, object] = {}
-        for key, kept in _META.items():
-            if row.has(key) and kept not in meta:
-                value = meta[kept] = row.plain(key)
-                is_endless = isinstance(value, float) and not isfinite(value)
-                if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
-                    raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
-        meta |= {"answers": tuple(golds)} if len(golds) > 1 else {}
-        chosen = "any_answer" if len(golds) > 1 else grader
-        has_solution = row.has("solution") and isinstance(row.data["solution"], str)
-        solution = row.text("solution").strip() if has_solution else None
-        return Example("", _question_messages(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
-
-    suite.__name__, suite.__doc__ = name, about
-    return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
+def _read_level(row: Row) -> int | None:
+    """``Level 5`` or 5; None of ``Level ?``, which stands in the original data."""
+    digits = str(row.data["level"]).removeprefix("Level").strip()
+    row.refuse_if(
+        digits not in ("?", *"12345"),
+        f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}",
+    )
+    if digits == "?":
+        return None
+    return int(digits)
 
 
-aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", "numeric", _AIME.format(year=2024))
-aime25 = _suite("aime25", "math-ai/aime25", "test", "numeric", _AIME.format(year=2025))
-amc = _suite("amc", "AI-MO/aimo-validation-amc", "train", "math", _AMC)
-minerva_math = _suite("minerva_math", "math-ai/minervamath", "test", "math", _MINERVA)
-olympiad_bench = _suite("olympiad_bench", "math-ai/olympiadbench", "test", "math", _OLYMPIAD)
+def _read_kind(row: Row, key: str) -> str | int | float:
+    """The kind of a problem under a key: a text or a finite number."""
+    value = row.plain(key)
+    is_endless = isinstance(value, float) and not isfinite(value)
+    if isinstance(value, bool) or is_endless or not isinstance(value, str | int | float):
+        raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
+    return value
+
+
+def _read_suite(row: Row, grader: str) -> Example:
+    """A row in the common layout of suites: a problem with its answer or answers."""
+    question_key = "problem"
+    if "problem" not in row.data and "question" in row.data:
+        question_key = "question"
+    question = _question_messages(row.text(question_key))
+    golds = read_golds(row, ("answer", "final_answer"))
+    drop_if(not golds, "no answer")
+    if len(golds) > 1 and grader != "math":
+        raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+    meta: dict[str, object] = {}
+    for key, kept in _META.items():
+        if row.has(key) and kept not in meta:
+            meta[kept] = _read_kind(row, key)
+    chosen_grader = grader
+    if len(golds) > 1:
+        meta["answers"] = tuple(golds)
+        chosen_grader = "any_answer"
+    solution = None
+    if row.has("solution") and isinstance(row.data["solution"], str):
+        solution = row.text("solution").strip()
+    return Example("", question, answer=golds[0], solution=solution, meta=meta, grader=chosen_grader)
+
+
+@register("task", held_out="test")
+@row_task("HuggingFaceH4/aime_2024", test="train", share=None, splits=TestSplit)
+def aime24(row: Row) -> Example:
+    """The 30 problems of AIME 2024; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+    Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+    """
+    return _read_suite(row, "numeric")
+
+
+@register("task", held_out="test")
+@row_task("math-ai/aime25", test="test", share=None, splits=TestSplit)
+def aime25(row: Row) -> Example:
+    """The 30 problems of AIME 2025; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+    Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+    """
+    return _read_suite(row, "numeric")
+
+
+@register("task", held_out="test")
+@row_task("AI-MO/aimo-validation-amc", test="train", share=None, splits=TestSplit)
+def amc(row: Row) -> Example:
+    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+
+    Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
+    others call AMC 23 set ``path: hf:math-ai/amc23@test``.
+    """
+    return _read_suite(row, "math")
+
+
+@register("task", held_out="test")
+@row_task("math-ai/minervamath", test="test", share=None, splits=TestSplit)
+def minerva_math(row: Row) -> Example:
+    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+
+    Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+    (``meta["answers"]``).
+
+    Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
+    """
+    return _read_suite(row, "math")
+
+
+@register("task", held_out="test")
+@row_task("math-ai/olympiadbench", test="test", share=None, splits=TestSplit)
+def olympiad_bench(row: Row) -> Example:
+    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+
+    Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
+    text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
+    meta, the first as ``subject``).
+
+    Source: He et al. 2024 (arXiv 2402.14008).
+    """
+    return _read_suite(row, "math")
 
 
 @register("task", held_out="test")
@@ -176,12 +229,17 @@ def svamp(row: Row) -> Example:
 
     Source: Patel et al. 2021 (arXiv 2103.07191).
     """
-    body, question = row.text("Body").strip(), row.text("Question").strip()
-    joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
-    golds, meta = read_golds(row, ("Answer",)), {"type": row.text("Type")} if row.has("Type") else {}
+    body = row.text("Body").strip()
+    question = row.text("Question").strip()
+    if body[-1] not in ".?!,;:":
+        body += "."
+    golds = read_golds(row, ("Answer",))
+    meta = {}
+    if row.has("Type"):
+        meta["type"] = row.text("Type")
     if len(golds) != 1:
         raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-    return Example("", _question_messages(joined), answer=golds[0], meta=meta)
+    return Example("", _question_messages(f"{body} {question}"), answer=golds[0], meta=meta)
 
 
 def _question_messages(question: str) -> tuple[Message, ...]:
@@ -198,24 +256,39 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
     """
     key = next((key for key in keys if row.has(key)), None)
     if key is None:
-        boxed = last_boxed(row.text("solution")) if row.has("solution") else None
-        if boxed is None and not any(name in row.data for name in keys):
-            row.need(keys[0])
-        return [boxed] if boxed else []
-    golds = []
+        return _boxed_gold(row, keys)
     given = row.data[key]
     if isinstance(given, str) and given.strip():
         given = golds_of(row, key)
-        given = given[:-1] if len(given) > 1 else given  # without the JSON text that they were read from
-    for value in given if isinstance(given, list | tuple) else [given]:
-        row.refuse_if(
-            isinstance(value, float) and not isfinite(value), f"{key!r} must be a finite number or text; got {value!r}"
-        )
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            golds.append(str(int(value)) if value == int(value) else repr(value))
-        else:
+        if len(given) > 1:
+            given = given[:-1]  # without the JSON text that they were read from
+    if not isinstance(given, list | tuple):
+        given = [given]
+    golds = []
+    for value in given:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number:
             golds.append(row.checked(value, key).strip())
+            continue
+        if isinstance(value, float) and not isfinite(value):
+            raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
+        if value == int(value):
+            golds.append(str(int(value)))
+        else:
+            golds.append(repr(value))
     return list(dict.fromkeys(golds))
+
+
+def _boxed_gold(row: Row, keys: tuple[str, ...]) -> list[str]:
+    """The last box of a solution as the gold answer of a row with none of the keys; none if there is no box."""
+    boxed = None
+    if row.has("solution"):
+        boxed = last_boxed(row.text("solution"))
+    if boxed is None and not any(name in row.data for name in keys):
+        row.need(keys[0])
+    if not boxed:
+        return []
+    return [boxed]
 
 
 @register("task", held_out="validation")
@@ -232,28 +305,27 @@ def mmlu(row: Row) -> Example:
     Source: Hendrycks et al. 2021 (arXiv 2009.03300). Departure: no solved questions come before; the instruction asks
     for the letter and names the subject.
     """
-    subject, value = row.text("subject"), row.entries("choices", f"of 2 to {len(LETTERS)} texts")
+    subject = row.text("subject")
+    value = row.entries("choices", f"of 2 to {len(LETTERS)} texts")
     row.refuse_if(
         not 2 <= len(value) <= len(LETTERS), f"'choices' must be a list of 2 to {len(LETTERS)} texts; got {value!r}"
     )
-    choices = tuple(row.checked(item, f"choice {LETTERS[i]}").strip() for i, item in enumerate(value))
+    letters = LETTERS[: len(value)]
+    checked = [row.checked(item, f"choice {letter}") for letter, item in zip(letters, value, strict=True)]
+    choices = tuple(choice.strip() for choice in checked)
     opening = (
         f"Answer the following multiple-choice question about {subject.replace('_', ' ')} "
         "with the letter of the right choice."
     )
-    lines = [row.text("question").strip(), *(f"{m}. {choice}" for m, choice in zip(LETTERS, choices, strict=False))]
-    letters, answer = LETTERS[: len(choices)], row.data.get("answer")
+    question = row.text("question").strip()
+    prompt = f"{opening}\n\n{question}\n{lettered_lines(choices)}"
+    answer = row.data.get("answer")
     if type(answer) is int and 0 <= answer < len(letters):
         answer = letters[answer]
     if not isinstance(answer, str) or answer.strip() not in tuple(letters):
         raise row.fail(f"'answer' must be a letter from A to {letters[-1]} or 0 to {len(letters) - 1}; got {answer!r}")
-    return Example(
-        "",
-        (Message("user", "\n".join([opening, "", *lines])),),
-        answer=answer.strip(),
-        meta={"subject": subject, "choices": choices},
-        grader="multiple_choice",
-    )
+    meta = {"subject": subject, "choices": choices}
+    return Example("", (Message("user", prompt),), answer=answer.strip(), meta=meta, grader="multiple_choice")
 
 
 # The task ids of each split of MBPP; 1 to 10 are for prompts with examples.
@@ -276,19 +348,25 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
 
     Source: Chen et al. 2021 (arXiv 2107.03374).
     """
-    head, name, tests = row.text("prompt"), row.text("entry_point"), row.text("test")
+    head = row.text("prompt")
+    name = row.text("entry_point")
+    tests = row.text("test")
     row.refuse_if(not name.isidentifier(), f"'entry_point' must be the name of a function; got {name!r}")
     goes_on = style == "completion"
-    question = head if goes_on else f"Complete this Python function.\n\n{_fenced(head)}"
-    body = row.text("canonical_solution") if row.has("canonical_solution") else None
-    program = body if body is None or goes_on else _fenced(f"{head}{body}")
+    question = head
+    program = row.text("canonical_solution") if row.has("canonical_solution") else None
+    if not goes_on:
+        question = f"Complete this Python function.\n\n{_fenced(head)}"
+        if program is not None:
+            program = _fenced(f"{head}{program}")
     checks: dict[str, object] = {
         "names": (name,),
         "code": f"{tests}\n\ncheck({name})\n",
         "prelude": head,
         "prefix": head,
+        "goes_on": goes_on,
     }
-    return _code_example(question, program, checks | {"goes_on": goes_on})
+    return _code_example(question, program, checks)
 
 
 @register("task", held_out="validation")
@@ -308,9 +386,14 @@ def mbpp(row: Row, split: str) -> Example:
     """
     number = row.data.get("task_id")
     row.refuse_if(type(number) is not int, f"'task_id' must be an integer, which says the split; got {number!r}")
-    question, solution, tests = row.text("prompt"), row.text("code"), _lines(row, "test_list")
-    imports = _lines(row, "test_imports") if row.data.get("test_imports") else []
-    ids, called = MBPP_SPLITS[split], "\n".join(tests)
+    question = row.text("prompt")
+    solution = row.text("code")
+    tests = _lines(row, "test_list")
+    imports = list[str]()
+    if row.data.get("test_imports"):
+        imports = _lines(row, "test_imports")
+    ids = MBPP_SPLITS[split]
+    called = "\n".join(tests)
     drop_if(number not in ids, f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
     defined = dict.fromkeys(_DEFINED.findall(solution))
     names = tuple(name for name in defined if re.search(rf"\b{re.escape(name)}\b", called))
@@ -352,20 +435,22 @@ def refusals(*, path: str | None = None) -> Task:
         kind = row.text("kind")
         if kind not in KINDS:
             raise row.fail(f"'kind' must be one of {', '.join(KINDS)}; got {kind!r}.{suggest(kind, KINDS)}")
-        topic = {"topic": row.text("topic")} if row.has("topic") else {}
-        return Example(f"refusals/{row.line}", messages, meta={"kind": kind, **topic}, grader="refusal")
+        meta = {"kind": kind}
+        if row.has("topic"):
+            meta["topic"] = row.text("topic")
+        return Example(f"refusals/{row.line}", messages, meta=meta, grader="refusal")
 
     place = path or str(resources.files("posttrain") / "data" / "prompts" / "refusals.jsonl")
-    return replace(collect(read_file(place), read, place).as_task("refusals", place), shares=refusal_shares)
+    task = collect(read_file(place), read, place).as_task("refusals", place)
+    return replace(task, shares=refusal_shares)
 
 
 def refusal_shares(items: Sequence[Any]) -> dict[str, list[float]]:
     """The share of answers that refuse each harmful prompt (``refusal``) and each benign one (``over_refusal``)."""
-    return {
-        name: [
-            fmean(sample.parts["refused"] for sample in item.samples)
-            for item in items
-            if item.meta["kind"] == kind and item.samples
-        ]
-        for name, kind in (("refusal", "harmful"), ("over_refusal", "benign"))
-    }
+    names = {"harmful": "refusal", "benign": "over_refusal"}
+    shares: dict[str, list[float]] = {name: [] for name in names.values()}
+    for item in items:
+        if item.samples:
+            share = fmean(sample.parts["refused"] for sample in item.samples)
+            shares[names[item.meta["kind"]]].append(share)
+    return shares

@@ -1,1 +1,1 @@
-"""Trained reward models: loading, scoring, measures, quantization."""
+"""Trained reward models: loading, scoring, measures."""

@@ -17,7 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evaluation.generation import held_out, task_label
 from posttrain.evaluation.items import Kinds, by_kind, meta_of
-from posttrain.evaluation.plan import EvaluationRequest, count_trained, place_of, slug, tell_apart
+from posttrain.evaluation.plan import EvaluationRequest, count_trained, evaluation_folder, slug, tell_apart
 from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.evaluation.statistics import (
     area_under_curve,
@@ -61,9 +61,15 @@ def add_share(
     for no values.
     """
     if values:
-        results[name] = share = statistics.fmean(values)
-        effective = float(len(values)) if clusters is None else effective_number(values, clusters)
-        results[f"{name}_low"], results[f"{name}_high"] = wilson_interval(share * effective, effective)
+        share = statistics.fmean(values)
+        results[name] = share
+        if clusters is None:
+            effective = float(len(values))
+        else:
+            effective = effective_number(values, clusters)
+        low, high = wilson_interval(share * effective, effective)
+        results[f"{name}_low"] = low
+        results[f"{name}_high"] = high
 
 
 def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
@@ -72,7 +78,8 @@ def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> f
     ``p (1 − p) / SE²`` with the clustered variance ``SE² = Σ_g (Σ_{i∈g} (x_i − p))² / n²``; from 1 to n, and
     the number of clusters where all values are equal. Korn and Graubard (1998).
     """
-    n, share = len(values), statistics.fmean(values)
+    n = len(values)
+    share = statistics.fmean(values)
     shifts: dict[Hashable, float] = {}
     for value, cluster in zip(values, clusters, strict=True):
         shifts[cluster] = shifts.get(cluster, 0.0) + value - share
@@ -84,11 +91,19 @@ def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> f
 
 def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
     """The area under the curve of ``scores`` for label 1 over 0; nothing where either is missing."""
-    correct, wrong = ([score for score, z in zip(scores, labels, strict=True) if z == label] for label in (1.0, 0.0))
-    return {name: area_under_curve(correct, wrong)} if correct and wrong else {}
+    correct = []
+    wrong = []
+    for score, label in zip(scores, labels, strict=True):
+        if label == 1.0:
+            correct.append(score)
+        elif label == 0.0:
+            wrong.append(score)
+    if correct and wrong:
+        return {name: area_under_curve(correct, wrong)}
+    return {}
 
 
-def break_down(items: Sequence[dict[str, Any]], name: str) -> Kinds:
+def break_down_verdicts(items: Sequence[dict[str, Any]], name: str) -> Kinds:
     """Return the accuracy ``name`` (of ``right``) by kind of item (``items.by_kind``), of the items with a verdict."""
     judged = [item for item in items if item["right"] is not None]
 
@@ -114,10 +129,13 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEva
         if isinstance(unit, str):
             view.dropped[unit] += 1
         else:
-            best, worst = (choose(example.responses, key=lambda r: r.score) for choose in (max, min))
+            best = max(example.responses, key=lambda r: r.score)
+            worst = min(example.responses, key=lambda r: r.score)
             pairs.append((example, best, worst))
-    repeated = [example for example, _, _ in pairs for _ in range(2)]
-    scores = model.score_responses(repeated, [response for _, *both in pairs for response in both])
+    scores = model.score_responses(
+        [example for example, _, _ in pairs for _ in range(2)],
+        [response for _, best, worst in pairs for response in (best, worst)],
+    )
     for (example, chosen, rejected), won, lost in zip(pairs, scores[0::2], scores[1::2], strict=True):
         if won is None or lost is None:
             view.dropped[model.unscored] += 1
@@ -136,8 +154,9 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEva
         )
     view.results["n"] = float(len(view.items))
     add_share(view.results, ACCURACIES[view.view], [float(item["right"]) for item in view.items])
-    for name in ("margin", "chosen_score", "rejected_score") if view.items else ():
-        view.results[name] = statistics.fmean(item[name] for item in view.items)
+    if view.items:
+        for name in ("margin", "chosen_score", "rejected_score"):
+            view.results[name] = statistics.fmean(item[name] for item in view.items)
     return view
 
 
@@ -148,24 +167,33 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEv
     half, a tie counts one half). Over problems: see ``choose_among``.
     """
     view = RewardEvaluation("judged answers")
-    if missing := sum(not example.responses for example in examples):
-        view.dropped["no given responses"] = missing
+    num_missing = sum(not example.responses for example in examples)
+    if num_missing:
+        view.dropped["no given responses"] = num_missing
     answers = [(example, response) for example in examples for response in example.responses]
     scores = model.score_responses([e for e, _ in answers], [r for _, r in answers])
     groups: dict[str, list[tuple[float, float]]] = {}
     for (example, response), score in zip(answers, scores, strict=True):
         group = groups.setdefault(example.id, [])
-        group.append((-math.inf if score is None else score, response.score))
-        probability = None if score is None else model.probability(score)
-        of_label = None if probability is None else probability if response.score else 1.0 - probability
         if score is None:
             view.dropped[model.unscored] += 1
+            group.append((-math.inf, response.score))
+            probability = None
+        else:
+            group.append((score, response.score))
+            probability = model.probability(score)
+        if probability is None:
+            right = None
+        elif response.score:
+            right = pair_wins([probability], [0.5])[0]
+        else:
+            right = pair_wins([1.0 - probability], [0.5])[0]
         view.items.append(
             {
                 "id": f"{example.id}#{len(group) - 1}",
                 "problem": example.id,
                 "meta": meta_of(example),
-                "right": None if of_label is None else pair_wins([of_label], [0.5])[0],
+                "right": right,
                 "score": score,
                 "probability": probability,
                 "label": response.score,
@@ -176,7 +204,8 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEv
     scored = [item for item in view.items if item["score"] is not None]
     view.results["n"] = float(len(scored))
     if scored:
-        problems, labels = [item["problem"] for item in scored], [item["label"] for item in scored]
+        problems = [item["problem"] for item in scored]
+        labels = [item["label"] for item in scored]
         view.results["correct_share"] = statistics.fmean(labels)
         view.results |= _area("auc", [item["score"] for item in scored], labels)
         if model.kind != "preference":
@@ -194,11 +223,21 @@ def choose_among(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, f
     Args:
         groups: of each problem the score (−inf: none) and the label of every answer.
     """
-    measures = {"num_problems": float(len(groups))} if groups else {}
-    split = [([score for score, _ in group], [label for _, label in group]) for group in groups]
-    add_share(measures, "top_one", [best_of_n(s, r, len(s)) for s, r in split])
-    add_share(measures, "random_one", [statistics.fmean(r) for _, r in split])
-    add_share(measures, "oracle", [max(r) for _, r in split])
+    measures: dict[str, float] = {}
+    if groups:
+        measures["num_problems"] = float(len(groups))
+    top_one = []
+    random_one = []
+    oracle = []
+    for group in groups:
+        scores = [score for score, _ in group]
+        labels = [label for _, label in group]
+        top_one.append(best_of_n(scores, labels, len(scores)))
+        random_one.append(statistics.fmean(labels))
+        oracle.append(max(labels))
+    add_share(measures, "top_one", top_one)
+    add_share(measures, "random_one", random_one)
+    add_share(measures, "oracle", oracle)
     return measures
 
 
@@ -228,7 +267,9 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEva
             view.dropped[model.unscored] += 1
             continue
         predicted = first_error(probabilities)
-        actual = next((index for index, label in enumerate(response.step_labels) if label == 0), None)
+        actual = None
+        if 0 in response.step_labels:
+            actual = response.step_labels.index(0)
         view.items.append(
             {
                 "id": f"{example.id}#{place}",
@@ -252,19 +293,26 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEva
 def _summarize_steps(view: RewardEvaluation) -> None:
     problems = [item["problem"] for item in view.items]
     add_share(view.results, ACCURACIES[view.view], [item["right"] for item in view.items], problems)
-    view.results |= score_first_errors(
-        *([item[key] for item in view.items] for key in ("predicted_error", "first_error"))
-    )
-    judged = [
-        (p, float(z > 0), item["problem"])
-        for item in view.items
-        for p, z in zip(item["probabilities"], item["labels"], strict=True)
-        if z is not None
-    ]
-    probabilities, good, of_problem = ([row[i] for row in judged] for i in range(3))
-    called = pair_wins(probabilities, [0.5] * len(judged))
-    view.results["labelled_steps"] = float(len(judged))
-    rightly = [c if z else 1.0 - c for c, z in zip(called, good, strict=True)]
+    predicted = [item["predicted_error"] for item in view.items]
+    actual = [item["first_error"] for item in view.items]
+    view.results |= score_first_errors(predicted, actual)
+    probabilities = []
+    good = []
+    of_problem = []
+    for item in view.items:
+        for probability, label in zip(item["probabilities"], item["labels"], strict=True):
+            if label is not None:
+                probabilities.append(probability)
+                good.append(float(label > 0))
+                of_problem.append(item["problem"])
+    called = pair_wins(probabilities, [0.5] * len(good))
+    view.results["labelled_steps"] = float(len(good))
+    rightly = []
+    for call, is_good in zip(called, good, strict=True):
+        if is_good:
+            rightly.append(call)
+        else:
+            rightly.append(1.0 - call)
     add_share(view.results, "step_accuracy", rightly, of_problem)
     view.results["positive_share"] = statistics.fmean(good)
     view.results |= _area("step_auc", probabilities, good)
@@ -280,7 +328,8 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     Raises:
         UsageError: an empty task, one without responses, or one of which nothing can be scored.
     """
-    started, examples = time.perf_counter(), held_out(task, n, distinct=False)
+    started = time.perf_counter()
+    examples = held_out(task, n, distinct=False)
     if not any(example.responses for example in examples):
         raise UsageError(
             f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
@@ -298,7 +347,8 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
-    view.name, view.kinds = task_label(task), break_down(view.items, ACCURACIES[view.view])
+    view.name = task_label(task)
+    view.kinds = break_down_verdicts(view.items, ACCURACIES[view.view])
     return view
 
 
@@ -320,20 +370,28 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
     """Score the given answers of every task with every reward model, one model in memory at a time.
 
     Raises:
-        UsageError: words or models that cannot be, before any model is loaded.
+        UsageError: options or models that cannot be used; said before any model is loaded.
     """
     sources = tell_apart(request.models)
     named: Sequence[Component | None] = request.tasks or [None]
-    components = [(source, choose_task(task, source.name, source.recipe)) for source in sources for task in named]
-    tasks = {component.model_dump_json(): build_task(component, "--task") for _, component in components}
-    trials = [(source, component, tasks[component.model_dump_json()]) for source, component in components]
+    chosen = []
+    for source in sources:
+        for name in named:
+            chosen.append((source, choose_task(name, source.name, source.recipe)))
+    components = {component.model_dump_json(): component for _, component in chosen}
+    tasks = {key: build_task(component, "--task") for key, component in components.items()}
+    trials = [(source, component, tasks[component.model_dump_json()]) for source, component in chosen]
     folders = _choose_folders(request.out, [(source, task) for source, _, task in trials])
-    for folder in ([request.out] if request.out else []) + folders:
+    if request.out:
+        refuse_other(request.out)
+    for folder in folders:
         refuse_other(folder)
     model: RewardModel | None = None
-    for place, ((source, component, task), folder) in enumerate(zip(trials, folders, strict=True)):
-        if model is None or trials[place - 1][0] != source:
+    opened: ModelSource | None = None
+    for (source, component, task), folder in zip(trials, folders, strict=True):
+        if model is None or opened != source:
             model = open_reward_model(source, dtype=request.dtype, device=request.device)
+            opened = source
         evaluation = evaluate_reward_model(model, task, n=request.drawing.n)
         evaluation.results.update(count_trained(source, task, request.drawing.n))
         settings = {
@@ -347,7 +405,10 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
             "n": request.drawing.n,
             "dropped": task.dropped,
         }
-        own = folder if request.out else folder_of_its_own(folder, {"": settings})
+        if request.out:
+            own = folder
+        else:
+            own = folder_of_its_own(folder, {"": settings})
         yield Scored(model.label, evaluation, settings, own, task.warnings)
 
 
@@ -357,8 +418,15 @@ def _choose_folders(out: Path | None, trials: Sequence[tuple[ModelSource, Task]]
     folders = []
     for source, task in trials:
         is_whole_run = source.run is not None and source.path == str(source.run)
-        name = task_label(task) if is_whole_run and not is_shared else f"{source.label}-{task_label(task)}"
-        folders.append(place_of(source, out / slug(name) if out and len(trials) > 1 else out, name))
+        if is_whole_run and not is_shared:
+            name = task_label(task)
+        else:
+            name = f"{source.label}-{task_label(task)}"
+        if out and len(trials) > 1:
+            place: Path | None = out / slug(name)
+        else:
+            place = out
+        folders.append(evaluation_folder(source, place, name))
     return folders
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.activity import phase
+from posttrain.activity import each_piece
 from posttrain.data.base import build_task
 from posttrain.data.render import Template, encode_prompt, end_ids
 from posttrain.data.render.assistant import encode_answer
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.data.render.template import build_template
 from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
 from posttrain.evaluation.generation import held_out
@@ -75,7 +75,11 @@ class RewardModel:
     def unscored(self) -> str:
         """The reason why a score is None."""
         long = f"longer than the model's {self.max_tokens} tokens"
-        return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
+        if self.kind == "process":
+            missing = "steps"
+        else:
+            missing = "text"
+        return f"{long}, or without {missing}"
 
     def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
         """Score each text as the answer to its example's messages; higher is better.
@@ -86,24 +90,27 @@ class RewardModel:
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
-            return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
-        rows: list[Row | str] = []
+            return _lowest(self.score_steps(examples, steps))
+        rows: list[TokenRow | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
             body = text.removeprefix(self.template.opening)
             answer = encode_answer(self.tokenizer, self.template, body, prompt, example.variables)
             if finish != "length":
                 answer = [*answer, *end_ids(self.tokenizer, self.template)]
-            rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
-        return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
+            if answer:
+                rows.append(TokenRow([*prompt, *answer], len(prompt)))
+            else:
+                rows.append("cut off before any token")
+        return _last(self.read(rows))
 
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
         """Like ``score``, of given answers, in the rows that training makes of them, or by a response's own steps."""
         if self.kind == "process":
             steps = [response.steps or split_steps(response.text) for response in responses]
-            return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
-        rows = self._rows(examples, [replace(r, score=0.0) for r in responses], "judged")
-        return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
+            return _lowest(self.score_steps(examples, steps))
+        labelled = [replace(response, score=0.0) for response in responses]
+        return _last(self.read(self._rows(examples, labelled, "judged")))
 
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
         """Return for each solution, given as its steps, the probability that each step is good.
@@ -113,16 +120,24 @@ class RewardModel:
         """
         assert self.kind == "process", "a model of steps alone has probabilities of steps"
         responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
-        return [None if s is None else _good(s) for s in self.read(self._rows(examples, responses, "steps"))]
+        probabilities: list[list[float] | None] = []
+        for scores in self.read(self._rows(examples, responses, "steps")):
+            if scores is None:
+                probabilities.append(None)
+            else:
+                probabilities.append(_good(scores))
+        return probabilities
 
     def probability(self, score: float) -> float | None:
         """The probability of being right that a score states, where it states one."""
         if self.kind == "preference":
             return None
-        return score if self.kind == "process" else sigmoid(score)
+        if self.kind == "process":
+            return score
+        return sigmoid(score)
 
     @torch.no_grad()
-    def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
+    def read(self, rows: Sequence[TokenRow | str]) -> list[Tensor | None]:
         """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
         classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
 
@@ -130,29 +145,59 @@ class RewardModel:
             RunFailure: a score that is no finite number.
         """
         row_scores: list[Tensor | None] = [None] * len(rows)
-        for piece in _counted(_pieces(rows, self.max_tokens, self.tokens_per_micro)):
+        for piece in each_piece("scoring", _pieces(rows, self.max_tokens, self.tokens_per_micro), "answers"):
             prompts: dict[tuple[int, ...], int] = {}
-            samples, counts = [], []
+            samples = []
+            counts = []
             for index in piece:
-                row = cast(Row, rows[index])
+                row = cast(TokenRow, rows[index])
                 ends = row.step_labels or {len(row.ids) - 1: 0}
                 group = prompts.setdefault(tuple(row.ids[: row.prompt_length]), len(prompts))
                 mask = [t in ends for t in range(len(row.ids))]
                 samples.append(Sample(row.ids, mask, group=group, prefix=row.prompt_length))
                 counts.append(len(ends))
             batch = collate(samples)
-            scores = self.forward.read_scores(batch)[batch.mask.to(self.forward.device)].float().cpu()
+            is_scored = batch.mask.to(self.forward.device)
+            scores = self.forward.read_scores(batch)[is_scored].float().cpu()
             if not bool(scores.isfinite().all()):
                 raise RunFailure(f"{self.label}: the reward model gave a score that is no finite number")
             for index, part in zip(piece, scores.split(counts), strict=True):
                 row_scores[index] = part
         return row_scores
 
-    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
+    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[TokenRow | str]:
         """The row that training makes of each response, or the reason why it makes none."""
-        several = (replace(one, responses=(response,)) for one, response in zip(examples, responses, strict=True))
-        units = [next(rows_of(self.tokenizer, self.template, example, shape)) for example in several]
-        return [unit if isinstance(unit, str) else unit[0] for unit in units]
+        rows: list[TokenRow | str] = []
+        for example, response in zip(examples, responses, strict=True):
+            alone = replace(example, responses=(response,))
+            unit = next(rows_of(self.tokenizer, self.template, alone, shape))
+            if isinstance(unit, str):
+                rows.append(unit)
+            else:
+                rows.append(unit[0])
+        return rows
+
+
+def _lowest(steps: Sequence[Sequence[float] | None]) -> list[float | None]:
+    """The score of each solution: the lowest probability of its steps."""
+    scores: list[float | None] = []
+    for probabilities in steps:
+        if probabilities is None:
+            scores.append(None)
+        else:
+            scores.append(min(probabilities))
+    return scores
+
+
+def _last(row_scores: Sequence[Tensor | None]) -> list[float | None]:
+    """The score of each answer: the one at its end."""
+    scores: list[float | None] = []
+    for of_row in row_scores:
+        if of_row is None:
+            scores.append(None)
+        else:
+            scores.append(float(of_row[-1]))
+    return scores
 
 
 def load_reward_model(
@@ -182,21 +227,23 @@ def load_reward_model(
     folder, chosen = _choose_checkpoint(Path(checkpoints), step, label)
     changes: dict[str, object] = {"name": str(folder), "init": None, "adapter": None}
     if bits is not None:
-        if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
+        quantized = folder / QUANTIZED_FOLDERS[bits]
+        if not quantized.is_dir():
             raise UsageError(
                 f"{label}: no copy in {bits} bits next to the weights of step {chosen}; make it with: "
                 f"posttrain quantize {label} --bits {bits}"
             )
-        changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
+        changes["name"] = str(quantized)
+        changes["load_bits"] = None
     section = recipe.model.model_copy(update=changes)
     loaded = load_model(section, seed=recipe.train.seed)
-    forward, heads = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
+    policy = Forward(loaded.model.requires_grad_(False))
+    forward, heads = forward_with_head(recipe, entry, policy)
     assert isinstance(forward, Forward), "a reward head has one model"
     restore_heads(heads, load_file(folder / HEADS))
     template = build_template(recipe.prompt.template)
-    return RewardModel(
-        label, kind, forward, loaded.tokenizer, template, context_length(loaded.model.config), step=chosen
-    )
+    context = context_length(loaded.model.config)
+    return RewardModel(label, kind, forward, loaded.tokenizer, template, context, step=chosen)
 
 
 def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: str | None = None) -> RewardModel:
@@ -211,12 +258,21 @@ def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: 
             f"{source.name}: a reward model is named by its run, or by a checkpoint in its run, where its head and its "
             "template are; `posttrain runs` lists the runs"
         )
-    changes = {key: value for key, value in (("dtype", short_dtype(dtype)), ("device", device)) if value is not None}
-    recipe = source.recipe.model_copy(update={"model": source.recipe.model.model_copy(update=changes)})
+    changes: dict[str, object] = {}
+    if dtype is not None:
+        changes["dtype"] = short_dtype(dtype)
+    if device is not None:
+        changes["device"] = device
+    model = source.recipe.model.model_copy(update=changes)
+    recipe = source.recipe.model_copy(update={"model": model})
     path = Path(source.path)
-    bits = next((bits for bits, folder in QUANTIZED_FOLDERS.items() if path.name == folder), None)
-    match = _STEP.fullmatch(checkpoint_of(path).resolve().name) if path != source.run else None
-    step = int(match[1]) if match else None  # None: of a whole run, its best
+    bits_of = {folder: bits for bits, folder in QUANTIZED_FOLDERS.items()}
+    bits = bits_of.get(path.name)
+    step = None  # of a whole run, its best
+    if path != source.run:
+        match = _STEP.fullmatch(checkpoint_of(path).resolve().name)
+        if match:
+            step = int(match[1])
     return load_reward_model(recipe, source.run / "checkpoints", label=source.label, step=step, bits=bits)
 
 
@@ -225,7 +281,8 @@ def reasoning_of(template: Template, text: str) -> str:
     body = text.removeprefix(template.opening)
     if not template.tags:
         return body
-    return body.partition(f"</{template.tags[0]}>")[0].removeprefix(f"<{template.tags[0]}>")
+    reasoning = body.partition(f"</{template.tags[0]}>")[0]
+    return reasoning.removeprefix(f"<{template.tags[0]}>")
 
 
 def split_steps(text: str) -> list[str]:
@@ -243,28 +300,25 @@ def split_steps(text: str) -> list[str]:
 def _good(scores: Tensor) -> list[float]:
     """P(good) of each step: ``[N]`` log-odds, or ``[N, C]`` logits with the lowest class as the error."""
     wide = scores.double()
-    good = wide.sigmoid() if wide.ndim == 1 else wide.softmax(dim=-1)[:, 1:].sum(dim=-1)
+    if wide.ndim == 1:
+        good = wide.sigmoid()
+    else:
+        good = wide.softmax(dim=-1)[:, 1:].sum(dim=-1)
     return [float(p) for p in good.clamp(0.0, 1.0)]
 
 
-def _counted(pieces: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Yield the pieces, and say how many rows were read."""
-    with phase("scoring", sum(map(len, pieces)), "answers") as scored:
-        for piece in pieces:
-            yield piece
-            scored.num_done += len(piece)
-
-
-def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[list[int]]:
+def _pieces(rows: Sequence[TokenRow | str], max_tokens: int, budget: int) -> list[list[int]]:
     """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
 
     A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
     """
-    lengths = {i: len(row.ids) for i, row in enumerate(rows) if isinstance(row, Row) and len(row.ids) <= max_tokens}
+    lengths = {}
     families: dict[tuple[int, ...], list[int]] = {}
-    for index in lengths:
-        row = cast(Row, rows[index])
-        families.setdefault(tuple(row.ids[: row.prompt_length]), []).append(index)
+    for index, row in enumerate(rows):
+        if isinstance(row, TokenRow) and len(row.ids) <= max_tokens:
+            lengths[index] = len(row.ids)
+            prompt = tuple(row.ids[: row.prompt_length])
+            families.setdefault(prompt, []).append(index)
     ordered = sorted(families.values(), key=lambda family: max(lengths[i] for i in family))
     return split_padded((index for family in ordered for index in family), lengths, budget)
 
@@ -274,7 +328,12 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
     if not steps:
         raise UsageError(f"{label}: the run has no checkpoint yet")
     best = best_step(root)
-    chosen = step if step is not None else best if best is not None else steps[-1]
+    if step is not None:
+        chosen = step
+    elif best is not None:
+        chosen = best
+    else:
+        chosen = steps[-1]
     if chosen not in steps:
         raise UsageError(f"{label}: there is no checkpoint of step {chosen}; there are: {', '.join(map(str, steps))}")
     folder = step_folder(root, chosen)
@@ -296,14 +355,14 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
 NUM_CALIBRATED = 256
 
 
-def prepare(*, run: str, normalize: bool = False, **_: object) -> None:
+def prepare_reward_model(*, run: str, normalize: bool = False, **_: object) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run)
     if normalize:
         held_out_scale(run)
 
 
-@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
+@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare_reward_model)
 def reward_model(
     example: Sequence[Example], text: Sequence[str], finish: Sequence[str], *, run: str, normalize: bool = False
 ) -> list[Measured]:
@@ -325,13 +384,19 @@ def reward_model(
     Raises:
         UsageError: no such run, or it trained no reward model.
     """
-    mean, std = held_out_scale(run) if normalize else (0.0, 1.0)
+    mean = 0.0
+    std = 1.0
+    if normalize:
+        mean, std = held_out_scale(run)
     scores = open_run(run).score(example, text, finish)
     lowest = min((score for score in scores if score is not None), default=0.0)
-    return [
-        Measured(((lowest if score is None else score) - mean) / std, {"unscored": float(score is None)})
-        for score in scores
-    ]
+    rewards = []
+    for score in scores:
+        if score is None:
+            rewards.append(Measured((lowest - mean) / std, {"unscored": 1.0}))
+        else:
+            rewards.append(Measured((score - mean) / std, {"unscored": 0.0}))
+    return rewards
 
 
 @cache
@@ -365,16 +430,18 @@ def held_out_scale(run: str) -> tuple[float, float]:
 
     def held_out_split(component: Component) -> Component:
         split = find("task", component.name, "task").traits.get("held_out", "validation")
-        return Component(name=component.name, **(component.options | {"split": split}))
+        options = component.options | {"split": split}
+        return Component(name=component.name, **options)
 
     components = recipe.eval.tasks or [map_tasks(recipe.task, held_out_split)]
     task = build_task(components[0], "task")
-    pairs = [
-        (example, response)
-        for example in held_out(task, NUM_CALIBRATED, distinct=False)
-        for response in example.responses
-    ]
-    scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
+    examples = []
+    responses = []
+    for example in held_out(task, NUM_CALIBRATED, distinct=False):
+        for response in example.responses:
+            examples.append(example)
+            responses.append(response)
+    scores = [score for score in model.score_responses(examples, responses) if score is not None]
     if len(scores) < 2 or statistics.pstdev(scores) == 0:
         raise RecipeError(
             f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
@@ -385,4 +452,6 @@ def held_out_scale(run: str) -> tuple[float, float]:
 
 def _recipe_of(run: Path) -> Recipe:
     place = str(run / STORED_RECIPE)
-    return stored_recipe(parse_yaml(recipe_text(place)[1], place)[0], place).resolve(to_read=True)
+    _, text = recipe_text(place)
+    content = parse_yaml(text, place)[0]
+    return stored_recipe(content, place).resolve(to_read=True)

@@ -21,7 +21,10 @@ from typing import Any
 
 SOLUTION = "solution.py"
 # Exit codes of the tests. Not 0, 1 or 2, with which Python ends by itself. ``BAD``: the tests are wrong by themselves.
-RIGHT, WRONG, GONE, BAD = 70, 71, 72, 73
+RIGHT = 70
+WRONG = 71
+GONE = 72
+BAD = 73
 HEADER = struct.Struct(">I")
 MAX_BYTES = 4 * 2**20  # of one message
 MAX_ITEMS = 1_000_000  # of a generator
@@ -89,7 +92,9 @@ def encode(value: object, *, strict: bool = False) -> Any:
         return value
     if isinstance(value, int):
         number = int.__int__(value)
-        return number if -_EXACT < number < _EXACT else ["int", hex(number)]
+        if -_EXACT < number < _EXACT:
+            return number
+        return ["int", hex(number)]
     for plain, write in _WRITE.items():
         if isinstance(value, plain):
             return write(value)
@@ -112,7 +117,9 @@ def decode(code: Any) -> Any:
     if code is None or isinstance(code, bool | str | int):
         return code
     kind, content = code
-    return _MAKE[kind]([decode(item) for item in content] if kind in _OF_ITEMS else content)
+    if kind in _OF_ITEMS:
+        content = [decode(item) for item in content]
+    return _MAKE[kind](content)
 
 
 def send(descriptor: int, message: object) -> None:
@@ -155,7 +162,8 @@ def _read(descriptor: int, size: int) -> bytes:
 
 def _take_pipes() -> tuple[int, int]:
     """Keep standard input and output as descriptors of ours, and let nothing else of this process read or write."""
-    reading, writing = os.dup(0), os.dup(1)
+    reading = os.dup(0)
+    writing = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -171,7 +179,7 @@ def _seed_if_used(source: str) -> None:
         random.seed(0)
 
 
-class Refused(Exception):
+class RaisedInProgram(Exception):
     """The program raised: the type and the text of the error."""
 
 
@@ -195,7 +203,7 @@ def answer() -> None:
 
     try:
         send(replies, _guarded(load))
-    except Refused as error:
+    except RaisedInProgram as error:
         send(replies, ["failed", *error.args])
         return
     while True:
@@ -203,7 +211,7 @@ def answer() -> None:
             message = _guarded(call, *receive(calls))
         except EOFError:
             return
-        except Refused as error:
+        except RaisedInProgram as error:
             message = ["raised", *error.args]
         try:
             send(replies, message)
@@ -216,13 +224,15 @@ def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any
     try:
         return function(*arguments)
     except BaseException as error:
-        raise Refused(*_shown(error)) from error
+        raise RaisedInProgram(*_shown(error)) from error
 
 
 def _shown(error: BaseException) -> tuple[str, str]:
     """Type and first argument if it is text: asking any other object to show itself may take for ever."""
-    first = error.args[0] if error.args else ""
-    return type(error).__name__[:MAX_TEXT], first[:MAX_TEXT] if isinstance(first, str) else ""
+    text = ""
+    if error.args and isinstance(error.args[0], str):
+        text = error.args[0]
+    return type(error).__name__[:MAX_TEXT], text[:MAX_TEXT]
 
 
 def test(channel: int) -> None:
@@ -279,7 +289,9 @@ def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
         raise
     except BaseException as error:  # an assertion failed, or anything else was raised
         raise Ended(WRONG) from error
-    return RIGHT if num_calls else BAD
+    if num_calls:
+        return RIGHT
+    return BAD
 
 
 def _ask(calls: int, replies: int, call: list[Any]) -> Any:
@@ -312,8 +324,10 @@ def _hear(replies: int) -> Any:
 def error_of(name: str, text: str) -> Exception:
     """Return the error of this name, if it is an ordinary one of Python's own; else ``ProgramRaised``."""
     kind = getattr(builtins, name, None)
-    ordinary = isinstance(kind, type) and issubclass(kind, Exception) and name not in _NOT_RAISED
+    other = ProgramRaised(f"{name}: {text}")
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or name in _NOT_RAISED:
+        return other
     try:
-        return kind(text) if ordinary else ProgramRaised(f"{name}: {text}")  # type: ignore[misc]
+        return kind(text)
     except TypeError:  # one that needs more than a text
-        return ProgramRaised(f"{name}: {text}")
+        return other

@@ -12,7 +12,7 @@ from pydantic import Field
 from posttrain.graders.answers import tagged_response
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, Verdict, is_blank
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, choose_sandbox
+from posttrain.graders.sandbox.sandbox import Bounds, SandboxKind, choose_sandbox
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.registry import register
 
@@ -58,17 +58,27 @@ def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_o
         elif goes_on:
             lines = response.splitlines(keepends=True)
             body = "".join(itertools.takewhile(lambda line: not line.strip() or line[0] in " \t", lines))
-            program = None if is_blank(body) else body.strip("\n")
+            if is_blank(body):
+                program = None
+            else:
+                program = body.strip("\n")
     if program is None:
         return None
-    return f"{prefix.rstrip()}\n{program}\n" if prefix else program
+    if prefix:
+        return f"{prefix.rstrip()}\n{program}\n"
+    return program
 
 
 def last_program(text: str) -> str | None:
     """Return the last complete fenced block of Python of what follows the thinking, or None."""
     response = tagged_response(text)
-    blocks = [] if response is None else _programs(response)
-    return blocks[-1] if blocks else None
+    if response is None:
+        blocks = []
+    else:
+        blocks = _programs(response)
+    if blocks:
+        return blocks[-1]
+    return None
 
 
 def _programs(response: str) -> list[str]:
@@ -79,7 +89,7 @@ def _programs(response: str) -> list[str]:
 def code_tests(
     submissions: Sequence[Submission],
     *,
-    sandbox: Kind | None = None,
+    sandbox: SandboxKind | None = None,
     timeout_seconds: Annotated[int, Field(ge=1)] = 10,
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     num_workers: Annotated[int, Field(ge=1)] | None = None,

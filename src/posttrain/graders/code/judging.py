@@ -13,7 +13,7 @@ from pathlib import Path
 from posttrain.errors import RunFailure
 from posttrain.graders.code.exchange import BAD, GONE, RIGHT, SOLUTION, WRONG, send
 from posttrain.graders.grading import Outcome
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, Program
+from posttrain.graders.sandbox.sandbox import Bounds, Program, SandboxKind
 
 EXCHANGE = Path(__file__).with_name("exchange.py").read_bytes()
 
@@ -31,7 +31,7 @@ class Checks:
 class Walls:
     """The sandbox of programs and tests, as ``choose_sandbox`` gave it, and their limits."""
 
-    kind: Kind
+    kind: SandboxKind
     bounds: Bounds
     seconds: float
 
@@ -58,7 +58,8 @@ def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
     with ExitStack() as stack:
         ours, theirs = socket.socketpair()
         stack.callback(ours.close)
-        (hear_calls, speak_calls), (hear_replies, speak_replies) = os.pipe(), os.pipe()
+        (hear_calls, speak_calls) = os.pipe()
+        (hear_replies, speak_replies) = os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         opened = [hear_calls, speak_calls, hear_replies, speak_replies, nowhere]
         exchange = {"exchange.py": EXCHANGE}
@@ -87,4 +88,6 @@ def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
     if ended.timed_out or (ended.code == GONE and other is not None and other.timed_out):
         return "timeout"
     outcomes: dict[int, Outcome] = {RIGHT: "right", WRONG: "wrong", BAD: "ungraded"}
-    return outcomes.get(ended.code, "crash") if has_kept else "crash"
+    if has_kept:
+        return outcomes.get(ended.code, "crash")
+    return "crash"

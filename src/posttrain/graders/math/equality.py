@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from posttrain.graders.answers import Quantity, canonical_unit, parse_quantity, same_quantity, without_spaces
-from posttrain.graders.math.notation import unify
-from posttrain.graders.math.reading import (
+from posttrain.graders.math.forms import (
     BasedNumber,
     Collection,
     Expression,
@@ -31,6 +30,7 @@ from posttrain.graders.math.reading import (
     read_form,
     undress,
 )
+from posttrain.graders.math.notation import unify
 from posttrain.graders.math.values import constant_ratio, is_near, parse_latex, rational, same_value
 
 # What a relation says: the value of a name, the region of a name, or an equation between expressions.
@@ -73,22 +73,27 @@ def resolve(relation: Relation) -> Statement:
     if not all(sides):
         raise NotUnderstood("an empty side")
     if operators and operators[0] in (">", ">="):
-        sides, operators = sides[::-1], tuple(_FLIPPED.get(operator, operator) for operator in reversed(operators))
-    name, content = "", None
+        sides = sides[::-1]
+        operators = tuple(_FLIPPED.get(operator, operator) for operator in reversed(operators))
+    name = ""
+    content = None
     if not operators:
         content = read_form(sides[0])
     elif set(operators) == {"="} and len(set(map(without_spaces, sides))) == 1:  # 1 = 1 gives nothing a value
         pass
     elif set(operators) == {"="}:
         if is_name(sides[0]):
-            name, content = plain_name(sides[0]), read_form(sides[-1])
+            name = plain_name(sides[0])
+            content = read_form(sides[-1])
         elif len(sides) == 2 and is_name(sides[1]):  # 3 = x
-            name, content = plain_name(sides[1]), read_form(sides[0])
+            name = plain_name(sides[1])
+            content = read_form(sides[0])
         elif _BOUND.search(sides[0]) or all(map(_is_constant, sides)):
             content = read_form(sides[-1])
     elif operators == ("in",):
         if is_name(sides[0]):
-            name, content = plain_name(sides[0]), read_form(sides[1])
+            name = plain_name(sides[0])
+            content = read_form(sides[1])
     else:
         name, content = _read_inequality(sides, operators)
     return Statement(name, content, sides, operators)
@@ -96,7 +101,8 @@ def resolve(relation: Relation) -> Statement:
 
 def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """``x ≈ 11`` says x = 11; of ``1/3 ≈ 0.33`` the exact side counts, and likewise in ``x = 1/3 ≈ 0.33``."""
-    sides, operators = relation.sides, relation.operators
+    sides = relation.sides
+    operators = relation.operators
     if "~" not in operators:
         return sides, operators
     place = operators.index("~")
@@ -105,7 +111,9 @@ def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[s
     if not sides[-1]:
         raise NotUnderstood("an empty side")
     if place == 0 and (is_name(sides[0]) or not sides[0]):
-        return (sides, ("=",)) if sides[0] else (sides[1:], ())
+        if sides[0]:
+            return (sides, ("=",))
+        return (sides[1:], ())
     return sides[: place + 1], operators[:place]
 
 
@@ -139,10 +147,18 @@ def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tupl
     ends = [side for place, side in enumerate(sides) if place != middle]
     if not is_name(sides[middle]) or not all(map(_is_constant, ends)):
         return "", None
-    low = read_form(sides[middle - 1]) if middle else _MINUS_INFINITY
-    high = read_form(sides[middle + 1]) if middle + 1 < len(sides) else _INFINITY
-    opening = "[" if middle and operators[0] == "<=" else "("
-    closing = "]" if middle + 1 < len(sides) and operators[-1] == "<=" else ")"
+    opening = "("
+    closing = ")"
+    low: Form = _MINUS_INFINITY
+    high: Form = _INFINITY
+    if middle == 1:
+        low = read_form(sides[0])
+        if operators[0] == "<=":
+            opening = "["
+    if middle + 1 < len(sides):
+        high = read_form(sides[middle + 1])
+        if operators[-1] == "<=":
+            closing = "]"
     return plain_name(sides[middle]), Collection(opening, closing, (low, high))
 
 
@@ -157,30 +173,36 @@ _CHOICE = re.compile(r"(?:\\text\{)?\(?([A-E])\)?\}?")
 # Spellings of words that stand for an answer.
 _SAME_WORDS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "doesnotexist": "dne",
                "infinity": "\\infty"}  # fmt: skip
-_DOLLAR, _CENT = canonical_unit("dollars"), canonical_unit("cents")
+_DOLLAR = canonical_unit("dollars")
+_CENT = canonical_unit("cents")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
 def compare_answers(item: Sequence[Any]) -> bool:
     """``[gold, answer, relative tolerance]``: whether the answer is right."""
     gold, answer, tolerance = item
-    left, right = (undress(unify(text)) for text in (gold, answer))
+    left = undress(unify(gold))
+    right = undress(unify(answer))
     if without_spaces(left) == without_spaces(right):
         return bool(left)
-    if (labelled := _LABELLED.fullmatch(right)) is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
-        value, letter = labelled[2] or labelled[3], _CHOICE.fullmatch(left)
-        if letter is not None and parse_quantity(value) is not None:  # (C) maybe is a hedge
+    labelled = _LABELLED.fullmatch(right)
+    if labelled is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
+        value = labelled[2] or labelled[3]
+        letter = _CHOICE.fullmatch(left)
+        if letter is None:
+            right = value
+        elif parse_quantity(value) is not None:  # (C) maybe is a hedge
             return letter[1] == labelled[1]
-        right = right if letter else value
     try:
-        forms = read_form(left), read_form(right)
+        gold_form = read_form(left)
+        answer_form = read_form(right)
     except NotUnderstood:
         return False
-    return Comparison(float(tolerance)).same(*forms)
+    return FormComparison(float(tolerance)).same(gold_form, answer_form)
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FormComparison:
     """``relative_tolerance``: of two numbers that are written as such, ``|x − y| ≤ tolerance · |x|``."""
 
     relative_tolerance: float = 0.0
@@ -203,9 +225,9 @@ class Comparison:
         if isinstance(gold, Collection) or isinstance(answer, Collection):
             return self._same_collection(gold, answer)
         if isinstance(gold, Matrix) and isinstance(answer, Matrix):
-            shapes = [[len(row) for row in matrix.rows] for matrix in (gold, answer)]
-            rows = zip(gold.rows, answer.rows, strict=False)
-            return shapes[0] == shapes[1] and all(self._same_ordered(*pair) for pair in rows)
+            if [len(row) for row in gold.rows] != [len(row) for row in answer.rows]:
+                return False
+            return all(self._same_ordered(*pair) for pair in zip(gold.rows, answer.rows, strict=True))
         if isinstance(gold, BasedNumber) or isinstance(answer, BasedNumber):
             return gold == answer
         if _is_empty_set(gold) and _is_empty_set(answer):
@@ -223,23 +245,26 @@ class Comparison:
 
     def _same_unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
         """Return whether each item of one side is among those of the other. An item may be repeated."""
-        return all(any(self.same(one, other) for other in answer) for one in gold) and all(
-            any(self.same(one, other) for one in gold) for other in answer
-        )
+        for one in gold:
+            if not any(self.same(one, other) for other in answer):
+                return False
+        return all(any(self.same(one, other) for one in gold) for other in answer)
 
     def _same_collection(self, gold: Form, answer: Form) -> bool:
         if not (isinstance(gold, Collection) and isinstance(answer, Collection)):
             return self._same_single(gold, answer)
         kinds = (gold.opening, answer.opening)
         if set(kinds) <= {"", "{"} or kinds == ("cases", "cases"):
-            gold, answer = _grouped(gold, answer), _grouped(answer, gold)
-            if _ELLIPSIS in (*gold.items, *answer.items):
-                return self._same_ordered(gold.items, answer.items)
-            # One list names its values (a = 4, b = 5) and the other does not: their order counts.
-            names_differ = any(len(_names(a)) > 1 and not _names(b) for a, b in ((gold, answer), (answer, gold)))
-            if kinds == ("", "") and names_differ:
-                return self._same_ordered(gold.items, answer.items)
-            return self._same_unordered(gold.items, answer.items)
+            first = _grouped(gold, answer)
+            second = _grouped(answer, gold)
+            is_ordered = _ELLIPSIS in (*first.items, *second.items)
+            if kinds == ("", "") and not is_ordered:
+                # One list names its values (a = 4, b = 5) and the other does not: their order counts.
+                num_names = sorted((len(_names(first)), len(_names(second))))
+                is_ordered = num_names[0] == 0 and num_names[1] > 1
+            if is_ordered:
+                return self._same_ordered(first.items, second.items)
+            return self._same_unordered(first.items, second.items)
         if set(kinds) == {"", "("} and {gold.closing, answer.closing} == {"", ")"}:
             return self._same_ordered(gold.items, answer.items)
         brackets = gold.opening == answer.opening and gold.closing == answer.closing
@@ -249,12 +274,18 @@ class Comparison:
 
     def _same_single(self, gold: Form, answer: Form) -> bool:
         """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
-        collection, other = (gold, answer) if isinstance(gold, Collection) else (answer, gold)
+        collection = gold
+        other = answer
+        if not isinstance(gold, Collection):
+            collection = answer
+            other = gold
         assert isinstance(collection, Collection)
         if collection.opening == ":" and len(collection.items) == 2:
             return not _is_whole(collection) and not _is_whole(other) and _same_expression(gold, answer)
         if collection.opening == "{" and len(collection.items) <= 1:
-            return self.same(collection.items[0], other) if collection.items else _is_empty_set(other)
+            if collection.items:
+                return self.same(collection.items[0], other)
+            return _is_empty_set(other)
         first, *others = collection.items
         if collection.opening or not any(one != first for one in others):
             return False
@@ -263,22 +294,25 @@ class Comparison:
     def _same_relation(self, gold: Form, answer: Form) -> bool:
         left = resolve(gold) if isinstance(gold, Relation) else None
         right = resolve(answer) if isinstance(answer, Relation) else None
-        content = [one.content if one is not None else form for one, form in ((left, gold), (right, answer))]
-        names = [one.name for one in (left, right) if one is not None and one.name]
+        statements = [statement for statement in (left, right) if statement is not None]
         if left is not None and right is not None and _letters_named(left) != _letters_named(right):
             return False  # x = y = 3 says more than x = 3
-        if (
-            content[0] is not None
-            and content[1] is not None
-            and len(set(names)) < 2
-            and self.same(content[0], content[1])
-        ):
-            return all(self._holds(one) for one in (left, right) if one is not None)
-        if left is None and right is not None and right.content is None and set(right.operators) == {"="}:
-            if (value := _value_of_names(right)) is not None:  # a + b = 12
-                return self.same(gold, read_form(value)) and self._holds(right)
-            return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
-        return left is not None and right is not None and self._same_chain(left, right)
+        gold_content = gold if left is None else left.content
+        answer_content = answer if right is None else right.content
+        names = {statement.name for statement in statements if statement.name}
+        agree = False
+        if gold_content is not None and answer_content is not None and len(names) < 2:
+            agree = self.same(gold_content, answer_content)
+        if agree:
+            return all(map(self._holds, statements))
+        if left is not None and right is not None:
+            return self._same_chain(left, right)
+        if right is None or right.content is not None or set(right.operators) != {"="}:
+            return False
+        value = _value_of_names(right)
+        if value is not None:  # a + b = 12
+            return self.same(gold, read_form(value)) and self._holds(right)
+        return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
 
     def _holds(self, statement: Statement) -> bool:
         """Return whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may be rounded.
@@ -295,12 +329,15 @@ class Comparison:
                 if not is_name(one) and self._of_other_kinds(one, other):
                     return False
                 continue
-            forms = read_form(one), read_form(other)
-            units = [canonical_unit(_unit_of(form)) for form in forms]
-            if "" not in units and units[0] != units[1]:
-                if "°" in units or (units[0] == _DOLLAR and units[1] != _CENT):  # 3 tickets = $5 may be
+            left = read_form(one)
+            right = read_form(other)
+            left_unit = canonical_unit(_unit_of(left))
+            right_unit = canonical_unit(_unit_of(right))
+            if left_unit and right_unit and left_unit != right_unit:
+                is_angle = "°" in (left_unit, right_unit)
+                if is_angle or (left_unit == _DOLLAR and right_unit != _CENT):  # 3 tickets = $5 may be
                     return False
-            elif not self.same(*forms) and not _rounds(one, other):
+            elif not self.same(left, right) and not _rounds(one, other):
                 return False
         return True
 
@@ -310,7 +347,9 @@ class Comparison:
         kinds = {_kind_of(side, form) for side, form in sides.items()}
         if kinds == {"time", ""}:  # a name or words may be a time, a calculation is none
             return any(isinstance(form, Expression) and not is_name(side) for side, form in sides.items())
-        return "" not in kinds if len(kinds) == 2 else kinds == {"list"} and not self.same(*sides.values())
+        if len(kinds) == 2:
+            return "" not in kinds
+        return kinds == {"list"} and not self.same(*sides.values())
 
     def _same_chain(self, gold: Statement, answer: Statement) -> bool:
         """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
@@ -319,14 +358,24 @@ class Comparison:
         pairs = list(zip(gold.sides, answer.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
-        turned = zip(gold.sides, answer.sides[::-1], strict=True) if gold.operators[0] in ("=", "!=") else ()
-        for sides in filter(None, (pairs, list(turned))):
-            if all(self.same(read_form(one), read_form(other)) for one, other in sides):
+        is_symmetric = gold.operators[0] in ("=", "!=")
+        ways = [pairs]
+        if is_symmetric:
+            ways.append(list(zip(gold.sides, answer.sides[::-1], strict=True)))
+        for way in ways:
+            if all(self.same(read_form(one), read_form(other)) for one, other in way):
                 return True
         for side in (*gold.sides, *answer.sides):
             parse_latex(side)  # in a difference, 0 times some words would be gone
-        ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, answer)))
-        return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
+        ratio = constant_ratio(_difference(gold), _difference(answer))
+        if ratio is None:
+            return False
+        return is_symmetric or bool(not ratio.imag and ratio.real > 0)
+
+
+def _difference(statement: Statement) -> Any:
+    """The first side of a relation less the second, as a sympy object."""
+    return parse_latex(f"({statement.sides[0]}) - ({statement.sides[1]})")
 
 
 def _value_of_names(statement: Statement) -> str | None:
@@ -334,7 +383,9 @@ def _value_of_names(statement: Statement) -> str | None:
 
     One name alone (``2x = 12``, ``x^2 + x = 12``) is an equation that waits to be solved.
     """
-    sides = statement.sides if not _is_constant(statement.sides[0]) else statement.sides[::-1]
+    sides = statement.sides
+    if _is_constant(sides[0]):
+        sides = sides[::-1]
     terms = [_COEFFICIENT.sub("", term.strip()) for term in _SIGN.split(sides[0])]
     named = {plain_name(term) for term in terms if is_name(term)}
     if len(terms) < 2 or len(named) != len(terms) or not all(map(_is_constant, sides[1:])):
@@ -345,7 +396,9 @@ def _value_of_names(statement: Statement) -> str | None:
 def _letters_named(statement: Statement) -> set[str]:
     """The single letters that a chain of equations sets equal to one another, where there are two or more."""
     letters = {side.strip() for side in statement.sides if _ONE_LETTER.fullmatch(side.strip())}
-    return letters if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2 else set()
+    if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2:
+        return letters
+    return set()
 
 
 def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
@@ -390,23 +443,31 @@ def _parts(form: Form) -> tuple[Form, ...]:
         return tuple(replace(form, items=(item,)) for item in form.items)
     if isinstance(form, Collection) and not form.opening:
         return tuple(part for item in form.items for part in _parts(item))
-    if isinstance(form, Relation) and (content := resolve(form).content) is not None:
-        return _parts(content)
+    if isinstance(form, Relation):
+        content = resolve(form).content
+        if content is not None:
+            return _parts(content)
     return (form,)
 
 
 def _grouped(named: Collection, other: Collection) -> Collection:
     """``p=5, q=2; p=7, q=2`` as (5, 2), (7, 2) where the other list has pairs and the names return in order."""
-    widths = {len(item.items) if isinstance(item, Collection) and item.opening == "(" else 0 for item in other.items}
-    if len(widths) != 1 or not (width := widths.pop()) or len(named.items) != width * len(other.items):
+    tuples = [item for item in other.items if isinstance(item, Collection) and item.opening == "("]
+    widths = {len(item.items) for item in tuples}
+    if len(tuples) < len(other.items) or len(widths) != 1:
         return named
-    read = [resolve(item) for item in named.items if isinstance(item, Relation)]
-    values = [one.content for one in read if one.content is not None and one.name]
-    names = [one.name for one in read]
-    if len(values) < len(named.items) or len(set(names)) != width or names != names[:width] * len(other.items):
+    (width,) = widths
+    if not width or len(named.items) != width * len(tuples):
         return named
-    starts = range(0, len(values), width)
-    return replace(named, items=tuple(Collection("(", ")", tuple(values[at : at + width])) for at in starts))
+    statements = [resolve(item) for item in named.items if isinstance(item, Relation)]
+    values = [one.content for one in statements if one.content is not None and one.name]
+    names = [one.name for one in statements]
+    if len(values) < len(named.items) or len(set(names)) != width or names != names[:width] * len(tuples):
+        return named
+    grouped = []
+    for start in range(0, len(values), width):
+        grouped.append(Collection("(", ")", tuple(values[start : start + width])))
+    return replace(named, items=tuple(grouped))
 
 
 def _names(collection: Collection) -> set[str]:
@@ -440,7 +501,9 @@ def _kind_of(side: str, form: Form) -> str:
         return "list"
     if is_time(form):
         return "time"
-    return "number" if _has_value(side) else ""
+    if _has_value(side):
+        return "number"
+    return ""
 
 
 def _rounds(exact: str, rounded: str) -> bool:
@@ -457,7 +520,9 @@ def _letters(form: Form) -> str:
     if isinstance(form, Words):
         letters = _PUNCTUATION.sub("", form.text)
         return _SAME_WORDS.get(letters, letters)
-    return "".join(form.latex.split()).casefold() if isinstance(form, Expression) and not form.unit else ""
+    if isinstance(form, Expression) and not form.unit:
+        return "".join(form.latex.split()).casefold()
+    return ""
 
 
 def _same_expression(gold: Form, answer: Form) -> bool:
@@ -465,16 +530,21 @@ def _same_expression(gold: Form, answer: Form) -> bool:
     units = [canonical_unit(_unit_of(form)) for form in (gold, answer)]
     if units[0] and units[1] and units[0] != units[1]:
         return False
-    left, right = _value_of(gold), _value_of(answer)
+    left = _value_of(gold)
+    right = _value_of(answer)
     if same_value(left, right):
         return True
     if _is_percent(gold) == _is_percent(answer):
         return False
-    return same_value(left / 100, right) if _is_percent(gold) else same_value(left, right / 100)
+    if _is_percent(gold):
+        return same_value(left / 100, right)
+    return same_value(left, right / 100)
 
 
 def _unit_of(form: Form) -> str:
-    return form.unit if isinstance(form, Quantity | Expression) else ""
+    if isinstance(form, Quantity | Expression):
+        return form.unit
+    return ""
 
 
 def _is_percent(form: Form) -> bool:

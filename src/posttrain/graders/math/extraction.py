@@ -72,19 +72,23 @@ def find_answer(text: str, extracted: str | None) -> str | None:
 
 
 def _read_tags(response: str, extracted: str | None) -> str | None:
-    contents, start = [], 0
-    while (end := response.find("</answer>", start)) >= 0:
-        begin = response.rfind("<answer>", start, end)
-        if begin >= 0:
-            contents.append(response[begin + len("<answer>") : end].strip())
-        start = end + len("</answer>")
-    answer = extracted if extracted in contents else next(iter(contents), None)
+    contents = []
+    for part in response.split("</answer>")[:-1]:
+        _, opened, content = part.rpartition("<answer>")
+        if opened:
+            contents.append(content.strip())
+    answer = next(iter(contents), None)
+    if extracted in contents:
+        answer = extracted
     if not answer:
         return None
-    if (boxes := read_boxes(answer)) is not None:
+    boxes = read_boxes(answer)
+    if boxes is not None:
         return ", ".join(boxes[0]) or None
     introduced = _INTRODUCTION.match(answer)
-    return answer[introduced.end() :].strip() or None if introduced else answer
+    if introduced:
+        return answer[introduced.end() :].strip() or None
+    return answer
 
 
 def read_solution(text: str) -> str | None:
@@ -94,7 +98,9 @@ def read_solution(text: str) -> str | None:
     if boxes is not None:
         contents, end = boxes
         final = _read_phrase(_FINAL, text[end:][-MAX_TAIL_CHARS:])
-        return (final if final is not None and _states_value(final) else ", ".join(contents)) or None
+        if final is not None and _states_value(final):
+            return final or None
+        return ", ".join(contents) or None
     phrase = _read_phrase(_PHRASE, tail)
     if phrase is not None:
         return phrase
@@ -120,7 +126,8 @@ def read_boxes(text: str) -> tuple[list[str], int] | None:
         first -= 1
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
     if len(contents) > 1:
-        contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
+        distinct = {parse_quantity(one) or one: one for one in dict.fromkeys(contents)}
+        contents = list(distinct.values())
     return contents, boxes[-1].stop
 
 
@@ -130,20 +137,23 @@ def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
     for part in reversed(_HOPE.split(text)):
         for match in reversed(list(phrase.finditer(part))):
             answer = _read_statement(part[match.end() :])
-            mentions = (
-                not match["verb"] and _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end())
-            )
-            if (
-                answer is None
-                or answer.casefold().rstrip(".!") in _JUDGEMENTS
-                or (mentions and not _states_value(answer))
-            ):
+            if answer is None or _is_mention(match, part, answer):
                 passed = True
             elif not passed or (match["verb"] and is_bare(answer)):
                 return answer
             if not passed:
                 break
     return None
+
+
+def _is_mention(match: re.Match[str], part: str, answer: str) -> bool:
+    """Return whether a phrase in a part of a text judges or mentions an answer, and does not state one."""
+    if answer.casefold().rstrip(".!") in _JUDGEMENTS:
+        return True
+    if match["verb"] or _states_value(answer):
+        return False
+    runs_on = _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end())
+    return runs_on is not None
 
 
 def _states_value(statement: str) -> bool:
@@ -153,7 +163,9 @@ def _states_value(statement: str) -> bool:
 
 def _read_statement(text: str) -> str | None:
     """Return what follows "the answer is"."""
-    rest = text.strip(' \t\n:*"\\`') if not text.lstrip().startswith(("\\(", "\\[")) else text.strip()
+    rest = text.strip()
+    if not rest.startswith(("\\(", "\\[")):
+        rest = text.strip(' \t\n:*"\\`')
     if not rest:
         return None
     if formula := _FORMULA.match(rest):
@@ -166,7 +178,8 @@ def _read_statement(text: str) -> str | None:
 
 def _join_formulas(text: str, first: re.Match[str]) -> str:
     """Formulas that stand in a row: ``$12$ and $13$``."""
-    formulas, end = [_inner(first)], first.end()
+    formulas = [_inner(first)]
+    end = first.end()
     while (glue := _AND.match(text, end)) and (formula := _FORMULA.match(text, glue.end())):
         formulas.append(_inner(formula))
         end = formula.end()
@@ -198,7 +211,9 @@ def _first_value(text: str) -> str | None:
     number = NUMBER.search(text)
     if formula is not None and (number is None or formula.start() <= number.start()):
         return _join_formulas(text, formula)
-    return number[0] if number is not None else None
+    if number is not None:
+        return number[0]
+    return None
 
 
 def _states_formula(inner: str) -> bool:
@@ -212,9 +227,12 @@ def _last_value(text: str) -> str | None:
     formulas = [match for match in _FORMULA.finditer(text) if _states_formula(_inner(match))]
     if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
         return None
-    values = list(NUMBER.finditer(text, formulas[-1].end() if formulas else 0))
-    if values or not formulas:
-        return values[-1][0] if values else None
+    start = formulas[-1].end() if formulas else 0
+    values = list(NUMBER.finditer(text, start))
+    if values:
+        return values[-1][0]
+    if not formulas:
+        return None
     first = len(formulas) - 1
     while first and _AND.fullmatch(text[formulas[first - 1].end() : formulas[first].start()]):
         first -= 1

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Annotated
 
-from pydantic import Field
-
+from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
-from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
+from posttrain.signatures import Range
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
+PARSERS = ("sympy", "latex2sympy2-extended")  # by their names on PyPI
 MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
 MIN_SOLUTION_CHARS = 200  # of a gold answer that is a sentence
 MAX_WORKERS = 4
@@ -25,10 +27,10 @@ WALL_FACTOR = 12  # elapsed time that an item may take, in units of its computin
 def math(
     submissions: Sequence[Submission],
     *,
-    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0,
-    memory_megabytes: Annotated[int, Field(ge=64)] = 512,
-    num_workers: Annotated[int, Field(ge=1)] | None = None,
-    relative_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    timeout_seconds: Annotated[float, Range(gt=0)] = 5.0,
+    memory_megabytes: Annotated[int, Range(ge=64)] = 512,
+    num_workers: Annotated[int, Range(ge=1)] | None = None,
+    relative_tolerance: Annotated[float, Range(ge=0, lt=1)] = 0.0,
 ) -> list[Verdict]:
     """Right if the answer means the same as the gold answer.
 
@@ -54,27 +56,57 @@ def math(
     their kind and by exact and high-precision arithmetic, since its own comparison accepts wrong answers.
     """
     verdicts = [Verdict("ungraded") for _ in submissions]
-    places: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, str], list[int]] = {}  # by gold and given answer, which are compared once
     for place, one in enumerate(submissions):
-        if one.answer is None or (gold := _read_gold(fold_signs(one.answer))) is None:
+        gold = _read_gold(one.answer)
+        if gold is None:
             continue
         verdicts[place] = Verdict("no_answer")
-        extracted = None if one.extracted is None else fold_signs(one.extracted)
-        if (answer := find_answer(fold_signs(one.text), extracted)) is not None:
+        answer = _find_answer(one)
+        if answer is not None:
             places.setdefault((gold, answer), []).append(place)
-    results = {pair: compare_quickly(*pair, relative_tolerance) for pair in sorted(places)}
-    undecided = [pair for pair, is_correct in results.items() if is_correct is None]
-    outcomes: dict[tuple[str, str], Outcome] = {pair: "right" if found else "wrong" for pair, found in results.items()}
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    undecided = []
+    for pair in sorted(places):
+        is_correct = compare_quickly(*pair, relative_tolerance)
+        if is_correct is None:
+            undecided.append(pair)
+        else:
+            outcomes[pair] = "right" if is_correct else "wrong"
     if undecided:
+        _require_parser()
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
-        found = pool.run([[*pair, relative_tolerance] for pair in undecided])
-        for pair, result in zip(undecided, found, strict=True):
-            outcomes[pair] = result.kind if result.kind != "value" else "right" if result.value else "wrong"
+        results = pool.run([[*pair, relative_tolerance] for pair in undecided])
+        outcomes.update(zip(undecided, map(_outcome_of, results), strict=True))
     for pair, own in places.items():
         for place in own:
             verdicts[place] = Verdict(outcomes[pair], extracted=pair[1])
     return verdicts
+
+
+def _outcome_of(result: Result) -> Outcome:
+    """The outcome of a comparison in a worker."""
+    if result.kind != "value":
+        return result.kind
+    return "right" if result.value else "wrong"
+
+
+def _find_answer(submission: Submission) -> str | None:
+    extracted = submission.extracted
+    if extracted is not None:
+        extracted = fold_signs(extracted)
+    return find_answer(fold_signs(submission.text), extracted)
+
+
+def _require_parser() -> None:
+    """Refuse to compare expressions where what reads them is not installed."""
+    absent = [package for package in PARSERS if find_spec(package.replace("-", "_")) is None]
+    if absent:
+        raise UsageError(
+            f"grader math: answers that are no plain numbers are compared with {' and '.join(absent)}, which cannot be "
+            f"imported. Install with: python -m pip install {' '.join(absent)}"
+        )
 
 
 def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:
@@ -85,13 +117,18 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
         return False
     if same_answer(gold, answer):
         return True
-    expected, actual = parse_quantity(gold), parse_quantity(answer)
+    expected = parse_quantity(gold)
+    actual = parse_quantity(answer)
     if expected is None or actual is None:
         return None
     return same_quantity(expected, actual, float(abs(expected.value)) * relative_tolerance)
 
 
-def _read_gold(gold: str) -> str | None:
+def _read_gold(answer: str | None) -> str | None:
     """A gold answer may be a whole solution, with its answer in a box or behind "the answer is"."""
-    is_solution = "\\boxed" in gold or (len(gold) > MIN_SOLUTION_CHARS and not is_bare(gold))
-    return read_solution(gold) if is_solution else gold
+    if answer is None:
+        return None
+    gold = fold_signs(answer)
+    if "\\boxed" in gold or (len(gold) > MIN_SOLUTION_CHARS and not is_bare(gold)):
+        return read_solution(gold)
+    return gold

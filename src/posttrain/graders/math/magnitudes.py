@@ -35,7 +35,10 @@ def _spread(node: sympy.Basic) -> float:
         return max(_log10(abs(node.p)), _log10(node.q))
     if node.is_Pow or isinstance(node, sympy.exp):
         base, exponent = node.as_base_exp()
-        digits = _log10_of(base) if not base.free_symbols else _POINT_DIGITS
+        if not base.free_symbols:
+            digits = _log10_of(base)
+        else:
+            digits = _POINT_DIGITS
         inner = _spread(base) if base.is_Add or base.free_symbols else 0.0
         return min((digits + inner) * max(1.0, _size(exponent)) + _spread(exponent), _UNBOUNDED)
     if isinstance(node, sympy.factorial | sympy.binomial) and not node.free_symbols:
@@ -48,20 +51,28 @@ def _size(exponent: sympy.Basic) -> float:
     if not exponent.args:
         if exponent.free_symbols:
             return _POINT_SIZE
-        return float(min(abs(exponent), _UNBOUNDED)) if exponent.is_Rational else _POINT_SIZE
+        if exponent.is_Rational:
+            return float(min(abs(exponent), _UNBOUNDED))
+        return _POINT_SIZE
     sizes = [_size(part) for part in exponent.args]
     if exponent.is_Mul:
         return min(math.prod(sizes), _UNBOUNDED)
     if exponent.is_Pow and not exponent.exp.is_negative:
         too_large = sizes[1] * math.log10(max(sizes[0], 1.0)) > math.log10(_UNBOUNDED)
-        return _UNBOUNDED if too_large else max(sizes[0], 1.0) ** sizes[1]
+        if too_large:
+            return _UNBOUNDED
+        return max(sizes[0], 1.0) ** sizes[1]
     if isinstance(exponent, sympy.factorial):
-        return _UNBOUNDED if sizes[0] > 12 else math.gamma(sizes[0] + 1)
+        if sizes[0] > 12:
+            return _UNBOUNDED
+        return math.gamma(sizes[0] + 1)
     return min(sum(sizes), _UNBOUNDED)
 
 
 def _log10(number: int) -> float:
-    return number.bit_length() * _DIGITS_PER_BIT if number > 1 else 0.0
+    if number > 1:
+        return number.bit_length() * _DIGITS_PER_BIT
+    return 0.0
 
 
 def _log10_of(constant: sympy.Basic) -> float:
@@ -70,7 +81,9 @@ def _log10_of(constant: sympy.Basic) -> float:
     if not value.is_number or not value.is_finite:
         return _UNBOUNDED
     size = sum(abs(part._to_mpmath(53)) for part in value.as_real_imag())
-    return float(min(abs(mpmath.log10(size)), _UNBOUNDED)) if size else 0.0
+    if size:
+        return float(min(abs(mpmath.log10(size)), _UNBOUNDED))
+    return 0.0
 
 
 def same_beyond_digits(left: sympy.Basic, right: sympy.Basic, same: Callable[[sympy.Basic, sympy.Basic], bool]) -> bool:
@@ -80,7 +93,8 @@ def same_beyond_digits(left: sympy.Basic, right: sympy.Basic, same: Callable[[sy
     exact = exact_value(left), exact_value(right)
     if exact[0] is not None and exact[1] is not None:
         return exact[0] == exact[1]
-    first, second = _logarithm(left), _logarithm(right)
+    first = _logarithm(left)
+    second = _logarithm(right)
     if first is not None and second is not None:
         return all(digits_spanned(*pair) <= MAX_SPAN and same(*pair) for pair in zip(first, second, strict=True))
     if left.func is not right.func or len(left.args) != len(right.args):
@@ -101,11 +115,14 @@ def exact_value(node: sympy.Basic) -> Fraction | None:
     if node.is_Rational:
         return Fraction(int(node.p), int(node.q))
     if node.is_Pow:
-        base, exponent = exact_value(node.base), exact_value(node.exp)
+        base = exact_value(node.base)
+        exponent = exact_value(node.exp)
         if base is None or exponent is None or exponent.denominator != 1 or (not base and exponent < 0):
             return None
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
-        return base**exponent.numerator if bits <= MAX_EXACT_BITS else None
+        if bits <= MAX_EXACT_BITS:
+            return base**exponent.numerator
+        return None
     if isinstance(node, sympy.factorial):
         number = exact_value(node.args[0])
         if number is None or number.denominator != 1 or number < 0 or number > MAX_EXACT_BITS // 16:
@@ -118,7 +135,10 @@ def exact_value(node: sympy.Basic) -> Fraction | None:
         value = exact_value(part)
         if value is None or total.numerator.bit_length() + value.numerator.bit_length() > 2 * MAX_EXACT_BITS:
             return None
-        total = total + value if node.is_Add else total * value
+        if node.is_Add:
+            total = total + value
+        else:
+            total = total * value
     return total
 
 
@@ -134,7 +154,10 @@ def _logarithm(node: sympy.Basic) -> tuple[sympy.Basic, sympy.Basic] | None:
         inner = _logarithm(node.base)
         if inner is None or node.exp.is_even is None:
             return None
-        sign = sympy.Integer(1) if node.exp.is_even else inner[0]
+        if node.exp.is_even:
+            sign = sympy.Integer(1)
+        else:
+            sign = inner[0]
         return sign, sympy.Mul(node.exp, inner[1], evaluate=False)
     if isinstance(node, sympy.factorial) and node.args[0].is_nonnegative:
         return sympy.Integer(1), sympy.loggamma(sympy.Add(node.args[0], 1), evaluate=False)

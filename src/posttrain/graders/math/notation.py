@@ -130,7 +130,8 @@ def _fraction(match: re.Match[str]) -> str:
 
 def _repeating(match: re.Match[str]) -> str:
     """``0.1\\overline{6}`` -> ``{\\frac{15}{90}}``, by the geometric series."""
-    start, period = match[1] + match[2], match[3] or match[4]
+    start = match[1] + match[2]
+    period = match[3] or match[4]
     top = int(start + period) - int(start or 0)
     return f"{{\\frac{{{top}}}{{{'9' * len(period) + '0' * len(match[2])}}}}}"
 
@@ -139,10 +140,16 @@ def _plain_text(match: re.Match[str]) -> str:
     """``\\mathrm{E}`` is the letter, ``\\operatorname{lcm}`` the function; all other words are text."""
     words = " ".join(_SPACES.sub(" ", match[1]).split())
     if match[0].startswith(("\\text", "\\mbox")):
-        return f"\\text{{{words}}}" if words else " "
+        if words:
+            return f"\\text{{{words}}}"
+        return " "
     if words in _KEPT_NAMES:
         return f"\\{words} "
-    return words if len(words) == 1 else f"\\text{{{words}}}" if words else " "
+    if len(words) == 1:
+        return words
+    if words:
+        return f"\\text{{{words}}}"
+    return " "
 
 
 def _respell(text: str) -> str:
@@ -164,7 +171,8 @@ def _brace_arguments(text: str) -> str:
     out: list[str] = []
     frames: list[list[int]] = []
     parentheses: list[bool] = []  # of each open one, whether it became a brace
-    level, in_index = 0, False  # in the [n] of a root
+    level = 0
+    in_index = False  # in the [n] of a root
 
     def drop() -> None:
         if frames.pop()[2]:
@@ -179,14 +187,16 @@ def _brace_arguments(text: str) -> str:
             drop()
 
     for match in _TOKENS.finditer(text):
-        token, is_awaited = match[0], bool(frames) and frames[-1][1] == level
+        token = match[0]
+        is_awaited = bool(frames) and frames[-1][1] == level
         if token == "(":
             parentheses.append(is_awaited and out[-1] in ("^", "\\sqrt"))
         becomes_brace = token in "()" and bool(parentheses) and parentheses[-1]
         if token == ")" and parentheses:
             parentheses.pop()
         if token.isspace():
-            out += [] if is_awaited else [token]
+            if not is_awaited:
+                out.append(token)
         elif token == "{" or (token == "(" and becomes_brace):
             out.append("{")
             level += 1
@@ -197,7 +207,9 @@ def _brace_arguments(text: str) -> str:
             level -= 1
             complete()
         elif token in _ARGUMENTS:
-            out += ["{", token] if is_awaited else [token]
+            if is_awaited:
+                out.append("{")
+            out.append(token)
             frames.append([_ARGUMENTS[token], level, int(is_awaited)])
         elif is_awaited and (in_index or (token == "[" and out[-1] == "\\sqrt")):
             in_index = token != "]"
@@ -215,15 +227,23 @@ def _brace_arguments(text: str) -> str:
 def _parenthesize_arguments(text: str) -> str:
     """``\\sin{x} y`` and ``\\sin{(x)} y`` -> ``\\sin(x) y``: what stands in braces is the argument, all of it."""
     starts = {match.end() for match in _ARGUMENT.finditer(text)}
-    letters, opened, inner = list(text), list[int](), (-1, -1)
-    for match in _PAIRS.finditer(text) if starts else ():
+    if not starts:
+        return text
+    letters = list(text)
+    opened = list[int]()
+    inner = (-1, -1)
+    for match in _PAIRS.finditer(text):
         if match[0] in "({":
             opened.append(match.start())
         elif match[0] in ")}" and opened:
-            start, end = opened.pop(), match.start()
+            start = opened.pop()
+            end = match.start()
             if text[start] == "{" and start in starts:
-                again = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
-                again = again and not text[inner[1] + 1 : end].strip()
-                letters[start], letters[end] = ("", "") if again else ("(", ")")
-            inner = (start, end) if text[start] == "(" else (-1, -1)
+                has_parentheses = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
+                is_doubled = has_parentheses and not text[inner[1] + 1 : end].strip()
+                letters[start] = "" if is_doubled else "("
+                letters[end] = "" if is_doubled else ")"
+            inner = (-1, -1)
+            if text[start] == "(":
+                inner = (start, end)
     return "".join(letters)

@@ -21,8 +21,8 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 
 from posttrain.graders.answers import parse_quantity
+from posttrain.graders.math.forms import NotUnderstood
 from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, same_beyond_digits
-from posttrain.graders.math.reading import NotUnderstood
 
 # Points at which two expressions are compared.
 #
@@ -40,7 +40,9 @@ MAX_CANCELLED_DIGITS = 400
 BITS_PER_DIGIT = 3  # a little less than log2(10)
 NUM_POINTS = 4  # that must agree, of smooth sides
 MIN_POINTS = 3  # that must agree where the domain is small
-NUM_GENERAL, NUM_WHOLE, NUM_FAR = 12, 22, 24
+NUM_GENERAL = 12
+NUM_WHOLE = 22
+NUM_FAR = 24
 MAX_CONSTANTS = 4
 GATE_DIGITS = 15
 MAX_BITS = 10_000
@@ -65,20 +67,20 @@ class PointComparison:
     def __init__(
         self, left: sympy.Basic, right: sympy.Basic, names: Sequence[sympy.Symbol], *, skip_zeros: bool = False
     ) -> None:
-        self.names, self.skip_zeros, self.is_decided = names, skip_zeros, False
+        self.names = names
+        self.skip_zeros = skip_zeros
+        self.is_decided = False
         self.span = digits_spanned(left, right) * (2 if skip_zeros else 1)  # a ratio changes by the square of that
-        self.whole = self.uneven = False
+        self.whole = False
+        self.uneven = False
         self.barred: set[sympy.Symbol] = set()
         self.gates: list[list[sympy.Basic]] = [[], []]
-        nodes = [list(sympy.preorder_traversal(side)) for side in (left, right)]
-        roots = [any(_is_odd_root(node) for node in side) for side in nodes]
-        self.left, self.right = (
-            _with_real_roots(side) if rooted else side for side, rooted in zip((left, right), roots, strict=True)
-        )
+        self.left = _with_real_roots(left)
+        self.right = _with_real_roots(right)
         if not names:
             return
         self.gates = [_gates(sympy.preorder_traversal(side)) for side in (self.left, self.right)]
-        both = [*nodes[0], *nodes[1]]
+        both = [*sympy.preorder_traversal(left), *sympy.preorder_traversal(right)]
         powers = [node for node in both if node.is_Pow]
         self.barred = {name for node in both if isinstance(node, _BARS) for name in node.free_symbols}
         for node in powers:  # roots of squares
@@ -88,17 +90,20 @@ class PointComparison:
         is_alternating = any(node.exp.free_symbols and not node.base.is_positive for node in powers)
         self.whole = is_alternating or any(isinstance(node, _WHOLE) for node in both)
         self.uneven = bool(self.barred or any(self.gates) or any(isinstance(node, _STEPS) for node in both))
-        constants = {abs(node) for node in both if node.is_Rational and abs(node) not in (0, 1)}
-        self.constants = sorted((constants if self.uneven else set()) | {sympy.Integer(1)}, reverse=True)[
-            :MAX_CONSTANTS
-        ]
+        constants = {sympy.Integer(1)}
+        if self.uneven:
+            constants |= {abs(node) for node in both if node.is_Rational and abs(node) not in (0, 1)}
+        self.constants = sorted(constants, reverse=True)[:MAX_CONSTANTS]
 
     def __iter__(self) -> Iterator[tuple[Point, Values]]:
-        enough = len(self.names) and (
-            NUM_POINTS if not self.whole and not self.uneven else NUM_GENERAL + NUM_WHOLE + NUM_FAR
-        )
+        enough = NUM_POINTS
+        if not self.names:
+            enough = 1
+        elif self.whole or self.uneven:
+            enough = NUM_GENERAL + NUM_WHOLE + NUM_FAR
         undefined: list[tuple[Point, Values]] = []  # nowhere real: compared as complex functions
-        counted, one_sided = 0, False
+        counted = 0
+        one_sided = False
         for point in self._points():
             values = self._values(point)
             if values is None:
@@ -111,7 +116,7 @@ class PointComparison:
                     break
             elif closed[0] is not None and closed[1] is not None:
                 undefined.append((point, values))
-            elif self.barred & (closed[0] or closed[1] or set()):
+            elif not self.barred.isdisjoint(closed[0] or closed[1] or ()):
                 return
             else:
                 one_sided = True
@@ -122,8 +127,10 @@ class PointComparison:
 
     def _values(self, point: Point) -> Values | None:
         left = number_at(self.left, point, DIGITS + self.span)
-        right = number_at(self.right, point, DIGITS + self.span) if left is not None else None
-        if left is None or right is None or (self.skip_zeros and not left and not right):
+        if left is None:
+            return None
+        right = number_at(self.right, point, DIGITS + self.span)
+        if right is None or (self.skip_zeros and not left and not right):
             return None
         if self.names and min(mpmath.mag(left), mpmath.mag(right)) > MAX_BITS + 4 * self.span:
             return None  # more digits than are compared
@@ -131,29 +138,40 @@ class PointComparison:
 
     def _points(self) -> Iterator[Point]:
         """Values of the variables; one point without any for constants."""
-        for number in range(NUM_GENERAL if self.names else 1):
+        if not self.names:
+            yield {}
+            return
+        for number in range(NUM_GENERAL):
             yield {name: _general(number, place) for place, name in enumerate(self.names)}
-        if self.whole and self.names:
+        if self.whole:
             for number in range(NUM_WHOLE):
                 yield {name: _whole(number, place, len(self.names)) for place, name in enumerate(self.names)}
-        if self.uneven and self.names:
-            around = [value for constant in self.constants for value in _around(constant)]
+        if self.uneven:
+            around: list[sympy.Basic] = []
+            for constant in self.constants:
+                around += _around(constant)
             around += [sympy.Rational(10007, 3), sympy.Rational(-10007, 3), sympy.Rational(3, 10007)]
             for number in range(max(NUM_FAR, len(around))):
-                yield {
-                    name: around[(number * (place + 1) + 7 * place) % len(around)]
-                    for place, name in enumerate(self.names)
-                }
+                point = {}
+                for place, name in enumerate(self.names):
+                    point[name] = around[(number * (place + 1) + 7 * place) % len(around)]
+                yield point
 
 
 def _general(number: int, place: int) -> sympy.Rational:
     """The value of variable ``place`` at point ``number``: between 0 and 1, above 1, below 0, mixed, whole."""
     kind = number % 6
-    low, high = sorted(_PRIMES[(5 * number + 3 * place + shift) % len(_PRIMES)] for shift in (0, 7))
+    start = 5 * number + 3 * place
+    low, high = sorted(_PRIMES[(start + shift) % len(_PRIMES)] for shift in (0, 7))
     if kind == 5:
         return sympy.Integer(2 + number + place)
-    value = sympy.Rational(low, high) if kind in (0, 2) else sympy.Rational(high, low)
-    return -value if kind in (2, 3) or (kind == 4 and place % 2) else value
+    if kind in (0, 2):
+        value = sympy.Rational(low, high)
+    else:
+        value = sympy.Rational(high, low)
+    if kind in (2, 3) or (kind == 4 and place % 2):
+        return -value
+    return value
 
 
 def _whole(number: int, place: int, num_names: int) -> sympy.Integer:
@@ -166,23 +184,28 @@ def _whole(number: int, place: int, num_names: int) -> sympy.Integer:
 
 
 def _around(constant: sympy.Basic) -> tuple[sympy.Basic, ...]:
-    near, far = sympy.Rational(1, 7), sympy.Rational(7, 5)
+    near = sympy.Rational(1, 7)
+    far = sympy.Rational(7, 5)
     return (constant + near, constant - near, -constant + near, -constant - near, constant * far, constant / 3 / far)
 
 
 def _is_odd_root(node: sympy.Basic) -> bool:
-    return (
-        node.is_Pow and node.exp.is_Rational and node.exp.q % 2 == 1 and node.exp.q > 1 and not node.base.has(sympy.I)
-    )
+    if not node.is_Pow or not node.exp.is_Rational:
+        return False
+    return node.exp.q % 2 == 1 and node.exp.q > 1 and not node.base.has(sympy.I)
 
 
 def _with_real_roots(expression: sympy.Basic) -> sympy.Basic:
-    """With real odd roots: x^(1/3) is sign(x)·|x|^(1/3)."""
+    """With real odd roots, if there are any: x^(1/3) is sign(x)·|x|^(1/3)."""
 
     def real(node: sympy.Basic) -> sympy.Basic:
         size = sympy.Pow(sympy.Abs(node.base), node.exp, evaluate=False)
-        return size if node.exp.p % 2 == 0 else sympy.Mul(sympy.sign(node.base), size, evaluate=False)
+        if node.exp.p % 2 == 0:
+            return size
+        return sympy.Mul(sympy.sign(node.base), size, evaluate=False)
 
+    if not any(map(_is_odd_root, sympy.preorder_traversal(expression))):
+        return expression
     return expression.replace(_is_odd_root, real)
 
 
@@ -190,10 +213,10 @@ def _gates(nodes: Iterable[sympy.Basic]) -> list[sympy.Basic]:
     """The parts in variables that are not real everywhere, without those that contain i."""
     gates = []
     for node in nodes:
-        is_open_power = node.is_Pow and not (
-            node.exp.is_Integer or node.base.is_positive or isinstance(node.base, sympy.Abs)
-        )
-        if (is_open_power or isinstance(node, _GATES)) and node.free_symbols and not node.has(sympy.I):
+        is_gate = isinstance(node, _GATES)
+        if node.is_Pow:
+            is_gate = not (node.exp.is_Integer or node.base.is_positive or isinstance(node.base, sympy.Abs))
+        if is_gate and node.free_symbols and not node.has(sympy.I):
             gates.append(node)
     return gates
 
@@ -253,7 +276,7 @@ def rational(value: Fraction) -> sympy.Rational:
     return sympy.Rational(value.numerator, value.denominator)
 
 
-class _Reader(_Latex2Sympy):
+class _LatexReader(_Latex2Sympy):
     """The parser for one value: lists, sets and relations have been taken apart before."""
 
     def parse(self, latex_str: str) -> sympy.Basic:
@@ -290,15 +313,17 @@ class _Reader(_Latex2Sympy):
         if not isinstance(head, sympy.Expr | sympy.MatrixBase):  # d/dx
             return super().convert_postfix_list(arr, i)
         rest = i + 1
-        if rest < len(arr) and (mixed := _MIXED.fullmatch(arr[i].getText() + arr[rest].getText())):
-            whole, top, bottom = map(int, mixed.groups())
-            if 0 < top < bottom:
-                head, rest = sympy.Rational(whole * bottom + top, bottom), rest + 1
+        if rest < len(arr):
+            mixed = _mixed_number(arr[i].getText() + arr[rest].getText())
+            if mixed is not None:
+                head = mixed
+                rest += 1
         if rest == len(arr):
             return head
         tail = self.convert_postfix_list(arr, rest)
-        multiply = self.mat_mul_flat if head.is_Matrix or getattr(tail, "is_Matrix", False) else self.mul_flat
-        return multiply(head, tail)
+        if head.is_Matrix or getattr(tail, "is_Matrix", False):
+            return self.mat_mul_flat(head, tail)
+        return self.mul_flat(head, tail)
 
     def convert_postfix(self, postfix: ParserRuleContext) -> sympy.Basic:
         """``A^T`` of a matrix is its transpose; of all else T is an exponent (as the parser has it 2^T would be 2)."""
@@ -311,14 +336,19 @@ class _Reader(_Latex2Sympy):
     def convert_func(self, func: ParserRuleContext) -> sympy.Basic:
         """A logarithm to a base is a quotient: of sympy's own with a base e^{\\log_2 5} would be 5."""
         value = super().convert_func(func)
-        inner = value.base if isinstance(value, sympy.Pow) else value
+        inner = value
+        if isinstance(value, sympy.Pow):
+            inner = value.base
         if not isinstance(inner, sympy.log) or len(inner.args) != 2:
             return value
-        top, bottom = (sympy.log(part, evaluate=False) for part in inner.args)
-        quotient = (
-            top if inner.args[1] is sympy.E else sympy.Mul(top, sympy.Pow(bottom, -1, evaluate=False), evaluate=False)
-        )
-        return quotient if inner is value else sympy.Pow(quotient, value.exp, evaluate=False)
+        argument, base = inner.args
+        quotient = sympy.log(argument, evaluate=False)
+        if base is not sympy.E:
+            bottom = sympy.log(base, evaluate=False)
+            quotient = sympy.Mul(quotient, sympy.Pow(bottom, -1, evaluate=False), evaluate=False)
+        if inner is value:
+            return quotient
+        return sympy.Pow(quotient, value.exp, evaluate=False)
 
     def convert_binom(self, binom: ParserRuleContext) -> sympy.Basic:
         """Not evaluated."""
@@ -330,6 +360,17 @@ class _Reader(_Latex2Sympy):
         if quantity is None:
             raise NotUnderstood("a number of too many digits")
         return rational(quantity.value)
+
+
+def _mixed_number(text: str) -> sympy.Rational | None:
+    """The number of ``2\\frac{1}{3}``: a whole number with a fraction below one."""
+    match = _MIXED.fullmatch(text)
+    if match is None:
+        return None
+    whole, top, bottom = map(int, match.groups())
+    if not 0 < top < bottom:
+        return None
+    return sympy.Rational(whole * bottom + top, bottom)
 
 
 @contextmanager
@@ -355,7 +396,7 @@ def parse_latex(latex: str) -> sympy.Basic:
     with _understanding():
         # what the parser would take for something else, as letters of its own
         lettered = _CAPITAL_I.sub(lambda match: r"\mathcal{I}" if match[0] == "I" else match[0], latex)
-        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, lettered))
+        parsed = _LatexReader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, lettered))
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
     if _vanishes(parsed, 1) or any(_vanishes(node, 2) for node in sympy.preorder_traversal(parsed)):
@@ -374,7 +415,10 @@ def _vanishes(node: sympy.Basic, num_letters: int) -> bool:
 
 def _factors(product: sympy.Basic) -> Iterator[sympy.Basic]:
     for factor in product.args:
-        yield from _factors(factor) if isinstance(factor, sympy.Mul) else (factor,)
+        if isinstance(factor, sympy.Mul):
+            yield from _factors(factor)
+        else:
+            yield factor
 
 
 def _as_symbol(angle: re.Match[str]) -> str:
@@ -401,12 +445,19 @@ def _as_variables(parsed: sympy.Basic) -> sympy.Basic:
     Likewise ``\\frac{d y}{d x}``, where y is a letter: sympy takes it for a constant, of which that would be 0.
     """
     bound = {limit[0] for node in parsed.atoms(sympy.Sum, sympy.Product) for limit in node.limits}
-    units = {symbol for symbol in parsed.free_symbols if symbol.name in ("i", "imath")} - bound
-    unknown = parsed.atoms(AppliedUndef)
-    known = dict.fromkeys(units, sympy.I) | {call: sympy.Symbol(str(call)) for call in unknown}
-    slopes = (node for node in parsed.atoms(sympy.Derivative) if not node.expr.free_symbols & set(node.variables))
-    known |= {slope: sympy.Symbol(str(slope)) for slope in slopes if slope.expr.free_symbols}
-    return parsed.xreplace(known) if known else parsed
+    known: dict[sympy.Basic, sympy.Basic] = {}
+    for symbol in parsed.free_symbols - bound:
+        if symbol.name in ("i", "imath"):
+            known[symbol] = sympy.I
+    for call in parsed.atoms(AppliedUndef):
+        known[call] = sympy.Symbol(str(call))
+    for slope in parsed.atoms(sympy.Derivative):
+        letters = slope.expr.free_symbols
+        if letters and letters.isdisjoint(slope.variables):
+            known[slope] = sympy.Symbol(str(slope))
+    if known:
+        return parsed.xreplace(known)
+    return parsed
 
 
 @_understanding()
@@ -428,7 +479,8 @@ def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    left, right = _evaluated(left), _evaluated(right)
+    left = _evaluated(left)
+    right = _evaluated(right)
     if left.free_symbols != right.free_symbols or not left.free_symbols or digits_spanned(left, right) > MAX_SPAN:
         return None
     comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
@@ -437,13 +489,16 @@ def constant_ratio(left: sympy.Basic, right: sympy.Basic) -> mpmath.mpc | None:
         if not values[0] or not values[1]:
             return None  # one holds where the other does not
         with mpmath.workdps(DIGITS + comparison.span):
-            ratio, close = values[0] / values[1], mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
+            ratio = values[0] / values[1]
+            close = mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
             if first is not None and abs(ratio / first - 1) > close:
                 return None
             if abs(ratio.imag) <= abs(ratio.real) * close:
                 ratio = mpmath.mpc(ratio.real)
         first = ratio
-    return first if comparison.is_decided else None
+    if comparison.is_decided:
+        return first
+    return None
 
 
 @_understanding()
@@ -466,7 +521,9 @@ def _evaluated(parsed: sympy.Basic) -> sympy.Basic:
     """With sums, integrals, limits and matrix products carried out."""
     if isinstance(parsed, sympy.MatrixBase):
         return parsed.applyfunc(_evaluated)
-    return parsed.doit() if isinstance(parsed, sympy.MatrixExpr) or parsed.has(*_OPERATIONS) else parsed
+    if isinstance(parsed, sympy.MatrixExpr) or parsed.has(*_OPERATIONS):
+        return parsed.doit()
+    return parsed
 
 
 def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
@@ -475,8 +532,7 @@ def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
     if isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase):
         return left.shape == right.shape and all(map(_same, left.flat(), right.flat()))
     if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
-        of_zero = [any(p.base.is_zero and p.exp.free_symbols for p in side.atoms(sympy.Pow)) for side in (left, right)]
-        if of_zero[0] != of_zero[1]:  # 0^n is no 0 but a question of n
+        if _has_power_of_zero(left) != _has_power_of_zero(right):  # 0^n is no 0 but a question of n
             return False
         if digits_spanned(left, right) > MAX_SPAN:
             return same_beyond_digits(left, right, _same)
@@ -485,12 +541,17 @@ def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
     return False
 
 
+def _has_power_of_zero(expression: sympy.Basic) -> bool:
+    return any(power.base.is_zero and power.exp.free_symbols for power in expression.atoms(sympy.Pow))
+
+
 def _close(comparison: PointComparison, values: Sequence[mpmath.mpc], point: Point) -> bool:
     """Agreement to ``CLOSE_DIGITS`` decimals and digits; large numbers are evaluated once more, to the end."""
     if not values[0] or not values[1]:
         return bool(values[0] == values[1])
     # about the digits before the decimal point; negative of small numbers
-    span, magnitude = comparison.span, max(int(mpmath.mag(value) * 0.30103) + 1 for value in values)
+    span = comparison.span
+    magnitude = max(int(mpmath.mag(value) * 0.30103) + 1 for value in values)
     if not _agree(values, magnitude - span, span) or magnitude > MAX_MAGNITUDE + 2 * span:
         return False
     if magnitude <= DIGITS + span - CLOSE_DIGITS:

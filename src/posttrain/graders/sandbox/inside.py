@@ -33,7 +33,8 @@ def main() -> None:
         number = getattr(resource, name)
         present = resource.getrlimit(number)[1]
         if present != resource.RLIM_INFINITY:
-            soft, hard = min(soft, present), min(hard, present)
+            soft = min(soft, present)
+            hard = min(hard, present)
         resource.setrlimit(number, (soft, hard))
     os.execv(spec["argv"][0], spec["argv"])
 

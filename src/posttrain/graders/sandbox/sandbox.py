@@ -45,10 +45,19 @@ _REFUSED = {
     "sendmmsg": (307, 269), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "open_tree": (428, 428),
     "fsopen": (430, 430),
 }  # fmt: skip
-_CLONE, _CLONE3, _NEW_NAMESPACES = (56, 220), 435, 0x7E020000
+_CLONE = (56, 220)
+_CLONE3 = 435
+_NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000  # calls of x86_64 under other numbers
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _NOT_PERMITTED, _NOT_THERE = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_NOT_PERMITTED = 0x00050001
+_NOT_THERE = 0x00050026
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data, little-endian
 
 
@@ -60,7 +69,10 @@ def filter_program(machine: str = platform.machine()) -> bytes:
     if machine not in _ARCHITECTURES:
         return b""
     column = list(_ARCHITECTURES).index(machine)
-    x32 = [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _NOT_PERMITTED)] if machine == "x86_64" else []
+    if machine == "x86_64":
+        x32 = [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _NOT_PERMITTED)]
+    else:
+        x32 = []
     refused = [((_EQUAL, 0, 1, one[column]), (_RETURN, 0, 0, _NOT_PERMITTED)) for one in _REFUSED.values()]
     steps = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
@@ -83,7 +95,7 @@ def filter_program(machine: str = platform.machine()) -> bytes:
 FILTER = filter_program()
 
 
-Kind = Literal["bubblewrap", "process"]
+SandboxKind = Literal["bubblewrap", "process"]
 BOX = "/box"  # the working folder in bubblewrap
 USERS = (64_000, 1_000)  # first and number: in bubblewrap each program of a superuser has a user of its own
 OVERDUE = 124  # the exit code of a watched program whose seconds are over
@@ -123,7 +135,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedProgram:
     """Exit code of a program (128 + the signal that ended it), whether its time was up, and its bounded output."""
 
     code: int
@@ -132,22 +144,26 @@ class Finished:
     stderr: bytes = b""
 
 
-def choose_sandbox(kind: Kind | None, key: str = "sandbox") -> Kind:
+def choose_sandbox(kind: SandboxKind | None, key: str = "sandbox") -> SandboxKind:
     """Return the sandbox that a recipe names, or bubblewrap.
 
     Raises:
         UsageError: it does not work on this machine; the message says why and what would work.
     """
-    wanted: Kind = kind or "bubblewrap"
+    wanted: SandboxKind = kind or "bubblewrap"
     reason = refusal(wanted)
     if not reason:
         return wanted
-    process = " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
-    raise UsageError(f"{key}: {wanted} does not run here: {reason}.{process if wanted == 'bubblewrap' else ''}")
+    message = f"{key}: {wanted} does not run here: {reason}."
+    if wanted == "bubblewrap":
+        message += (
+            " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
+        )
+    raise UsageError(message)
 
 
 @cache
-def refusal(kind: Kind) -> str:
+def refusal(kind: SandboxKind) -> str:
     """Return why this machine has no such sandbox; empty where it has one. Tried once."""
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -164,15 +180,21 @@ def refusal(kind: Kind) -> str:
 
 
 def run(
-    arguments: Sequence[str], files: Mapping[str, bytes] | None = None, *, kind: Kind, bounds: Bounds, seconds: float
-) -> Finished:
+    arguments: Sequence[str],
+    files: Mapping[str, bytes] | None = None,
+    *,
+    kind: SandboxKind,
+    bounds: Bounds,
+    seconds: float,
+) -> FinishedProgram:
     """Run Python with these arguments to its end, in a folder with these files and without input.
 
     Raises:
         RunFailure: the sandbox cannot be set up.
     """
     descriptors = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
-    program, texts = Program(arguments, files or {}, descriptors, kind, bounds, seconds), (bytearray(), bytearray())
+    program = Program(arguments, files or {}, descriptors, kind, bounds, seconds)
+    texts = (bytearray(), bytearray())
 
     def take(output: IO[bytes] | None, text: bytearray) -> None:
         assert output is not None, "it is a pipe"
@@ -191,7 +213,7 @@ def run(
         raise RunFailure(f"bubblewrap: {bytes(texts[1]).decode(errors='replace').strip()[-300:]}")
     # The name of a folder is random, and equal programs would print different things.
     shown = [bytes(text).replace(program.folder.encode(), BOX.encode()) for text in texts]
-    return Finished(ended.code, ended.timed_out, shown[0], shown[1])
+    return FinishedProgram(ended.code, ended.timed_out, shown[0], shown[1])
 
 
 class Program:
@@ -213,13 +235,15 @@ class Program:
         arguments: Sequence[str],
         files: Mapping[str, bytes],
         descriptors: tuple[int, int, int],
-        kind: Kind,
+        kind: SandboxKind,
         bounds: Bounds,
         seconds: float,
         inherited: int | None = None,
     ) -> None:
-        self.bounds, self.folder = bounds, BOX
-        self._is_boxed, self._user = kind == "bubblewrap", 0
+        self.bounds = bounds
+        self.folder = BOX
+        self._is_boxed = kind == "bubblewrap"
+        self._user = 0
         self._deadline = time.monotonic() + seconds
         self._status, self._reported = -1, b""  # what bubblewrap reports of its start and end
         command = [PYTHON[0], "-I", "-S", "-B", "-c", _INSIDE]
@@ -295,7 +319,10 @@ class Program:
     def _limits(self) -> list[tuple[str, int, int]]:
         bounds = self.bounds
         # besides the program's own: the first process of bubblewrap; else all of this user's, and the one that watches
-        others = int(not self._user) if self._is_boxed else _count_tasks(os.getuid()) + 1
+        if self._is_boxed:
+            others = int(not self._user)
+        else:
+            others = _count_tasks(os.getuid()) + 1
         amounts = {
             "RLIMIT_CORE": 0,
             "RLIMIT_AS": bounds.memory_bytes // bounds.processes,
@@ -314,7 +341,7 @@ class Program:
         os.killpg(self.process.pid, signal.SIGKILL if self._is_boxed else signal.SIGALRM)
         return has_kept
 
-    def wait(self) -> Finished | None:
+    def wait(self) -> FinishedProgram | None:
         """Return how the program ended, at the latest when its seconds are over; None if bubblewrap itself failed."""
         grace = 0.0 if self._is_boxed else GRACE_SECONDS  # a watched program is ended by the one that watches
         poll = select.poll()
@@ -333,10 +360,12 @@ class Program:
         timed_out = is_late or by_cpu or code == 128 + signal.SIGXCPU
         if not self._is_boxed:
             _remove_box(self.folder)
-            return Finished(code, timed_out or code == OVERDUE)
+            return FinishedProgram(code, timed_out or code == OVERDUE)
         with open(self._status, "rb") as report:
             began = b"exit-code" in self._reported + (report.read() or b"")
-        return Finished(code, timed_out) if began or code > 128 else None
+        if began or code > 128:
+            return FinishedProgram(code, timed_out)
+        return None
 
     def _has_too_many_files(self) -> bool:
         """Return whether there are more files than of one page each: no option of bubblewrap limits their number."""
@@ -376,7 +405,8 @@ def _walls(bounds: Bounds) -> list[str]:
     visible, hidden = _places()
     links = [link for link in ("/lib", "/lib64") if os.path.islink(link)]
     parents = sorted({str(parent) for place in (*visible, "/dev/null") for parent in Path(place).parents} - {"/"})
-    as_root, as_user = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"), ("--unshare-user", "--disable-userns")
+    as_root = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    as_user = ("--unshare-user", "--disable-userns")
     options: list[Sequence[str]] = [
         ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         ("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"),
@@ -421,7 +451,10 @@ def _places() -> tuple[list[str], list[str]]:
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [PYTHON[0], f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
     places = sorted({os.path.realpath(place) for place in wanted if os.path.exists(place)})
-    visible = [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
+    visible = []
+    for place in places:
+        if not any(place.startswith(f"{other}/") for other in places):
+            visible.append(place)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     parts = ((prefix, "/usr", "/usr/local"), ("lib", "lib64"), (version, "python3"), ("site-packages", "dist-packages"))
     packages = {os.path.realpath("/".join(part)) for part in itertools.product(*parts)}

@@ -70,14 +70,20 @@ def answer_item(function: Callable[[Any], Any], item: object, settings: dict[str
     except RecursionError:
         return {"crash": "RecursionError: nested too deeply"}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raised is reported
-        first = error.args[0] if error.args else ""  # asking any other object to show itself may take for ever
-        return {"crash": f"{type(error).__name__}: {first if isinstance(first, str) else ''}"[:MAX_REASON_CHARS]}
+        return {"crash": f"{type(error).__name__}: {_error_text(error)}"[:MAX_REASON_CHARS]}
     finally:
         _set_timers(0, 0)
         _limit_memory(None)
     if len(value) > settings["max_result_bytes"]:
         return {"crash": f"the result has {len(value)} bytes, more than {settings['max_result_bytes']}"}
     return {"value": json.loads(value)}
+
+
+def _error_text(error: BaseException) -> str:
+    """The first argument of an error if it is text: asking any other object to show itself may take for ever."""
+    if error.args and isinstance(error.args[0], str):
+        return error.args[0]
+    return ""
 
 
 def _set_timers(cpu_seconds: float, wall_seconds: float) -> None:
@@ -92,7 +98,8 @@ def _take_channel() -> tuple[IO[bytes], int]:
         signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, results = os.fdopen(os.dup(0), "rb"), os.dup(0)
+    requests = os.fdopen(os.dup(0), "rb")
+    results = os.dup(0)
     os.dup2(1, 0)
     return requests, results
 
@@ -100,9 +107,13 @@ def _take_channel() -> tuple[IO[bytes], int]:
 def _limit_memory(num_bytes: int | None) -> None:
     """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft, size = hard, _address_space()
+    soft = hard
+    size = _address_space()
     if num_bytes is not None and size:
-        soft = size + num_bytes if hard == resource.RLIM_INFINITY else min(size + num_bytes, hard)
+        if hard == resource.RLIM_INFINITY:
+            soft = size + num_bytes
+        else:
+            soft = min(size + num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
@@ -129,7 +140,7 @@ def _refuse_effects(compiles: bool) -> None:
                 raise PermissionError("a worker compiles no text")
         elif event == "open":
             path, mode, flags = arguments[:3]
-            if set("wax+") & set(mode) if isinstance(mode, str) else isinstance(flags, int) and flags & _WRITES:
+            if _writes(mode, flags):
                 raise PermissionError("a worker writes no files")
             named = compiles and isinstance(path, str | bytes) and path != STATM
             if named and not os.path.realpath(os.fsdecode(path)).startswith(readable):
@@ -138,6 +149,13 @@ def _refuse_effects(compiles: bool) -> None:
             raise PermissionError(f"a worker does no {event}")
 
     sys.addaudithook(check)
+
+
+def _writes(mode: object, flags: object) -> bool:
+    """Return True if a file that is opened so may be written: by the mode of ``open``, or the flags of ``os.open``."""
+    if isinstance(mode, str):
+        return not set("wax+").isdisjoint(mode)
+    return isinstance(flags, int) and bool(flags & _WRITES)
 
 
 def _send(results: int, message: dict[str, object]) -> None:

@@ -83,7 +83,9 @@ class WorkerPool:
     """
 
     def __init__(self, target: str, num_workers: int, limits: Limits) -> None:
-        self.target, self.num_workers, self.limits = target, num_workers, limits
+        self.target = target
+        self.num_workers = num_workers
+        self.limits = limits
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
@@ -98,7 +100,8 @@ class WorkerPool:
         waiting = deque(enumerate(items))
         results: dict[int, Result] = {}
         failures: list[RunFailure] = []
-        size, shared = min(self.num_workers, len(items)), (waiting, results, failures)
+        size = min(self.num_workers, len(items))
+        shared = (waiting, results, failures)
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
             # No executor: its threads would hold up the end of the program. One worker needs no thread.
@@ -137,7 +140,9 @@ class WorkerPool:
 
     def _kill(self) -> None:
         """Kill the workers from another thread than theirs; a forked copy of this process leaves them alone."""
-        for worker in self._workers if self._owner == os.getpid() else ():
+        if self._owner != os.getpid():
+            return
+        for worker in self._workers:
             worker.is_stopped = True
             if worker.process is not None:
                 worker.process.kill()
@@ -147,7 +152,9 @@ class _Worker:
     """One process at a time, which is started when an item needs it."""
 
     def __init__(self, target: str, limits: Limits) -> None:
-        self.target, self.limits, self.is_stopped = target, limits, False
+        self.target = target
+        self.limits = limits
+        self.is_stopped = False
         self.process: subprocess.Popen[bytes] | None = None
 
     def serve(self, waiting: deque[tuple[int, object]], results: dict[int, Result], failures: list[RunFailure]) -> None:
@@ -189,14 +196,16 @@ class _Worker:
                 "run this under WSL, or choose a grader without workers (numeric, exact)"
             )
         self._channel, theirs = socket.socketpair()
+        search_path = json.dumps([os.path.abspath(place) for place in sys.path])
+        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps([os.path.abspath(place) for place in sys.path])],
+                [sys.executable, "-P", "-B", "-c", _BOOT, search_path],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env=_ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                env=_ENVIRONMENT | passed_on,
                 start_new_session=True,  # Ctrl-C in the terminal is not sent to it
             )
         settings = {"target": self.target} | asdict(self.limits)
@@ -212,8 +221,10 @@ class _Worker:
         Where none comes in time, or another thing than ours write, the process is ended: its exit ``code``, and
         ``is_late``.
         """
-        is_late = has_ended = False
-        data, deadline = bytearray(), time.monotonic() + seconds
+        is_late = False
+        has_ended = False
+        data = bytearray()
+        deadline = time.monotonic() + seconds
         self._channel.settimeout(seconds)
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
@@ -227,7 +238,8 @@ class _Worker:
             if isinstance(answer, dict) and not answer.keys().isdisjoint(keys):
                 return answer
         except (OSError, ValueError) as error:  # the process is gone or late, or this is no JSON
-            is_late, has_ended = isinstance(error, TimeoutError), isinstance(error, ConnectionError)
+            is_late = isinstance(error, TimeoutError)
+            has_ended = isinstance(error, ConnectionError)
         return {"code": self.end(has_ended=has_ended), "is_late": is_late}
 
     def end(self, *, has_ended: bool = False) -> int:
@@ -235,7 +247,8 @@ class _Worker:
 
         One that has closed its end of the channel is ending by itself, and keeps its own code.
         """
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is None:
             return 0
         if has_ended:
@@ -267,5 +280,8 @@ def shared_pool(target: str, num_workers: int, limits: Limits) -> WorkerPool:
 
 def count_cpus() -> int:
     """Return the processors that this process may use: its share, where several train one model."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        there = len(os.sched_getaffinity(0))
+    else:
+        there = os.cpu_count() or 1
     return max(1, there // local_size())

@@ -16,13 +16,15 @@ from posttrain.data.reading import SUFFIXES, read_file
 from posttrain.data.render import encode_plain, encode_prompt
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template import build_template
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import (
     ActivationStore,
     Documents,
-    Source,
+    RecordedModel,
     StoreIndex,
     StoreWriter,
+    choose_source_names,
     describe_rows,
 )
 from posttrain.interpret.activations.sites import check_layers, device_of, read_rows, tokenizer_hash, weights_hash
@@ -34,7 +36,8 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Model, Tokenizer
 
 SHARD_BYTES = 1 << 28
-MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16
+MIN_SHARD_ROWS = 1024
+MAX_SHARD_ROWS = 1 << 16
 LARGE_BYTES = 1 << 30  # a larger recording has to be allowed
 # Tokens of a batch, padding included, where no number of documents is given.
 TOKENS_PER_BATCH = {"cuda": 32768, "cpu": 4096}
@@ -73,9 +76,10 @@ def record(
     Raises:
         UsageError: documents, models and sites that do not fit, too many rows, or a folder with something else.
     """
-    names = [models] if isinstance(models, str | ModelSection) else list(models)
-    sections = [ModelSection(name=model) if isinstance(model, str) else model for model in names]
-    texts = documents if isinstance(documents, Documents) else Documents(list(documents))
+    sections = _sections_of(models)
+    texts = documents
+    if not isinstance(texts, Documents):
+        texts = Documents(list(texts))
     if len(sections) not in (1, 2) or not texts.ids or not all(texts.ids):
         raise UsageError("a recording needs one model or two, and documents that are not empty")
     for section in sections:
@@ -88,20 +92,46 @@ def record(
     ready(_check_size(Path(folder), texts.num_tokens, index.row_bytes, allow_large, fewer))
     readers = {source.name: each.model for source, each in zip(index.sources, loaded, strict=True)}
     start_id = loaded[0].tokenizer.bos_token_id
-    writer, plan = StoreWriter(folder, index, texts), plan_shards([len(ids) for ids in texts.ids], rows)
+    writer = StoreWriter(folder, index, texts)
+    plan = plan_shards([len(ids) for ids in texts.ids], rows)
     for number in range(len(writer.index.shards), len(plan)):
         observe(number, len(plan))
         with phase(f"recording shard {number + 1} of {len(plan)}"):
             tensors = _compute(readers, texts.ids, plan[number], list(index.widths), batch, TOKENS_PER_BATCH[device])
-        norms = {name: torch.linalg.vector_norm(tensors[name], dim=1, dtype=torch.float32) for name in index.columns}
-        first = (tensors["position"] == 0) & (tensors["tokens"] != (-1 if start_id is None else start_id))
-        if number == 0 and outliers:
-            finite = {name: x[x.isfinite() & ~first] for name, x in norms.items()}
-            writer.set_limits({name: float(x.median()) * outliers for name, x in finite.items() if len(x)})
-        kept, dropped = keep_rows(norms, first, writer.index.limits)
-        writer.add({name: x[kept] for name, x in tensors.items()}, dropped)
+        _add_rows(writer, tensors, start_id, outliers)
     observe(len(plan), len(plan))
     return writer.finish()
+
+
+def _sections_of(models: str | ModelSection | Sequence[str | ModelSection]) -> list[ModelSection]:
+    if isinstance(models, str | ModelSection):
+        models = [models]
+    sections = []
+    for model in models:
+        if isinstance(model, str):
+            sections.append(ModelSection(name=model))
+        else:
+            sections.append(model)
+    return sections
+
+
+def _add_rows(writer: StoreWriter, tensors: Mapping[str, Tensor], start_id: int | None, outliers: float) -> None:
+    """Write the rows of a shard that stay; the first shard sets the norms above which rows are dropped."""
+    norms = {}
+    for name in writer.index.columns:
+        norms[name] = torch.linalg.vector_norm(tensors[name], dim=1, dtype=torch.float32)
+    first = tensors["position"] == 0
+    if start_id is not None:
+        first = first & (tensors["tokens"] != start_id)
+    if not writer.index.shards and outliers:
+        limits = {}
+        for name, values in norms.items():
+            finite = values[values.isfinite() & ~first]
+            if len(finite):
+                limits[name] = float(finite.median()) * outliers
+        writer.set_limits(limits)
+    kept, dropped = keep_rows(norms, first, writer.index.limits)
+    writer.add({name: x[kept] for name, x in tensors.items()}, dropped)
 
 
 def _describe(
@@ -119,18 +149,25 @@ def _describe(
             f"{both} have different tokenizers, so no token stands for the same in both; pair a model with one that "
             "was trained from it"
         )
-    longest, context = max(map(len, texts.ids)), min(context_length(each.model.config) for each in loaded)
+    longest = max(map(len, texts.ids))
+    context = min(context_length(each.model.config) for each in loaded)
     if longest > context:
         raise UsageError(f"a document of {longest} tokens does not fit into the model's {context}; cut it before")
-    widths = [{s: x.shape[1] for s, x in read_rows(each.model, sites, [[0, 1]]).items()} for each in loaded]
+    widths = []
+    for each in loaded:
+        rows = read_rows(each.model, sites, [[0, 1]])
+        widths.append({site: x.shape[1] for site, x in rows.items()})
     if widths[0] != widths[-1]:
         raise UsageError(f"{both} have different widths")
     sources = []
-    for name, section, each in zip(("model",) if len(loaded) == 1 else ("base", "post"), sections, loaded, strict=True):
-        model = section.name if section.name in EMBEDDED_MODELS else each.source
+    for name, section, each in zip(choose_source_names(len(loaded)), sections, loaded, strict=True):
+        model = each.source
+        if section.name in EMBEDDED_MODELS:
+            model = section.name
         info = {"name": name, "model": model, "weights_hash": weights_hash(section.name), "dtype": section.dtype}
-        sources.append(Source.model_validate(info))
-    data, dropped = dict(texts.data), dict(+texts.dropped)
+        sources.append(RecordedModel.model_validate(info))
+    data = dict(texts.data)
+    dropped = dict(+texts.dropped)
     return StoreIndex(
         widths=widths[0], sources=sources, dtype=dtype, tokenizer=tokenizers[0], data=data, dropped=dropped
     )
@@ -138,9 +175,12 @@ def _describe(
 
 def _check_size(folder: Path, num_tokens: int, row_bytes: int, allow_large: bool, fewer: str) -> str:
     """Refuse what is large unless that is allowed; return the size as text."""
-    there = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    size = f"{num_tokens:,} tokens x {row_bytes:,} bytes = {num_tokens * row_bytes / 1e6:,.1f} MB at most"
-    if num_tokens * row_bytes - there > LARGE_BYTES and not allow_large:
+    num_bytes = num_tokens * row_bytes
+    there = 0
+    if folder.is_dir():
+        there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = f"{num_tokens:,} tokens x {row_bytes:,} bytes = {num_bytes / 1e6:,.1f} MB at most"
+    if num_bytes - there > LARGE_BYTES and not allow_large:
         raise UsageError(f"{size}: add --yes to record them, or set {fewer} lower")
     return f"{size}, in {folder}"
 
@@ -160,9 +200,12 @@ def _compute(
     for source, model in readers.items():
         for chosen in plan_batches(lengths, batch, max_tokens):
             where = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in chosen])
-            for site, values in read_rows(model, sites, [documents[numbers[i]] for i in chosen]).items():
-                rows = tensors.setdefault(f"{site}@{source}", values.new_empty((sum(lengths), values.shape[1])))
-                rows[where] = values
+            texts = [documents[numbers[i]] for i in chosen]
+            for site, values in read_rows(model, sites, texts).items():
+                column = f"{site}@{source}"
+                if column not in tensors:
+                    tensors[column] = values.new_empty((sum(lengths), values.shape[1]))
+                tensors[column][where] = values
     return tensors
 
 
@@ -171,30 +214,42 @@ def keep_rows(norms: Mapping[str, Tensor], first: Tensor, limits: Mapping[str, f
 
     ``norms`` of every row and ``limits`` by ``site@source``; ``first`` bool [n]: tokens at the start of a document.
     """
-    broken, outlier = torch.zeros_like(first), torch.zeros_like(first)
+    broken = torch.zeros_like(first)
+    outlier = torch.zeros_like(first)
     for name, values in norms.items():
         broken |= ~values.isfinite()
         outlier |= values > limits.get(name, float("inf"))
     reasons = {"first_token": first, "not_finite": broken & ~first, "outlier": outlier & ~broken & ~first}
-    counts = {reason: int(rows.sum()) for reason, rows in reasons.items()}
-    return ~(first | broken | outlier), {reason: count for reason, count in counts.items() if count}
+    counts = {}
+    for reason, rows in reasons.items():
+        count = int(rows.sum())
+        if count:
+            counts[reason] = count
+    return ~(first | broken | outlier), counts
 
 
 def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
     """Return consecutive documents, each group just large enough for ``rows`` tokens (the last may be smaller)."""
     shards: list[range] = []
-    start = total = 0
+    start = 0
+    total = 0
     for number, length in enumerate(lengths):
         total += length
         if total >= rows:
             shards.append(range(start, number + 1))
-            start, total = number + 1, 0
-    return shards + ([range(start, len(lengths))] if start < len(lengths) else [])
+            start = number + 1
+            total = 0
+    if start < len(lengths):
+        shards.append(range(start, len(lengths)))
+    return shards
 
 
 def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list[list[int]]:
     """Return documents of like length together: ``batch`` at a time, else up to ``tokens`` when padded (or one)."""
-    return split_padded(by_length(lengths), lengths, tokens if batch is None else float("inf"), batch)
+    budget = float("inf")
+    if batch is None:
+        budget = tokens
+    return split_padded(by_length(lengths), lengths, budget, batch)
 
 
 # Documents to record over, as token ids.
@@ -223,21 +278,25 @@ def read_documents(
     Raises:
         UsageError, DataError: they cannot be read, have no tokens, or the run has another tokenizer.
     """
-    limited: dict[str, object] = {} if limit is None else {"limit": limit}
+    limited: dict[str, object] = {}
+    if limit is not None:
+        limited["limit"] = limit
     if text is not None:
         data = {"source": "text", "file": Path(text).name, **limited}
-        return collect(_pieces(Path(text), tokenizer, context_tokens, limit), data, context_tokens, max_tokens)
+        pieces = _pieces(Path(text), tokenizer, context_tokens, limit)
+        return collect_documents(pieces, data, context_tokens, max_tokens)
     if rollouts is not None:
         if tokenizer_hash(load_tokenizer(str(rollouts))) != tokenizer_hash(tokenizer):
             raise UsageError(f"{where}rollouts: {rollouts}: its tokenizer is not that of the model")
         return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens, limit)
     assert task is not None, "its callers choose one"
     assert template is not None, "its callers choose one"
-    built_task, form = build_task(task, f"{where}task"), build_template(template, f"{where}template")
+    form = build_template(template, f"{where}template")
+    built_task = take_rendered(build_task(task, f"{where}task"), form, tokenizer, f"{where}task")
     data = {"source": "task", "task": built_task.name, "split": built_task.split, "template": form.name}
     examples = islice(built_task.examples, limit)
     prompts = (encode_prompt(tokenizer, form, example.messages, example.variables) for example in examples)
-    return collect(((ids, len(ids)) for ids in prompts), {**data, **limited}, context_tokens, max_tokens)
+    return collect_documents(((ids, len(ids)) for ids in prompts), {**data, **limited}, context_tokens, max_tokens)
 
 
 def read_rollouts(
@@ -251,7 +310,7 @@ def read_rollouts(
     data: dict[str, object] = {"source": "rollouts", "run": run}
     if limit is not None:
         data["limit"] = limit
-    return collect(sequences, data, context_tokens, max_tokens)
+    return collect_documents(sequences, data, context_tokens, max_tokens)
 
 
 def _pieces(
@@ -276,12 +335,14 @@ def _pieces(
             yield leading + ids[start : start + size], 0
 
 
-def collect(
+def collect_documents(
     sequences: Iterable[tuple[list[int], int]], data: Mapping[str, object], context_tokens: int, max_tokens: int | None
 ) -> Documents:
     """Return documents (ids, length of the prompt) within both limits; ``UsageError``: there are no tokens."""
     documents = Documents(data={**data, "context_tokens": context_tokens, "max_rows": max_tokens})
-    room = float("inf") if max_tokens is None else max_tokens
+    room: float = float("inf")
+    if max_tokens is not None:
+        room = max_tokens
     for ids, prompt_length in sequences:
         if room == 0:
             break
@@ -294,5 +355,6 @@ def collect(
         documents.prompt_lengths.append(min(prompt_length, len(kept)))
         room -= len(kept)
     if not documents.ids:
-        raise UsageError(f"nothing to record over: {', '.join(str(x) for x in data.values() if x)} has no tokens")
+        where = ", ".join(str(value) for value in data.values() if value)
+        raise UsageError(f"nothing to record over: {where} has no tokens")
     return documents

@@ -29,7 +29,8 @@ from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
 
-INDEX, DOCUMENTS = "index.json", "documents.safetensors"
+INDEX = "index.json"
+DOCUMENTS = "documents.safetensors"
 LAYER_CONVENTION = (
     "layer L (1 .. num_layers) is the output of block index L - 1, which transformers calls hidden_states[L] "
     "(the last one before the final norm)"
@@ -59,11 +60,12 @@ class Documents:
         """Return a safetensors file: ``ids`` of all, ``offsets`` and ``prompt_lengths`` of each."""
         sizes = torch.tensor([0, *map(len, self.ids)])
         lengths = torch.tensor(self.prompt_lengths or [0] * len(self.ids), dtype=torch.int32)
-        ids = torch.cat([torch.empty(0, dtype=torch.int32), *(torch.as_tensor(x, dtype=torch.int32) for x in self.ids)])
-        return bytes(save({"ids": ids, "offsets": sizes.cumsum(0), "prompt_lengths": lengths}))
+        parts = [torch.empty(0, dtype=torch.int32)]
+        parts += [torch.as_tensor(ids, dtype=torch.int32) for ids in self.ids]
+        return bytes(save({"ids": torch.cat(parts), "offsets": sizes.cumsum(0), "prompt_lengths": lengths}))
 
 
-class Source(BaseModel):
+class RecordedModel(BaseModel):
     """A model whose activations are stored: ``model``, or ``base`` and ``post`` where there are two."""
 
     name: str
@@ -89,7 +91,7 @@ class StoreIndex(BaseModel, extra="forbid"):
     """
 
     widths: Annotated[dict[str, PositiveInt], Field(min_length=1)]
-    sources: Annotated[list[Source], Field(min_length=1)]
+    sources: Annotated[list[RecordedModel], Field(min_length=1)]
     dtype: Literal["bf16", "fp32"]
     tokenizer: str = ""
     data: dict[str, object] = {}
@@ -108,7 +110,8 @@ class StoreIndex(BaseModel, extra="forbid"):
     def _check(self) -> Self:
         if len(set(self.source_names)) < len(self.sources):
             raise ValueError("sources: one twice")
-        if self.rows != sum(shard.rows for shard in self.shards) or (self.finished and not self.shards):
+        num_rows = sum(shard.rows for shard in self.shards)
+        if self.rows != num_rows or (self.finished and not self.shards):
             raise ValueError("rows: not those of the shards")
         return self
 
@@ -124,17 +127,25 @@ class StoreIndex(BaseModel, extra="forbid"):
     @property
     def row_bytes(self) -> int:
         """Size of one row on the disk: activations, and token, document and position."""
-        return sum(self.widths.values()) * DTYPES[self.dtype].itemsize * len(self.sources) + 12
+        num_values = sum(self.widths.values()) * len(self.sources)
+        return num_values * DTYPES[self.dtype].itemsize + 12
 
     def deciding(self) -> dict[str, str]:
         """Return what must be the same for a recording to continue, as JSON by name."""
-        keys: dict[str, object] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
-        keys |= {"data": self.data, "documents": self.documents_sha256}
-        keys |= {x.name: [x.weights_hash, x.dtype] for x in self.sources} | self.settings
+        keys: dict[str, object] = {
+            "sites": self.widths,
+            "dtype": self.dtype,
+            "tokenizer": self.tokenizer,
+            "data": self.data,
+            "documents": self.documents_sha256,
+        }
+        for source in self.sources:
+            keys[source.name] = [source.weights_hash, source.dtype]
+        keys |= self.settings
         return {key: json.dumps(value) for key, value in keys.items()}
 
 
-def read_index(folder: Path) -> StoreIndex:
+def read_store_index(folder: Path) -> StoreIndex:
     """Return the index of a folder, or raise ``DataError``."""
     path = folder / INDEX
     if not path.is_file():
@@ -153,28 +164,35 @@ class ActivationStore:
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
         self.folder = Path(folder)
-        self.index = index = read_index(self.folder)
+        self.index = read_store_index(self.folder)
+        index = self.index
         if not index.finished:
             raise DataError(self.folder, "this recording was interrupted; the same command again goes on with it")
-        hashes = {DOCUMENTS: index.documents_sha256} | {shard.file: shard.sha256 for shard in index.shards}
+        hashes = {DOCUMENTS: index.documents_sha256}
+        for shard in index.shards:
+            hashes[shard.file] = shard.sha256
         for file, expected in hashes.items():
             if not (self.folder / file).is_file():
                 raise DataError(self.folder / file, "this file of the recording is missing; record again")
             if verify and hash_file(self.folder / file) != expected:
                 raise DataError(self.folder / file, "this file was changed after it was recorded; record again")
-        self.num_rows, self.num_documents = index.rows, index.documents
-        self.sites, self.sources = tuple(index.widths), index.source_names
+        self.num_rows = index.rows
+        self.num_documents = index.documents
+        self.sites = tuple(index.widths)
+        self.sources = index.source_names
         self._starts = torch.tensor([0, *(shard.rows for shard in index.shards)]).cumsum(0)
         widths = {name: index.widths[name.partition("@")[0]] for name in index.columns}
         self._shards = []
         for shard in index.shards:
             shapes: dict[str, tuple[int, ...]] = dict.fromkeys(ROW_INFO, (shard.rows,))
-            shapes |= {name: (shard.rows, width) for name, width in widths.items()}
+            for name, width in widths.items():
+                shapes[name] = (shard.rows, width)
             self._shards.append(_map_tensors(self.folder / shard.file, shapes))
         sizes = {"offsets": (self.num_documents + 1,), "prompt_lengths": (self.num_documents,)}
         self._documents = _map_tensors(self.folder / DOCUMENTS, sizes)
         offsets = self._documents["offsets"]
-        if int(offsets[0]) or (offsets.diff() < 0).any() or int(offsets[-1]) != len(self._documents.get("ids", ())):
+        num_ids = len(self._documents.get("ids", ()))
+        if int(offsets[0]) or (offsets.diff() < 0).any() or int(offsets[-1]) != num_ids:
             raise DataError(self.folder / DOCUMENTS, "its documents do not follow one another; record again")
 
     def width(self, site: str | None = None) -> int:
@@ -186,7 +204,8 @@ class ActivationStore:
 
         ``site`` and ``source`` may be left out where there is only one. ``UsageError``: no such site or source.
         """
-        site, source = self._choose(site, self.sites, "site"), self._choose(source, self.sources, "source")
+        site = self._choose(site, self.sites, "site")
+        source = self._choose(source, self.sources, "source")
         return self._pick(rows, f"{site}@{source}")
 
     def tokens(self, rows: Tensor) -> Tensor:
@@ -207,7 +226,8 @@ class ActivationStore:
     def document_tokens(self, document: int) -> list[int]:
         """Return all token ids of a document, those of dropped rows too."""
         start, end = self._documents["offsets"][document : document + 2].tolist()
-        return list(self._documents["ids"][start:end].tolist())
+        ids = self._documents["ids"][start:end]
+        return list(ids.tolist())
 
     def prompt_lengths(self, documents: Tensor) -> Tensor:
         """Return the number of prompt tokens of the documents, ``int64 [n]``; 0 for a plain text."""
@@ -218,24 +238,32 @@ class ActivationStore:
         return self.index.limits.get(f"{site}@{source}", float("inf"))
 
     def _pick(self, rows: Tensor, name: str) -> Tensor:
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
-            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.num_rows}")
+        if len(rows):
+            lowest = int(rows.min())
+            highest = int(rows.max())
+            if lowest < 0 or highest >= self.num_rows:
+                raise IndexError(f"rows {lowest} to {highest} of {self.num_rows}")
         shards = torch.searchsorted(self._starts, rows, right=True) - 1
         involved = shards.unique().tolist() or [0]
         first = self._shards[involved[0]][name]
         if len(involved) == 1:
-            return first[rows - self._starts[involved[0]]]
+            only = involved[0]
+            return first[rows - self._starts[only]]
         out = first.new_empty((len(rows), *first.shape[1:]))
         for shard in involved:
             here = shards == shard
-            out[here] = self._shards[shard][name][rows[here] - self._starts[shard]]
+            places = rows[here] - self._starts[shard]
+            out[here] = self._shards[shard][name][places]
         return out
 
     def _choose(self, name: str | None, known: Sequence[str], what: str) -> str:
         if name is None and len(known) == 1:
             return known[0]
         if name is None or name not in known:
-            problem = f"say which {what}" if name is None else f"there is no {what} {name!r}.{suggest(name, known)}"
+            if name is None:
+                problem = f"say which {what}"
+            else:
+                problem = f"there is no {what} {name!r}.{suggest(name, known)}"
             raise UsageError(f"{self.folder}: {problem} Recorded: {', '.join(known)}")
         return name
 
@@ -247,7 +275,9 @@ def _map_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     except (SafetensorError, OSError) as error:
         raise DataError(path, f"holds no tensors that can be read ({first_line(error)})") from None
     for name, shape in shapes.items():
-        there = tuple(tensors[name].shape) if name in tensors else "nothing"
+        there: object = "nothing"
+        if name in tensors:
+            there = tuple(tensors[name].shape)
         if there != shape:
             raise DataError(path, f"{name} has the shape {there}, but {INDEX} means {shape}; record again")
     return tensors
@@ -262,12 +292,15 @@ class StoreWriter:
     """
 
     def __init__(self, folder: str | Path, index: StoreIndex, documents: Documents) -> None:
-        self.folder, content = Path(folder), documents.pack()
-        size = {"documents": len(documents.ids), "documents_sha256": hashlib.sha256(content).hexdigest()}
+        self.folder = Path(folder)
+        content = documents.pack()
+        digest = hashlib.sha256(content).hexdigest()
+        size = {"documents": len(documents.ids), "documents_sha256": digest}
         self.index = index.model_copy(deep=True, update=size)
         if (self.folder / INDEX).is_file():
-            stored = read_index(self.folder)
-            old, new = stored.deciding(), self.index.deciding()
+            stored = read_store_index(self.folder)
+            old = stored.deciding()
+            new = self.index.deciding()
             for key in {**old, **new}:
                 if old.get(key) != new.get(key):
                     raise UsageError(
@@ -278,7 +311,8 @@ class StoreWriter:
             return
         with storage_errors("activations", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            others = {x.name for x in self.folder.iterdir() if not x.name.startswith(".tmp-")} - {DOCUMENTS}
+            there = {path.name for path in self.folder.iterdir() if not path.name.startswith(".tmp-")}
+            others = there - {DOCUMENTS}
         if others:
             raise UsageError(f"{self.folder} holds something else than activations; give another folder")
         replace_file(self.folder / DOCUMENTS, content)
@@ -291,16 +325,21 @@ class StoreWriter:
 
     def add(self, tensors: Mapping[str, Tensor], dropped: Mapping[str, int]) -> None:
         """Write the next shard: a tensor of any float type for each of ``index.columns``, and ``ROW_INFO``."""
-        index, rows = self.index, len(tensors["tokens"])
+        index = self.index
+        rows = len(tensors["tokens"])
         stored: dict[str, Tensor] = {name: tensors[name].to(torch.int32).contiguous() for name in ROW_INFO}
         for name in index.columns:
-            assert tensors[name].shape == (rows, index.widths[name.partition("@")[0]]), name
+            width = index.widths[name.partition("@")[0]]
+            assert tensors[name].shape == (rows, width), name
             stored[name] = tensors[name].to(DTYPES[index.dtype]).contiguous()
-        content, file = save(stored), f"shard-{len(index.shards):05d}.safetensors"
+        content = save(stored)
+        file = f"shard-{len(index.shards):05d}.safetensors"
         replace_file(self.folder / file, content)
-        index.shards.append(ShardEntry(file=file, rows=rows, sha256=hashlib.sha256(content).hexdigest()))
+        digest = hashlib.sha256(content).hexdigest()
+        index.shards.append(ShardEntry(file=file, rows=rows, sha256=digest))
         index.rows += rows
-        index.dropped = dict(sorted((Counter(index.dropped) + Counter(dropped)).items()))
+        counts = Counter(index.dropped) + Counter(dropped)
+        index.dropped = dict(sorted(counts.items()))
         self._write_index()
 
     def finish(self) -> ActivationStore:
@@ -311,14 +350,16 @@ class StoreWriter:
         return ActivationStore(self.folder)
 
     def _write_index(self) -> None:
-        replace_file(self.folder / INDEX, self.index.model_dump_json(indent=1).encode() + b"\n")
+        text = self.index.model_dump_json(indent=1)
+        replace_file(self.folder / INDEX, text.encode() + b"\n")
 
 
 def describe_rows(documents: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[str, Tensor]:
     """Return ``ROW_INFO`` of all tokens of some documents, in their order."""
     lengths = torch.tensor([len(documents[number]) for number in numbers], dtype=torch.long)
+    tokens = [token for number in numbers for token in documents[number]]
     return {
-        "tokens": torch.tensor([token for number in numbers for token in documents[number]], dtype=torch.long),
+        "tokens": torch.tensor(tokens, dtype=torch.long),
         "document": torch.tensor(list(numbers), dtype=torch.long).repeat_interleave(lengths),
         "position": torch.cat([torch.arange(int(length)) for length in lengths]),
     }
@@ -338,22 +379,39 @@ def write_tensors(
     ``documents``: token ids, of which all together are the n rows (None: one document whose ids are 0). ``about``
     stands in the index for a model's name. ``UsageError``: the numbers of rows differ.
     """
-    pairs = {site: [tensors] if isinstance(tensors, Tensor) else list(tensors) for site, tensors in sites.items()}
-    first = next(iter(pairs.values()))
-    texts: list[Sequence[int]] = [[0] * len(first[0])] if documents is None else list(documents)
-    counts = {len(x) for tensors in pairs.values() for x in tensors}
-    if counts != {sum(map(len, texts))} or len({len(tensors) for tensors in pairs.values()}) != 1:
-        raise UsageError("every site needs as many rows as there are tokens, and all sites the same sources")
-    sources = [Source(name=name, model=about) for name in (("model",) if len(first) == 1 else ("base", "post"))]
-    widths = {site: tensors[0].shape[1] for site, tensors in pairs.items()}
-    writer = StoreWriter(
-        folder, StoreIndex(widths=widths, sources=sources, dtype=dtype, data={"source": about}), Documents(texts)
-    )
-    columns = {f"{s}@{x.name}": t for s, tensors in pairs.items() for x, t in zip(sources, tensors, strict=True)}
+    of_sites: dict[str, list[Tensor]] = {}
+    for site, tensors in sites.items():
+        if isinstance(tensors, Tensor):
+            of_sites[site] = [tensors]
+        else:
+            of_sites[site] = list(tensors)
+    first = next(iter(of_sites.values()))
+    texts: list[Sequence[int]] = [[0] * len(first[0])]
+    if documents is not None:
+        texts = list(documents)
+    num_rows = sum(map(len, texts))
+    for own in of_sites.values():
+        if not own or len(own) != len(first) or any(len(x) != num_rows for x in own):
+            raise UsageError("every site needs as many rows as there are tokens, and all sites the same sources")
+    sources = [RecordedModel(name=name, model=about) for name in choose_source_names(len(first))]
+    widths = {site: own[0].shape[1] for site, own in of_sites.items()}
+    index = StoreIndex(widths=widths, sources=sources, dtype=dtype, data={"source": about})
+    writer = StoreWriter(folder, index, Documents(texts))
+    columns = {}
+    for site, own in of_sites.items():
+        for source, x in zip(sources, own, strict=True):
+            columns[f"{site}@{source.name}"] = x
     columns |= describe_rows(texts, range(len(texts)))
-    for start in range(len(writer.index.shards) * rows_per_shard, counts.pop(), rows_per_shard):
+    for start in range(len(writer.index.shards) * rows_per_shard, num_rows, rows_per_shard):
         writer.add({name: x[start : start + rows_per_shard] for name, x in columns.items()}, {})
     return writer.finish()
+
+
+def choose_source_names(num_models: int) -> tuple[str, ...]:
+    """Return what the sources of a recording of one model or of two are called."""
+    if num_models == 1:
+        return ("model",)
+    return ("base", "post")
 
 
 def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
@@ -371,10 +429,13 @@ def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
         for number, start in enumerate(range(0, store.num_rows, ROWS_PER_FILE)):
             rows = torch.arange(start, min(start + ROWS_PER_FILE, store.num_rows))
             tensors = {name: store.gather(rows, *name.split("@")) for name in store.index.columns}
-            info = (store.tokens(rows), store.documents(rows), store.positions(rows))
-            for name, tensor in (tensors | dict(zip(ROW_INFO, info, strict=True))).items():
-                written.append(place / f"{name}-{number:05d}.pt")
-                torch.save(tensor.clone(), written[-1])
+            tensors["tokens"] = store.tokens(rows)
+            tensors["document"] = store.documents(rows)
+            tensors["position"] = store.positions(rows)
+            for name, tensor in tensors.items():
+                file = place / f"{name}-{number:05d}.pt"
+                torch.save(tensor.clone(), file)
+                written.append(file)
     return written
 
 
@@ -387,18 +448,26 @@ def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore
     layer_of(site)
     place = Path(folder)
     sources = sorted({file.name.rpartition("-")[0] for file in place.glob(f"{site}@*-*.pt")})
-    parts = [_read_pt(place, f"{source}-*.pt", 2) for source in sources] or [_read_pt(place, "*.pt", 2)]
+    if sources:
+        parts = [_read_pt(place, f"{source}-*.pt", 2) for source in sources]
+    else:
+        parts = [_read_pt(place, "*.pt", 2)]
     widths = {part.shape[1] for each in parts for part in each}
-    if len(widths) != 1:
-        differ = f"the files hold rows of different widths: {sorted(widths)}"
-        raise DataError(place, differ if widths else "no .pt files in this folder")
+    if not widths:
+        raise DataError(place, "no .pt files in this folder")
+    if len(widths) > 1:
+        raise DataError(place, f"the files hold rows of different widths: {sorted(widths)}")
     documents = None
-    if sources and (tokens := _read_pt(place, "tokens-*.pt", 1)):
-        numbers = torch.cat(_read_pt(place, "document-*.pt", 1))
-        sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
-        documents = [part.tolist() for part in torch.cat(tokens).split(sizes)]
+    if sources:
+        tokens = _read_pt(place, "tokens-*.pt", 1)
+        if tokens:
+            numbers = torch.cat(_read_pt(place, "document-*.pt", 1))
+            _, sizes = numbers.unique_consecutive(return_counts=True)
+            documents = [part.tolist() for part in torch.cat(tokens).split(sizes.tolist())]
     tensors = [torch.cat(each) for each in parts]
-    dtype: Literal["bf16", "fp32"] = "bf16" if all(x.dtype == torch.bfloat16 for x in tensors) else "fp32"
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    if all(x.dtype == torch.bfloat16 for x in tensors):
+        dtype = "bf16"
     return write_tensors(out, {site: tensors}, documents=documents, dtype=dtype, about=place.name)
 
 
@@ -409,8 +478,11 @@ def _read_pt(folder: Path, pattern: str, num_dimensions: int) -> list[Tensor]:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
             raise DataError(file, f"this .pt file cannot be read as a plain tensor ({first_line(error)})") from error
-        if not isinstance(loaded, Tensor) or loaded.dim() != num_dimensions:
-            what = f"shape {list(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
+        if not isinstance(loaded, Tensor):
+            what = type(loaded).__name__
             raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got {what}")
+        if loaded.dim() != num_dimensions:
+            shape = list(loaded.shape)
+            raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got shape {shape}")
         tensors.append(loaded)
     return tensors

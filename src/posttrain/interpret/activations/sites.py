@@ -45,7 +45,9 @@ def layer_of(site: str) -> int:
 def backbone_of(model: Model) -> Model:
     """Return the transformer without its LM head: of a causal LM, a peft model around one, or a backbone itself."""
     plain = causal_lm(model)
-    return decoder_of(plain) if hasattr(plain, "lm_head") or plain.get_output_embeddings() is not None else plain
+    if hasattr(plain, "lm_head") or plain.get_output_embeddings() is not None:
+        return decoder_of(plain)
+    return plain
 
 
 def blocks_of(backbone: Model) -> nn.ModuleList:
@@ -72,7 +74,9 @@ def replaced(model: Model, site: str, change: Callable[[Tensor], Tensor]) -> Ite
     refuse_layers([site], len(blocks), "this model")
 
     def after(_: nn.Module, __: object, output: Any) -> Any:
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
 
     hook = blocks[layer_of(site) - 1].register_forward_hook(after)
     try:
@@ -130,18 +134,20 @@ def pad(documents: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
 
 
-def read_config(name: str) -> PretrainedConfig:
+def read_model_config(name: str) -> PretrainedConfig:
     """Return the configuration of a model, without its weights; of an adapter folder that of its base."""
     source = resolve_model_name(name)
-    while (base := adapter_base(source)) is not None:
+    base = adapter_base(source)
+    while base is not None:
         source = base
+        base = adapter_base(source)
     with reading_model(name, source):
         return AutoConfig.from_pretrained(source)
 
 
 def check_layers(name: str, sites: Sequence[str]) -> None:
     """Refuse sites that a model has not, by its configuration alone."""
-    refuse_layers(sites, read_config(name).get_text_config().num_hidden_layers, name)
+    refuse_layers(sites, read_model_config(name).get_text_config().num_hidden_layers, name)
 
 
 def weights_hash(name: str) -> str:
@@ -151,15 +157,20 @@ def weights_hash(name: str) -> str:
     """
     source = resolve_model_name(name)
     try:
-        folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
+        if Path(source).is_dir():
+            folder = Path(source)
+        else:
+            folder = Path(snapshot_download(source, local_files_only=True))
     except LocalEntryNotFoundError:
         return ""
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     if not files:
         return ""
-    digest, known = hashlib.sha256(), manifest_digests(folder)
+    digest = hashlib.sha256()
+    known = manifest_digests(folder)
     for file in files:
-        digest.update(f"{file.name} {known.get(file.name) or hash_file(file)}\n".encode())
+        known_digest = known.get(file.name) or hash_file(file)
+        digest.update(f"{file.name} {known_digest}\n".encode())
     base = adapter_base(source)
     if base is not None:
         digest.update(weights_hash(base).encode())
@@ -174,4 +185,5 @@ def hash_file(path: Path) -> str:
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Return a hash of a tokenizer's vocabulary, to know whether two models share their token ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]

@@ -58,8 +58,11 @@ class _Rows:
     caches: tuple[Cache, Cache] = field(default_factory=lambda: (DynamicCache(), DynamicCache()))  # writer, source
 
     def keep(self, rows: Tensor) -> None:
-        self.intervention, self.number, self.tokens = self.intervention[rows], self.number[rows], self.tokens[rows]
-        self.mask, self.ended = self.mask[rows], self.ended[rows]
+        self.intervention = self.intervention[rows]
+        self.number = self.number[rows]
+        self.tokens = self.tokens[rows]
+        self.mask = self.mask[rows]
+        self.ended = self.ended[rows]
         for cache in self.caches:
             cache.batch_select_indices(rows)
 
@@ -82,10 +85,12 @@ def write_with(
     site. ``stop_ids`` end a completion, and are returned with it; ids beyond ``num_tokens`` are not written.
     """
     rows = _start(prompts, len(interventions), device_of(writer))
-    written: list[list[int]] = [[] for _ in range(len(interventions) * len(prompts))]
+    num_rows = len(interventions) * len(prompts)
+    written: list[list[int]] = [[] for _ in range(num_rows)]
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=rows.tokens.device)
     for step in range(max_tokens):
-        chosen = _advance(writer, source, site, rows, interventions)[:, :num_tokens].argmax(-1)
+        logits = _advance(writer, source, site, rows, interventions)
+        chosen = logits[:, :num_tokens].argmax(-1)
         for number, token, ended in zip(rows.number.tolist(), chosen.tolist(), rows.ended.tolist(), strict=True):
             if not ended:
                 written[number].append(token)
@@ -102,23 +107,31 @@ def write_with(
 
 def _start(prompts: Sequence[Sequence[int]], count: int, device: torch.device) -> _Rows:
     width = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    padded = []
+    masks = []
+    for ids in prompts:
+        padding = [0] * (width - len(ids))
+        padded.append(padding + list(ids))
+        masks.append(padding + [1] * len(ids))
+    num_rows = count * len(prompts)
     return _Rows(
         torch.arange(count, device=device).repeat_interleave(len(prompts)),
-        torch.arange(count * len(prompts), device=device),
-        tokens.repeat(count, 1),
-        mask.repeat(count, 1),
-        torch.zeros(count * len(prompts), dtype=torch.bool, device=device),
+        torch.arange(num_rows, device=device),
+        torch.tensor(padded, device=device).repeat(count, 1),
+        torch.tensor(masks, device=device).repeat(count, 1),
+        torch.zeros(num_rows, dtype=torch.bool, device=device),
     )
 
 
 def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interventions: Sequence[Added]) -> Tensor:
     """Read ``rows.tokens`` with both models; return the logits of the next token of each row [R, V]."""
-    positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
-    real = rows.mask[:, -rows.tokens.shape[1] :].bool()
+    width = rows.tokens.shape[1]
+    positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -width:]
+    real = rows.mask[:, -width:].bool()
     read = {"input_ids": rows.tokens, "attention_mask": rows.mask, "position_ids": positions, "use_cache": True}
-    other = None if source is None else _read_source(source, site, read, rows.caches[1], len(interventions))
+    other = None
+    if source is not None:
+        other = _read_source(source, site, read, rows.caches[1], len(interventions))
 
     def change(x: Tensor) -> Tensor:
         added = torch.zeros_like(x, dtype=torch.float32)
@@ -126,7 +139,10 @@ def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interv
             where = real & (rows.intervention == number)[:, None]
             if bool(where.any()):
                 own = x[where].float()
-                added[where] = intervention(own, own if other is None else other[where])
+                if other is None:
+                    added[where] = intervention(own, own)
+                else:
+                    added[where] = intervention(own, other[where])
         return (x.float() + added).to(x.dtype)
 
     with replaced(writer, site, change):
@@ -137,13 +153,17 @@ def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interv
 
 def _read_source(source: Model, site: str, read: dict[str, Any], cache: Cache, count: int) -> Tensor:
     """Return the source's activations [R, tokens, d], float32; prompts, the same in every group, are read once."""
-    is_first = read["input_ids"].shape == read["attention_mask"].shape
-    size = len(read["input_ids"]) // count
-    if is_first:
-        read = {name: value[:size] if isinstance(value, Tensor) else value for name, value in read.items()}
-    (seen,) = read_sites(source, [site], **read, past_key_values=cache)
-    if not is_first:
+    if read["input_ids"].shape != read["attention_mask"].shape:
+        (seen,) = read_sites(source, [site], **read, past_key_values=cache)
         return seen.float()
+    size = len(read["input_ids"]) // count
+    first = {}
+    for name, value in read.items():
+        if isinstance(value, Tensor):
+            first[name] = value[:size]
+        else:
+            first[name] = value
+    (seen,) = read_sites(source, [site], **first, past_key_values=cache)
     cache.batch_select_indices(torch.arange(size, device=seen.device).repeat(count))
     return seen.float().repeat(count, 1, 1)
 
@@ -166,7 +186,8 @@ class Subject(Sampler):
         """Return graded answers, those to one example together; a function of the model, the seed and the purpose."""
         sampling = self.sampling(self.max_tokens, temperature)
         request = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
-        return [rollout for group in collect(self, request)[0] for rollout in group]
+        groups, _ = collect(self, request)
+        return [rollout for group in groups for rollout in group]
 
 
 def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:
@@ -174,8 +195,9 @@ def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float
     patch = feature_patch(sae, features)
 
     def added(x: Tensor, source: Tensor) -> Tensor:
-        within = (x.norm(dim=-1, keepdim=True) <= limit) & (source.norm(dim=-1, keepdim=True) <= limit)
-        return factor * patch(x, source) * within
+        is_within = x.norm(dim=-1, keepdim=True) <= limit
+        is_source_within = source.norm(dim=-1, keepdim=True) <= limit
+        return factor * patch(x, source) * (is_within & is_source_within)
 
     return added
 
@@ -187,13 +209,15 @@ def scale_features(
     chosen = torch.tensor(list(features), dtype=torch.long, device=sae.b_dec.device)
 
     def added(x: Tensor, _: Tensor) -> Tensor:
-        moved = (sae.encode(x, chosen) * (factor - 1.0)) @ sae.W_dec[chosen]
-        return moved * (x.norm(dim=-1, keepdim=True) <= limit)
+        features = sae.encode(x, chosen) * (factor - 1.0)
+        moved = features @ sae.W_dec[chosen]
+        is_within = x.norm(dim=-1, keepdim=True) <= limit
+        return moved * is_within
 
     return added
 
 
-class Trial:
+class CausalTrial:
     """A writer, a source that reads along (or none), and fixed examples that greedy answers are measured on."""
 
     def __init__(
@@ -204,40 +228,57 @@ class Trial:
         examples: Sequence[Example],
         measure: Literal["reward", "accuracy"],
     ) -> None:
-        self.writer, self.source, self.site, self.examples, self.measure = writer, source, site, examples, measure
+        self.writer = writer
+        self.source = source
+        self.site = site
+        self.examples = examples
+        self.measure = measure
         self.prompts = writer.prompts(examples)
 
     def outcomes(self, interventions: Sequence[Added]) -> list[float]:
         """Return for each intervention the mean reward, or the share of right answers."""
-        tokenizer, grader = self.writer.tokenizer, self.writer.grader
-        stops = stop_ids(tokenizer, grader.template)
+        source = None
+        if self.source is not None:
+            source = self.source.model
+        tokenizer = self.writer.tokenizer
         written = write_with(
             self.writer.model,
-            None if self.source is None else self.source.model,
+            source,
             self.site,
             self.prompts,
             interventions,
             max_tokens=self.writer.max_tokens,
-            stop_ids=stops,
+            stop_ids=stop_ids(tokenizer, self.writer.grader.template),
             num_tokens=num_tokens_of(tokenizer),
         )
         means = []
         for completions in written:
-            attempts = []
-            for example, prompt, ids in zip(self.examples, self.prompts, completions, strict=True):
-                text = decode_response(tokenizer, grader.template, ids, prompt)
-                prompt_text = decode_ids(tokenizer, prompt)
-                finish: Literal["stop", "length"] = "stop" if ids and ids[-1] in stops else "length"
-                attempts.append(Attempt(example, prompt_text, text, Completion(tuple(ids), (), finish)))
-            grades = grader.grade(attempts)
-            is_reward = self.measure == "reward"
-            values = [g.reward if is_reward else float(g.parts.get("correct", 0.0) == 1.0) for g in grades]
+            grades = self.writer.grader.grade(self._attempts(completions))
+            if self.measure == "reward":
+                values = [grade.reward for grade in grades]
+            else:
+                values = [float(grade.parts.get("correct", 0.0) == 1.0) for grade in grades]
             means.append(sum(values) / len(values))
         return means
 
+    def _attempts(self, completions: Sequence[Sequence[int]]) -> list[Attempt]:
+        """Return the completion of each example, ready to be graded."""
+        tokenizer = self.writer.tokenizer
+        template = self.writer.grader.template
+        stops = stop_ids(tokenizer, template)
+        attempts = []
+        for example, prompt, ids in zip(self.examples, self.prompts, completions, strict=True):
+            text = decode_response(tokenizer, template, ids, prompt)
+            finish: Literal["stop", "length"] = "length"
+            if ids and ids[-1] in stops:
+                finish = "stop"
+            completion = Completion(tuple(ids), (), finish)
+            attempts.append(Attempt(example, decode_ids(tokenizer, prompt), text, completion))
+        return attempts
+
 
 def try_factors(
-    trial: Trial,
+    trial: CausalTrial,
     intervene: Callable[[Sequence[int], float], Added],
     ranked: Sequence[int],
     matched: Sequence[Sequence[int]],
@@ -250,22 +291,41 @@ def try_factors(
     ``difference``: changed less the mean of the random ones.
     """
     sets = (ranked, *matched)
-    outcomes = trial.outcomes([intervene(features[:count], factor) for count, factor in plan for features in sets])
+    interventions = []
+    for count, factor in plan:
+        for features in sets:
+            interventions.append(intervene(features[:count], factor))
+    outcomes = trial.outcomes(interventions)
     points = []
     for index, (count, factor) in enumerate(plan):
-        changed, *others = outcomes[index * len(sets) : (index + 1) * len(sets)]
-        point = {"features": min(count, len(ranked)), "dose": factor, "changed": changed, "random": others}
-        points.append(point | {"difference": changed - sum(others) / len(others)})
+        start = index * len(sets)
+        changed, *others = outcomes[start : start + len(sets)]
+        points.append(
+            {
+                "features": min(count, len(ranked)),
+                "dose": factor,
+                "changed": changed,
+                "random": others,
+                "difference": changed - sum(others) / len(others),
+            }
+        )
     return points
 
 
-def judge(differences: Sequence[float]) -> dict[str, object]:
+def judge_differences(differences: Sequence[float]) -> dict[str, object]:
     """Return the mean of differences, one per seed, with its 95 % Student-t interval, and whether that excludes 0."""
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
-    separates = None if summary.half_width is None else abs(summary.mean) > summary.half_width
-    info = {"mean": summary.mean, "half_width": summary.half_width, "seeds": summary.n}
-    return info | {"values": list(differences), "separates": separates}
+    separates = None
+    if summary.half_width is not None:
+        separates = abs(summary.mean) > summary.half_width
+    return {
+        "mean": summary.mean,
+        "half_width": summary.half_width,
+        "seeds": summary.n,
+        "values": list(differences),
+        "separates": separates,
+    }
 
 
 def measure_causes(
@@ -285,55 +345,77 @@ def measure_causes(
     """
     settings = changes.causal
     assert settings is not None
-    trials = {
-        test: Trial(subjects[writer], subjects[source] if source else None, site, examples, settings.measure)
-        for test, (writer, source) in TESTS.items()
-    }
+    trials = {}
+    for test, (writer, source) in TESTS.items():
+        reads_along = None
+        if source is not None:
+            reads_along = subjects[source]
+        trials[test] = CausalTrial(subjects[writer], reads_along, site, examples, settings.measure)
     both: list[Added] = [lambda x, _: torch.zeros_like(x), lambda x, source: source - x]
-    ends = {writer: trials[test].outcomes(both) for writer, test in (("base", "given"), ("post", "returned"))}
-    info: dict[str, Any] = {
-        "measure": settings.measure,
-        "prompts": len(examples),
-        "features": settings.features,
-        "unchanged": {name: outcome[0] for name, outcome in ends.items()},
-        "everything": {name: outcome[1] for name, outcome in ends.items()},
-        **{test: [] for test in TESTS},
-    }
+    unchanged = {}
+    everything = {}
+    for writer, test in (("base", "given"), ("post", "returned")):
+        unchanged[writer], everything[writer] = trials[test].outcomes(both)
+    points: dict[str, list[list[dict[str, Any]]]] = {test: [] for test in TESTS}
     most = max(*settings.counts, settings.features)
     for seed, (sae, view) in enumerate(zip(saes, seen, strict=True)):
         ranked = view.changes.ranking()[:most].tolist()
-        draws = range(1, 1 + settings.draws)
-        matched = [random_features(view.changes, ranked, changes.seed + seed, draw) for draw in draws]
+        matched = []
+        for draw in range(1, 1 + settings.draws):
+            matched.append(random_features(view.changes, ranked, changes.seed + seed, draw))
         for test in TESTS:
-            intervene = partial(scale_features if test == "scaled" else move_features, sae, limit=limit)
-            info[test].append(try_factors(trials[test], intervene, ranked, matched, plan_of(test, settings)))
+            if test == "scaled":
+                intervene = partial(scale_features, sae, limit=limit)
+            else:
+                intervene = partial(move_features, sae, limit=limit)
+            plan = plan_of(test, settings)
+            points[test].append(try_factors(trials[test], intervene, ranked, matched, plan))
         count = min(settings.features, len(ranked))
-        point = next(p for p in info["given"][-1] if p["dose"] == 1.0 and p["features"] == count)
+        point = next(p for p in points["given"][-1] if p["dose"] == 1.0 and p["features"] == count)
         observe(
-            f"causal test, seed {seed}: {settings.measure} of the base {info['unchanged']['base']:.3f}, given "
+            f"causal test, seed {seed}: {settings.measure} of the base {unchanged['base']:.3f}, given "
             f"{point['features']} changed features {point['changed']:.3f}, random ones {fmean(point['random']):.3f}"
         )
-    info["verdicts"] = _verdicts(info)
-    return info
+    return {
+        "measure": settings.measure,
+        "prompts": len(examples),
+        "features": settings.features,
+        "unchanged": unchanged,
+        "everything": everything,
+        **points,
+        "verdicts": _verdicts(points, settings.features),
+    }
 
 
 def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
     """Return (features, factor) of a test: the whole factor for every count, and every factor for ``features``."""
     whole = WHOLE[test]
-    factors = {"given": settings.steering_factors, "returned": [], "scaled": settings.factors}[test]
-    points = [(count, whole) for count in settings.counts] + [(settings.features, x) for x in (whole, *factors)]
-    return sorted(set(points))
+    points = {(count, whole) for count in settings.counts}
+    points.add((settings.features, whole))
+    if test == "given":
+        factors = settings.steering_factors
+    elif test == "scaled":
+        factors = settings.factors
+    else:
+        factors = []
+    points.update((settings.features, factor) for factor in factors)
+    return sorted(points)
 
 
-def _verdicts(info: Mapping[str, Any]) -> dict[str, dict[str, object]]:
-    differences: dict[str, list[float]] = {}
-    for test in TESTS:
-        rows, points = info[test], info[test][0]
-        for index, point in enumerate(points):
-            differences[f"{test} {point['features']} at {point['dose']:g}"] = [row[index]["difference"] for row in rows]
-        same = [i for i, point in enumerate(points) if point["features"] == info["features"]]
+def _verdicts(points: Mapping[str, list[list[dict[str, Any]]]], features: int) -> dict[str, dict[str, object]]:
+    """Judge over the seeds the difference at every point of a test, and its slope over the factors of ``features``."""
+    verdicts = {}
+    for test, of_seeds in points.items():
+        first = of_seeds[0]
+        for index, point in enumerate(first):
+            differences = [of_seed[index]["difference"] for of_seed in of_seeds]
+            verdicts[f"{test} {point['features']} at {point['dose']:g}"] = judge_differences(differences)
+        same = [i for i, point in enumerate(first) if point["features"] == features]
         if len(same) > 1:
-            xs = [points[i]["dose"] for i in same]
-            slopes = [linear_regression(xs, [row[i]["difference"] for i in same]).slope for row in rows]
-            differences[f"{test}, slope"] = slopes
-    return {name: judge(values) for name, values in differences.items()}
+            doses = [first[i]["dose"] for i in same]
+            slopes = []
+            for of_seed in of_seeds:
+                differences = [of_seed[i]["difference"] for i in same]
+                slopes.append(linear_regression(doses, differences).slope)
+            verdicts[f"{test}, slope"] = judge_differences(slopes)
+    return verdicts

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posttrain.evaluation.statistics import student_t_quantile, student_t_tail
 from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.interpret.saes.fitting import StoreRows, in_batches, measure
+from posttrain.interpret.saes.fitting import StoreRows, in_batches, measure_quality
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.randomness import generator
 
@@ -75,7 +75,9 @@ def sum_by_document(features: Tensor, documents: Tensor) -> Tensor:
     ``features`` [n, F] are of whole documents; ``documents`` int64 [n]: the document of each row.
     """
     place = documents.unique(return_inverse=True)[1].to(features.device)
-    out = torch.zeros((2, int(place.max()) + 1, features.shape[1]), dtype=torch.float64, device=features.device)
+    num_documents = int(place.max()) + 1
+    shape = (2, num_documents, features.shape[1])
+    out = torch.zeros(shape, dtype=torch.float64, device=features.device)
     out[0].index_add_(0, place, (features > 0).double())
     out[1].index_add_(0, place, features.double())
     return out.cpu()
@@ -95,14 +97,24 @@ def paired_changes(
     ``base``, ``post``: ``sum_by_document`` of both. ``sizes`` [D]: tokens of each document. ``moved`` float64 [F]:
     Σ (post − base)² over tokens.
     """
-    n, factor = sizes.double().sum(), len(sizes) / max(1, len(sizes) - 1)
-    total_base, total_post = base.sum(1), post.sum(1)
+    n = sizes.double().sum()
+    factor = len(sizes) / max(1, len(sizes) - 1)
+    total_base = base.sum(1)
+    total_post = post.sum(1)
     delta = (total_post - total_base) / n
-    residual = (post - base - delta[:, None] * sizes.double()[:, None]).square().sum(1)
-    spread = (post / total_post[:, None] - base / total_base[:, None]).square().sum(1)
-    error, log_error = (factor * residual).sqrt() / n, (factor * spread).sqrt()
-    seen = ((base[0] > 0) | (post[0] > 0)).sum(0)
-    size = torch.zeros(base.shape[2], dtype=torch.float64) if moved is None else (moved / n).sqrt()
+    expected = delta[:, None] * sizes.double()[:, None]
+    residual = (post - base - expected).square().sum(1)
+    share_base = base / total_base[:, None]
+    share_post = post / total_post[:, None]
+    spread = (share_post - share_base).square().sum(1)
+    error = (factor * residual).sqrt() / n
+    log_error = (factor * spread).sqrt()
+    fires = (base[0] > 0) | (post[0] > 0)
+    seen = fires.sum(0)
+    if moved is None:
+        size = torch.zeros(base.shape[2], dtype=torch.float64)
+    else:
+        size = (moved / n).sqrt()
     return _judge(total_base / n, total_post / n, error, log_error, seen, size, min_documents, min_change)
 
 
@@ -114,14 +126,25 @@ def unpaired_changes(
     min_change: float = MIN_CHANGE,
 ) -> Changes:
     """Return the same between different documents: (``sum_by_document``, tokens of each) of both sides."""
-    sides = []
+    means = []
+    variances = []  # of the means
+    log_variances = []
+    counts = []
     for sums, sizes in (base, post):
-        n, factor, total = sizes.double().sum(), len(sizes) / max(1, len(sizes) - 1), sums.sum(1)
-        residual = (sums - (total / n)[:, None] * sizes.double()[:, None]).square().sum(1) * factor
-        sides.append((total / n, residual / n**2, residual / total.square(), (sums[0] > 0).sum(0)))
-    means, errors, log_errors, counts = zip(*sides, strict=True)
-    error, log_error = (errors[0] + errors[1]).sqrt(), (log_errors[0] + log_errors[1]).sqrt()
-    seen, moved = torch.minimum(*counts), (means[1] - means[0])[1].abs()
+        n = sizes.double().sum()
+        factor = len(sizes) / max(1, len(sizes) - 1)
+        total = sums.sum(1)
+        mean = total / n
+        expected = mean[:, None] * sizes.double()[:, None]
+        residual = (sums - expected).square().sum(1) * factor
+        means.append(mean)
+        variances.append(residual / n**2)
+        log_variances.append(residual / total.square())
+        counts.append((sums[0] > 0).sum(0))
+    error = (variances[0] + variances[1]).sqrt()
+    log_error = (log_variances[0] + log_variances[1]).sqrt()
+    seen = torch.minimum(counts[0], counts[1])
+    moved = (means[1] - means[0])[1].abs()
     return _judge(means[0], means[1], error, log_error, seen, moved, min_documents, min_change)
 
 
@@ -129,14 +152,17 @@ def holm(p: Tensor) -> Tensor:
     """Return Holm's adjusted p of every entry [n]: the running maximum of (n − i)·p₍ᵢ₎, at most 1."""
     order = p.argsort()
     factors = torch.arange(len(p), 0, -1, dtype=p.dtype)
+    if not len(p):
+        return p.clone()
     adjusted = torch.empty_like(p)
-    adjusted[order] = (p[order] * factors).cummax(0).values.clamp_max(1.0) if len(p) else p
+    adjusted[order] = (p[order] * factors).cummax(0).values.clamp_max(1.0)
     return adjusted
 
 
 def two_sided_p(t: Tensor, freedom: Tensor) -> Tensor:
     """Return P(|T| > |t|) of Student's t, entry by entry, float64; ``freedom`` has the shape of ``t``."""
-    return torch.from_numpy(student_t_tail(t.numpy(), freedom.clamp_min(1).numpy()))
+    tail = student_t_tail(t.numpy(), freedom.clamp_min(1).numpy())
+    return torch.from_numpy(tail)
 
 
 def _judge(
@@ -149,20 +175,41 @@ def _judge(
     min_documents: int,
     min_change: float,
 ) -> Changes:
-    change, ratio, tested = post - base, post / base, seen >= min_documents
+    change = post - base
+    ratio = post / base
+    tested = seen >= min_documents
     # a change without any spread over documents is rounding or nothing; it is never a finding
     t = torch.where(error > 0, change / error.clamp_min(1e-300), torch.zeros_like(change))
-    p, adjusted = torch.ones_like(change), torch.ones_like(change)
+    p = torch.ones_like(change)
+    adjusted = torch.ones_like(change)
     if bool(tested.any()):
         p[:, tested] = two_sided_p(t[:, tested], (seen[tested] - 1).expand(2, -1))
         adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
     counts, places = (seen - 1).clamp_min(1).unique(return_inverse=True)
-    quantiles = torch.tensor([student_t_quantile(count) for count in counts.tolist()], dtype=p.dtype)[places]
-    low, high = (ratio * torch.exp(sign * quantiles * log_error) for sign in (-1, 1))
+    by_count = [student_t_quantile(count) for count in counts.tolist()]
+    quantiles = torch.tensor(by_count, dtype=p.dtype)[places]
+    low = ratio * torch.exp(-quantiles * log_error)
+    high = ratio * torch.exp(quantiles * log_error)
     sure = adjusted < ALPHA
     large = (ratio > 1 + min_change) | (ratio < 1 / (1 + min_change))
-    found = (tested, sure.any(0), (sure & large).any(0))
-    return Changes(base, post, change, error, ratio, low, high, p, adjusted, *found, seen, moved)
+    significant = sure.any(0)
+    changed = (sure & large).any(0)
+    return Changes(
+        base=base,
+        post=post,
+        change=change,
+        error=error,
+        ratio=ratio,
+        low=low,
+        high=high,
+        p=p,
+        adjusted=adjusted,
+        tested=tested,
+        significant=significant,
+        changed=changed,
+        documents=seen,
+        moved=moved,
+    )
 
 
 def match_rates(
@@ -183,8 +230,9 @@ def match_rates(
         if not len(left):
             break
         distance = (places[left] - places[feature]).square().sum(1)
-        nearest = left[distance.argsort()[: min(8, len(left))]]
-        taken = int(nearest[int(draw * len(nearest))])
+        num_near = min(8, len(left))
+        nearest = left[distance.argsort()[:num_near]]
+        taken = int(nearest[int(draw * num_near)])
         free[taken] = False
         matched.append(taken)
     return matched
@@ -196,7 +244,8 @@ def random_features(changes: Changes, ranked: Sequence[int], seed: int, draw: in
     sizes = torch.where(rates > 0, means / rates.clamp_min(1e-12), torch.zeros_like(rates))
     uniform = generator(seed, "what changed: random features", draw).random(len(ranked)).tolist()
     forbidden = changes.changed
-    if int((~forbidden & (rates > 0)).sum()) < len(ranked):  # nearly everything changed: then any other will do
+    num_free = int((~forbidden & (rates > 0)).sum())
+    if num_free < len(ranked):  # nearly everything changed: then any other will do
         forbidden = torch.zeros_like(forbidden)
     return match_rates(ranked, rates, sizes, forbidden, uniform)
 
@@ -227,7 +276,8 @@ def scale_latents(features: Tensor, errors: Tensor, directions: Tensor) -> tuple
     """
     energy = features.double().square().sum(0)
     products = (features * (errors @ directions.T)).sum(0, dtype=torch.float64)
-    return energy.cpu(), (products + energy * directions.double().square().sum(1)).cpu()
+    norms = directions.double().square().sum(1)
+    return energy.cpu(), (products + energy * norms).cpu()
 
 
 @torch.no_grad()
@@ -242,36 +292,46 @@ def see_changes(
     min_change: float = MIN_CHANGE,
 ) -> Seen:
     """Measure the changes of one dictionary's features in a paired store, in one pass."""
-    device, directions = sae.b_dec.device, sae.W_dec.detach()
-    rows_of = {side: StoreRows(store, site, side) for side in ("base", "post")}
+    device = sae.b_dec.device
+    directions = sae.W_dec.detach()
+    base_rows = StoreRows(store, site, "base")
+    post_rows = StoreRows(store, site, "post")
     documents = store.documents(torch.arange(store.num_rows))
     numbers, sizes = documents.unique(return_counts=True)
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    moved, energy = torch.zeros((2, sae.features), dtype=torch.float64)
+    sums: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])  # of the base, the post model, the base again
+    moved = torch.zeros(sae.features, dtype=torch.float64)
+    energy = torch.zeros(sae.features, dtype=torch.float64)
     present = torch.zeros((2, sae.features), dtype=torch.float64)
-    for start, end in rows_of["base"].whole_documents(CHUNK_ROWS):
+    for start, end in base_rows.whole_documents(CHUNK_ROWS):
         rows = torch.arange(start, end)
-        base, post = (rows_of[side].gather(rows).to(device) for side in ("base", "post"))
-        before, after, again = sae.encode(base), sae.encode(post), sae.encode(base)
-        b, p, same = (sum_by_document(x, documents[rows]) for x in (before, after, again))
-        parts.append((b, p, same))
+        base = base_rows.gather(rows).to(device)
+        post = post_rows.gather(rows).to(device)
+        before = sae.encode(base)
+        after = sae.encode(post)
+        again = sae.encode(base)
+        for parts, features in zip(sums, (before, after, again), strict=True):
+            parts.append(sum_by_document(features, documents[rows]))
         moved += (after - before).square().sum(0, dtype=torch.float64).cpu()
         reconstruction = sae.decode(before)
         for side, x in enumerate((base, post)):
             squares, scaled = scale_latents(before, x - reconstruction, directions)
             present[side] += scaled
         energy += squares
-    b, p, same = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-    swap = torch.from_numpy(generator(seed, "what changed: swapped").random(store.num_documents) < 0.5)[numbers]
+    b, p, same = (torch.cat(parts, dim=1) for parts in sums)
     paired = partial(paired_changes, sizes=sizes, min_documents=min_documents, min_change=min_change)
-    even, odd = ((b[:, half], sizes[half]) for half in (numbers % 2 == 0, numbers % 2 == 1))
+    is_swapped = generator(seed, "what changed: swapped").random(store.num_documents) < 0.5
+    swap = torch.from_numpy(is_swapped)[numbers][:, None]
+    is_even = numbers % 2 == 0
+    even = (b[:, is_even], sizes[is_even])
+    odd = (b[:, ~is_even], sizes[~is_even])
     nulls = {
         "itself": paired(b, same),
-        "swapped": paired(torch.where(swap[:, None], p, b), torch.where(swap[:, None], b, p)),
+        "swapped": paired(torch.where(swap, p, b), torch.where(swap, b, p)),
         "halves": unpaired_changes(even, odd, min_documents=min_documents, min_change=min_change),
     }
-    quality = {
-        side: measure(sae, in_batches(rows, held_out_start, store.num_rows)).numbers() for side, rows in rows_of.items()
-    }
+    quality = {}
+    for name, rows_of_side in (("base", base_rows), ("post", post_rows)):
+        held_out = in_batches(rows_of_side, held_out_start, store.num_rows)
+        quality[name] = measure_quality(sae, held_out).numbers()
     amplification = torch.where(energy > 0, present[1] / present[0], torch.nan)
     return Seen(paired(b, p, moved=moved), nulls, energy, amplification, quality)

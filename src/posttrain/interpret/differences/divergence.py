@@ -8,7 +8,7 @@ answers: 1 where the patched base predicts like the post model, below 0 where it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from posttrain.interpret.activations.record import plan_batches
 from posttrain.interpret.activations.sites import device_of, pad, read_sites, replaced
 from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.recipe import ChangesSection
-from posttrain.interpret.features.features import show_token, show_tokens
+from posttrain.interpret.features.lens import show_token, show_tokens
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.types import Model, Tokenizer
 
@@ -62,8 +62,11 @@ class Patcher:
         prompt_lengths: Sequence[int],
         limit: float = float("inf"),
     ) -> None:
-        self.base, self.site = base, site
-        self.texts = [self._read(post, chosen, documents, prompt_lengths, limit) for chosen in _batches(documents)]
+        self.base = base
+        self.site = site
+        self.texts = []
+        for chosen in _batches(documents):
+            self.texts.append(self._read(post, chosen, documents, prompt_lengths, limit))
         self.tokens = sum(int(text.wanted.sum()) for text in self.texts)
         self.before = sum(self._divergence(text, None) for text in self.texts)
 
@@ -75,12 +78,18 @@ class Patcher:
     def recovered(self, patch: Patch) -> float:
         """Return the share of the KL that a patch recovers."""
         assert self.before > 0, "models that predict the same have nothing to recover"
-        return 1.0 - sum(self._divergence(text, patch) for text in self.texts) / self.before
+        after = sum(self._divergence(text, patch) for text in self.texts)
+        return 1.0 - after / self.before
 
     def mean_difference(self) -> Tensor:
         """Return the mean of post − base [d] over all tokens that are patched."""
-        sums = [(text.post - text.base)[text.real].double().sum(0) for text in self.texts]
-        return (torch.stack(sums).sum(0) / max(1, sum(int(text.real.sum()) for text in self.texts))).float()
+        sums = []
+        for text in self.texts:
+            moved = (text.post - text.base)[text.real]
+            sums.append(moved.double().sum(0))
+        count = sum(int(text.real.sum()) for text in self.texts)
+        mean = torch.stack(sums).sum(0) / max(1, count)
+        return mean.float()
 
     @torch.no_grad()
     def _read(
@@ -95,32 +104,43 @@ class Patcher:
         tokens, lengths = pad([documents[number] for number in chosen], device)
         starts = torch.tensor([max(1, prompt_lengths[number]) for number in chosen], device=device)
         place = torch.arange(tokens.shape[1], device=device)
-        wanted = ((place >= starts[:, None]) & (place < lengths[:, None]))[:, 1:]
+        is_token = place < lengths[:, None]
+        is_answer = is_token & (place >= starts[:, None])
+        wanted = is_answer[:, 1:]
         kept: dict[str, Tensor] = {}
         with replaced(post, self.site, lambda x: kept.setdefault("post", x)):
             logits = post(input_ids=tokens.to(device_of(post)), use_cache=False).logits
-        base = read_sites(self.base, [self.site], input_ids=tokens, use_cache=False)[0].float()
+        (seen,) = read_sites(self.base, [self.site], input_ids=tokens, use_cache=False)
+        base = seen.float()
         there = kept["post"].to(device).float()
-        real = (place < lengths[:, None]) & (base.norm(dim=-1) <= limit) & (there.norm(dim=-1) <= limit)
-        return _Text(tokens, wanted, real, base, there, logits[:, :-1].to(device)[wanted].float())
+        is_within = (base.norm(dim=-1) <= limit) & (there.norm(dim=-1) <= limit)
+        real = is_token & is_within
+        post_logits = logits[:, :-1].to(device)[wanted].float()
+        return _Text(tokens, wanted, real, base, there, post_logits)
 
     @torch.no_grad()
     def _divergence(self, text: _Text, patch: Patch | None) -> float:
         added = torch.zeros_like(text.base)
         if patch is not None:
-            added[text.real] = patch(text.base[text.real], text.post[text.real]).to(added.dtype)
+            moved = patch(text.base[text.real], text.post[text.real])
+            added[text.real] = moved.to(added.dtype)
 
         def change(x: Tensor) -> Tensor:
             return (x.float() + added).to(x.dtype)
 
-        with nullcontext() if patch is None else replaced(self.base, self.site, change):
+        place: AbstractContextManager[None] = nullcontext()
+        if patch is not None:
+            place = replaced(self.base, self.site, change)
+        with place:
             logits = self.base(input_ids=text.tokens, use_cache=False).logits
-        return float(divergence(text.post_logits, logits[:, :-1][text.wanted]).sum())
+        base_logits = logits[:, :-1][text.wanted]
+        return float(divergence(text.post_logits, base_logits).sum())
 
 
 def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
     """Return float64 [M]: KL(post ‖ base) of two distributions given by their logits [M, V]."""
-    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (post_logits, base_logits))
+    p = torch.log_softmax(post_logits.double(), dim=-1)
+    q = torch.log_softmax(base_logits.double(), dim=-1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
 
 
@@ -137,24 +157,35 @@ def token_kl(
     moved = torch.zeros(0, dtype=torch.float64)
     for chosen in _batches(documents):
         tokens, lengths = pad([documents[number] for number in chosen], device)
-        logits = [m(input_ids=tokens.to(device_of(m)), use_cache=False).logits.to(device) for m in (post, base)]
+        post_logits = post(input_ids=tokens.to(device_of(post)), use_cache=False).logits.to(device)
+        base_logits = base(input_ids=tokens.to(device_of(base)), use_cache=False).logits.to(device)
         for row, number in enumerate(chosen):
-            end, start = int(lengths[row]) - 1, max(0, prompt_lengths[number] - 1)
-            kl[number][1:] = divergence(logits[0][row, :end], logits[1][row, :end]).cpu()
-            p, q = (torch.softmax(each[row, start:end].float(), dim=-1) for each in logits)
+            end = int(lengths[row]) - 1
+            start = max(0, prompt_lengths[number] - 1)
+            kl[number][1:] = divergence(post_logits[row, :end], base_logits[row, :end]).cpu()
+            p = torch.softmax(post_logits[row, start:end].float(), dim=-1)
+            q = torch.softmax(base_logits[row, start:end].float(), dim=-1)
             gained = (p - q).sum(0, dtype=torch.float64).cpu()
-            moved = gained + moved if len(moved) else gained
+            if len(moved):
+                moved = gained + moved
+            else:
+                moved = gained
     return kl, moved
 
 
 def feature_patch(sae: SparseAutoencoder, features: Sequence[int] | None) -> Patch:
     """Return Σⱼ (fⱼ(post) − fⱼ(base))·dⱼ over some features (None: all of them)."""
     device = sae.b_dec.device
-    chosen = None if features is None else torch.tensor(list(features), dtype=torch.long, device=device)
+    chosen = None
+    if features is not None:
+        chosen = torch.tensor(list(features), dtype=torch.long, device=device)
 
     def patch(base: Tensor, post: Tensor) -> Tensor:
-        directions = sae.W_dec if chosen is None else sae.W_dec[chosen]
-        return (sae.encode(post, chosen) - sae.encode(base, chosen)) @ directions
+        directions: Tensor = sae.W_dec
+        if chosen is not None:
+            directions = sae.W_dec[chosen]
+        moved = sae.encode(post, chosen) - sae.encode(base, chosen)
+        return moved @ directions
 
     return patch
 
@@ -162,7 +193,8 @@ def feature_patch(sae: SparseAutoencoder, features: Sequence[int] | None) -> Pat
 def _batches(documents: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return numbers of documents of at least two tokens, of like length together."""
     numbers = [number for number, ids in enumerate(documents) if len(ids) > 1]
-    pieces = plan_batches([len(documents[number]) for number in numbers], None, TOKENS_PER_BATCH)
+    lengths = [len(documents[number]) for number in numbers]
+    pieces = plan_batches(lengths, None, TOKENS_PER_BATCH)
     return [[numbers[i] for i in piece] for piece in pieces]
 
 
@@ -171,41 +203,66 @@ def locate_divergence(
 ) -> dict[str, Any]:
     """Measure KL(post ‖ base): its mean, its concentration, its places and tokens, and whole answers."""
     every, moved = token_kl(base, post, documents, prompt_lengths)
-    texts = list(zip(documents, prompt_lengths, every, strict=True))
-    answers = [kl[length:] for _, length, kl in texts]
-    prompts = torch.cat([kl[1:length] for _, length, kl in texts])
-    flat, sums = torch.cat(answers), [float(kl.sum()) for kl in answers]
-    total = float(flat.sum())
-    places = []
-    for place in range(NUM_PLACES):
-        here = [float(kl[place]) for kl in answers if len(kl) > place]
-        if len(here) < max(2, len(answers) // 20):
-            break
-        places.append({"place": place, "kl": fmean(here), "error": standard_error(here), "answers": len(here)})
-    ends = {}
-    for name, sign in (("up", 1), ("down", -1)):
-        values, ids = (x.tolist() for x in (moved / len(flat) * sign).topk(min(8, len(moved))))
-        ends[name] = [[show_token(tokenizer, i), sign * value] for value, i in zip(values, ids, strict=True)]
+    answers = []
+    prompts = []
+    tokens: list[int] = []  # of the answers
+    before: list[int] = []  # the token before each of these
+    for ids, length, kl in zip(documents, prompt_lengths, every, strict=True):
+        prompts.append(kl[1:length])
+        answers.append(kl[length:])
+        tokens += ids[length:]
+        before += ids[length - 1 : -1]
+    of_prompts = torch.cat(prompts)
+    flat = torch.cat(answers)
+    sums = [float(kl.sum()) for kl in answers]
+    per_prompt_token = 0.0
+    if len(of_prompts):
+        per_prompt_token = float(of_prompts.mean())
+    shown = []
+    for ids, length, kl in zip(documents[:NUM_SHOWN], prompt_lengths, every, strict=False):
+        entry = {
+            "prompt": decode_ids(tokenizer, ids[:length]),
+            "tokens": show_tokens(tokenizer, ids[length:]),
+            "kl": [round(float(value), 4) for value in kl[length:]],
+        }
+        shown.append(entry)
     return {
         "documents": len(documents),
         "tokens": len(flat),
         "per_answer": fmean(sums),
         "per_answer_error": standard_error(sums),
-        "per_token": total / len(flat),
-        "per_prompt_token": float(prompts.mean()) if len(prompts) else 0.0,
-        "places": places,
-        "tokens_at": _by_token(flat, [t for ids, n, _ in texts for t in ids[n:]], tokenizer),
-        "tokens_after": _by_token(flat, [t for ids, n, _ in texts for t in ids[n - 1 : -1]], tokenizer),
-        "moved": ends,
-        "shown": [
-            {
-                "prompt": decode_ids(tokenizer, ids[:length]),
-                "tokens": show_tokens(tokenizer, ids[length:]),
-                "kl": [round(float(value), 4) for value in kl[length:]],
-            }
-            for ids, length, kl in texts[:NUM_SHOWN]
-        ],
+        "per_token": float(flat.sum()) / len(flat),
+        "per_prompt_token": per_prompt_token,
+        "places": _by_place(answers),
+        "tokens_at": _by_token(flat, tokens, tokenizer),
+        "tokens_after": _by_token(flat, before, tokenizer),
+        "moved": _most_moved(moved / len(flat), tokenizer),
+        "shown": shown,
     }
+
+
+def _by_place(answers: Sequence[Tensor]) -> list[dict[str, float]]:
+    """Return the mean KL at each place of the answers, as far as a twentieth of them, and two, are so long."""
+    fewest = max(2, len(answers) // 20)
+    places: list[dict[str, float]] = []
+    for place in range(NUM_PLACES):
+        here = [float(kl[place]) for kl in answers if len(kl) > place]
+        if len(here) < fewest:
+            break
+        places.append({"place": place, "kl": fmean(here), "error": standard_error(here), "answers": len(here)})
+    return places
+
+
+def _most_moved(moved: Tensor, tokenizer: Tokenizer) -> dict[str, list[list[object]]]:
+    """Return the tokens that gained most probability (``up``) and lost most (``down``): [text, gain per token]."""
+    ends = {}
+    for name, sign in (("up", 1), ("down", -1)):
+        values, ids = (moved * sign).topk(min(8, len(moved)))
+        tokens: list[list[object]] = []
+        for value, i in zip(values.tolist(), ids.tolist(), strict=True):
+            tokens.append([show_token(tokenizer, i), sign * value])
+        ends[name] = tokens
+    return ends
 
 
 def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, object]]:
@@ -214,16 +271,16 @@ def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Tokenizer) -> list[d
     counts = torch.bincount(ids)
     sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, ids, kl)
     total = float(kl.sum())
-    return [
-        {
-            "token": show_token(tokenizer, i),
-            "share": float(sums[i]) / total if total > 0 else 0.0,
-            "mean": float(sums[i] / counts[i]),
-            "count": int(counts[i]),
-        }
-        for i in sums.topk(min(NUM_TOKENS, len(counts))).indices.tolist()
-        if counts[i] > 0
-    ]
+    entries: list[dict[str, object]] = []
+    for i in sums.topk(min(NUM_TOKENS, len(counts))).indices.tolist():
+        if counts[i] == 0:
+            continue
+        share = 0.0
+        if total > 0:
+            share = float(sums[i]) / total
+        mean = float(sums[i] / counts[i])
+        entries.append({"token": show_token(tokenizer, i), "share": share, "mean": mean, "count": int(counts[i])})
+    return entries
 
 
 def patch_curves(
@@ -240,10 +297,15 @@ def patch_curves(
     (``everything``), the mean difference vector, and all features of each dictionary.
     """
     assert changes.patching is not None
-    mean, counts = patcher.mean_difference(), changes.patching.counts
+    mean = patcher.mean_difference()
+    counts = changes.patching.counts
 
     def curve(sae: SparseAutoencoder, features: Sequence[int]) -> list[float]:
-        return [patcher.recovered(feature_patch(sae, features[:n])) for n in counts]
+        shares = []
+        for count in counts:
+            patch = feature_patch(sae, features[:count])
+            shares.append(patcher.recovered(patch))
+        return shares
 
     curves: dict[str, Any] = {
         "kl_per_token": patcher.kl,
@@ -258,8 +320,12 @@ def patch_curves(
     for seed, (sae, view) in enumerate(zip(saes, seen, strict=True)):
         ranked = view.changes.ranking()[: max(counts)].tolist()
         others = random_features(view.changes, ranked, changes.seed + seed, 0)
-        curves["changed"].append(curve(sae, ranked))
+        changed = curve(sae, ranked)
+        curves["changed"].append(changed)
         curves["random"].append(curve(sae, others))
-        curves["all_features"].append(patcher.recovered(feature_patch(sae, None)))
-        observe(f"patching, seed {seed}: {curves['changed'][-1][-1]:.1%} by {counts[-1]} changed features")
-    return curves | {"frozen": curve(*frozen)}
+        everything = feature_patch(sae, None)
+        curves["all_features"].append(patcher.recovered(everything))
+        observe(f"patching, seed {seed}: {changed[-1]:.1%} by {counts[-1]} changed features")
+    frozen_sae, most_changed = frozen
+    curves["frozen"] = curve(frozen_sae, most_changed)
+    return curves

@@ -31,7 +31,9 @@ class Compared(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"name": value}
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -101,11 +103,14 @@ class ChangesSection(Section):
         """Let options of the training, and of a dictionary without a name, change single defaults."""
         if not isinstance(value, Mapping):
             return value
-        given = {key: x for key, x in value.items() if isinstance(x, Mapping)}
-        filled = {"train": _TRAIN | dict(given["train"])} if "train" in given else {}
-        if "dictionary" in given and "name" not in given["dictionary"]:
-            filled["dictionary"] = _DICTIONARY | dict(given["dictionary"])
-        return {**value, **filled}
+        filled = dict(value)
+        train = value.get("train")
+        if isinstance(train, Mapping):
+            filled["train"] = _TRAIN | dict(train)
+        dictionary = value.get("dictionary")
+        if isinstance(dictionary, Mapping) and "name" not in dictionary:
+            filled["dictionary"] = _DICTIONARY | dict(dictionary)
+        return filled
 
 
 class DiffRecipe(Content):

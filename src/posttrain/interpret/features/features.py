@@ -3,40 +3,31 @@
 Contexts come from one exact pass over recorded activations. In each document only the token at which a feature is
 strongest counts, and of documents that agree up to that token only the first: activations depend on earlier tokens
 alone, so the others would repeat it.
-
-The logit lens (nostalgebraist 2020): a direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean
-over the vocabulary. γ is the gain of the final norm; where that norm subtracts the mean (LayerNorm), u loses its own
-first. The norm's division by the size of the residual stream scales all logits alike and is left out, as are biases,
-soft caps and the layers in between.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posttrain.data.render.encoding import TextStream, decode_behind
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
-from posttrain.interpret.activations.sites import backbone_of, tokenizer_hash
+from posttrain.interpret.activations.sites import tokenizer_hash
+from posttrain.interpret.features.lens import CONVENTION, Lens, Likely, build_lens, show_tokens
 from posttrain.interpret.saes.fitting import StoreRows
 from posttrain.interpret.saes.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
 from posttrain.interpret.saes.sae import Metadata, SparseAutoencoder, load_sae, read_metadata
-from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.durable import replace_file
-from posttrain.types import Model, Tokenizer
+from posttrain.types import Tokenizer
 
 NUM_BINS = 32
 MAX_ELEMENTS = 1 << 26  # activations at a time: 256 MiB in fp32, unless one document has more
@@ -62,11 +53,17 @@ class FeatureStatistics:
     def __init__(
         self, sae: SparseAutoencoder, source: StoreRows, chosen: Tensor, contexts: int, before: int, after: int
     ) -> None:
-        self.dictionary, self.source, self.before, self.rows = sae, source, before, 0
-        self.device = device = sae.b_dec.device
+        self.dictionary = sae
+        self.source = source
+        self.before = before
+        self.rows = 0
+        self.device = sae.b_dec.device
+        device = self.device
         self.chosen = chosen.to(device)
-        size, width = len(chosen), before + 1 + after
-        self.active, self.exponents = torch.zeros((2, size), dtype=torch.int64, device=device)
+        size = len(chosen)
+        width = before + 1 + after
+        self.active = torch.zeros(size, dtype=torch.int64, device=device)
+        self.exponents = torch.zeros(size, dtype=torch.int64, device=device)
         self.total = torch.zeros(size, dtype=torch.float64, device=device)
         self.maximum = torch.zeros(size, device=device)
         self.counts = torch.zeros((size, NUM_BINS), dtype=torch.int64, device=device)
@@ -77,47 +74,66 @@ class FeatureStatistics:
 
     def _encode(self, rows: Tensor) -> Tensor:
         """Return activations float32 [n, S]."""
-        parts = (self.source.gather(part).to(self.device) for part in rows.split(ENCODED_ROWS))
-        return torch.cat([self.dictionary.encode(x)[:, self.chosen] for x in parts])
+        parts = []
+        for part in rows.split(ENCODED_ROWS):
+            x = self.source.gather(part).to(self.device)
+            parts.append(self.dictionary.encode(x)[:, self.chosen])
+        return torch.cat(parts)
 
     def read(self, start: int, end: int) -> None:
         """Take in the rows ``start`` … ``end``, which are whole documents."""
         values = self._encode(torch.arange(start, end))
+        is_active = values > 0
         self.rows += len(values)
-        self.active += (values > 0).sum(0)
+        self.active += is_active.sum(0)
         self.total += values.sum(0, dtype=torch.float64)
         self.maximum = torch.maximum(self.maximum, values.amax(0))
         self._widen(torch.frexp(self.maximum).exponent.long())
-        places, features = (values > 0).nonzero(as_tuple=True)
-        scaled = torch.ldexp(values[places, features], -self.exponents[features]) * NUM_BINS
+        places, features = is_active.nonzero(as_tuple=True)
+        shifts = -self.exponents[features]
+        scaled = torch.ldexp(values[places, features], shifts) * NUM_BINS
         slots = features * NUM_BINS + scaled.long()
-        self.counts += torch.bincount(slots, minlength=self.counts.numel()).view_as(self.counts)
+        added = torch.bincount(slots, minlength=self.counts.numel())
+        self.counts += added.view_as(self.counts)
         self._keep_strongest(values, start, end)
 
     def _widen(self, exponents: Tensor) -> None:
         """Let the bins reach up to 2**exponents, by joining pairs of them."""
         self.exponents = torch.where(self.counts.sum(1) == 0, exponents, self.exponents)
-        while bool((grows := self.exponents < exponents).any()):
+        grows = self.exponents < exponents
+        while bool(grows.any()):
             joined = torch.zeros_like(self.counts)
-            joined[:, : NUM_BINS // 2] = self.counts.view(-1, NUM_BINS // 2, 2).sum(2)
+            pairs = self.counts.view(-1, NUM_BINS // 2, 2)
+            joined[:, : NUM_BINS // 2] = pairs.sum(2)
             self.counts = torch.where(grows[:, None], joined, self.counts)
             self.exponents = self.exponents + grows.long()
+            grows = self.exponents < exponents
 
     def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
-        size, store = len(self.top), self.source.store
+        """Merge the strongest row of each document into ``top``; of rows with the same text before them one stays."""
+        size = len(self.top)
+        store = self.source.store
         rows = torch.arange(start, end)
         documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
         prefixes = [hash_prefixes(store.document_tokens(int(number))) for number in documents.tolist()]
-        first_tokens = torch.tensor([0, *map(len, prefixes)]).cumsum(0)[:-1].repeat_interleave(counts)
+        ends = torch.tensor([0, *map(len, prefixes)]).cumsum(0)
+        first_tokens = ends[:-1].repeat_interleave(counts)
         hashes = torch.cat(prefixes)[first_tokens + store.positions(rows)].to(self.device)
         strongest = [part.max(0) for part in values.split(counts.tolist())]
-        local = torch.stack([place for _, place in strongest]) + (counts.cumsum(0) - counts).to(self.device)[:, None]
-        top = torch.cat([self.top, torch.stack([value for value, _ in strongest])])
+        maxima = torch.stack([value for value, _ in strongest])
+        places = torch.stack([place for _, place in strongest])
+        starts = (counts.cumsum(0) - counts).to(self.device)
+        local = places + starts[:, None]
+        top = torch.cat([self.top, maxima])
         keys = torch.cat([self.keys, hashes[local]])
-        kept = top.argsort(dim=0, descending=True, stable=True)
-        kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
-        self.top, self.keys = top.gather(0, kept), keys.gather(0, kept)
-        self.top_rows = torch.cat([self.top_rows, local + start]).gather(0, kept).masked_fill(self.top <= 0, -1)
+        top_rows = torch.cat([self.top_rows, local + start])
+        falling = top.argsort(dim=0, descending=True, stable=True)
+        is_twin = _later_twins(keys.gather(0, falling))
+        twins_last = is_twin.long().argsort(dim=0, stable=True)
+        kept = falling.gather(0, twins_last)[:size]
+        self.top = top.gather(0, kept)
+        self.keys = keys.gather(0, kept)
+        self.top_rows = top_rows.gather(0, kept).masked_fill(self.top <= 0, -1)
 
     def look_around(self, before: int, after: int) -> None:
         """Fill ``windows``: read the documents of the contexts once more."""
@@ -125,16 +141,22 @@ class FeatureStatistics:
         rank, feature = (self.top_rows >= 0).nonzero(as_tuple=True)
         rows, order = self.top_rows[rank, feature].cpu().sort()
         documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
-        parts = zip(documents.tolist(), rows.split(counts.tolist()), order.split(counts.tolist()), strict=True)
+        sizes = counts.tolist()
+        parts = zip(documents.tolist(), rows.split(sizes), order.split(sizes), strict=True)
         for number, those, contexts in parts:
-            start, end = max(0, int(those[0]) - before), min(int(those[-1]) + after + 1, self.source.num_rows)
+            start = max(0, int(those[0]) - before)
+            end = min(int(those[-1]) + after + 1, self.source.num_rows)
             near = torch.arange(start, end)
             near = near[store.documents(near) == number]
-            places = store.positions(near) - store.positions(those)[:, None] + before
-            which, column = ((places >= 0) & (places <= before + after)).nonzero(as_tuple=True)
+            offsets = store.positions(near) - store.positions(those)[:, None]
+            places = offsets + before
+            is_inside = (places >= 0) & (places <= before + after)
+            which, column = is_inside.nonzero(as_tuple=True)
             chosen = contexts[which].to(rank.device)
-            values = self._encode(near)[column.to(rank.device), feature[chosen]]
-            self.windows[rank[chosen], feature[chosen], places[which, column].to(rank.device)] = values
+            features = feature[chosen]
+            values = self._encode(near)[column.to(rank.device), features]
+            slots = places[which, column].to(rank.device)
+            self.windows[rank[chosen], features, slots] = values
 
 
 @torch.no_grad()
@@ -153,9 +175,10 @@ def find_contexts(
     ``features`` int64 [S] (None: all). ``contexts``: K for each feature, with the activations of ``before`` and
     ``after`` tokens around the strongest one. ``chunk_rows``: rows at a time, about; the result does not depend on it.
     """
-    chosen = torch.arange(sae.features) if features is None else features
+    if features is None:
+        features = torch.arange(sae.features)
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // sae.features))
-    found = FeatureStatistics(sae, rows, chosen, contexts, before, after)
+    found = FeatureStatistics(sae, rows, features, contexts, before, after)
     for start, end in rows.whole_documents(limit):
         found.read(start, end)
     found.look_around(before, after)
@@ -219,8 +242,15 @@ def describe_features(
         )
     chosen = check_features(sae, features)
     found = find_contexts(sae, rows, features=chosen, contexts=contexts)
-    ends = None if lens is None else lens.extremes(sae.W_dec[chosen.to(sae.W_dec.device)], tokens)
-    summary = {
+    ends = None
+    convention = ""
+    if lens is not None:
+        ends = lens.extremes(sae.W_dec[chosen.to(sae.W_dec.device)], tokens)
+        convention = CONVENTION
+    described: dict[str, object] = {}
+    if about is not None:
+        described |= about
+    described |= {
         "rows": found.rows,
         "documents": store.num_documents,
         "dictionary_features": sae.features,
@@ -228,9 +258,9 @@ def describe_features(
         "active_per_row": float(found.active.sum()) / max(1, found.rows),
         "silent": int((found.active == 0).sum()),
         "contexts": CONTEXT_CONVENTION,
-        "logit_lens": CONVENTION if lens is not None else "",
+        "logit_lens": convention,
     }
-    return {"about": (about or {}) | summary, "features": _describe(found, store, ends, tokenizer)}
+    return {"about": described, "features": _describe(found, store, ends, tokenizer)}
 
 
 def _describe(
@@ -240,26 +270,38 @@ def _describe(
     tokenizer: Tokenizer,
 ) -> list[Report]:
     def texts(tokens: Sequence[int]) -> list[str]:
-        return [f"<{token}>" for token in tokens] if tokenizer is None else show_tokens(tokenizer, tokens)
+        if tokenizer is None:
+            return [f"<{token}>" for token in tokens]
+        return show_tokens(tokenizer, tokens)
 
-    active, totals, maxima = found.active.tolist(), found.total.tolist(), found.maximum.tolist()
+    active = found.active.tolist()
+    totals = found.total.tolist()
+    maxima = found.maximum.tolist()
     around = _contexts(found, store, texts)
     described = []
     for i, number in enumerate(found.chosen.tolist()):
         counts = found.counts[i].tolist()
         last = max((place for place, count in enumerate(counts) if count), default=-1)
         width = math.ldexp(1.0, int(found.exponents[i])) / NUM_BINS
-        likely = [[[*texts([token]), token, rounded(x)] for token, x in side[i]] for side in ends or ()] or [[], []]
+        mean = 0.0
+        if active[i]:
+            mean = totals[i] / active[i]
+        promoted: list[list[object]] = []
+        suppressed: list[list[object]] = []
+        if ends is not None:
+            for shown, likely in zip((promoted, suppressed), ends, strict=True):
+                for token, logit in likely[i]:
+                    shown.append([*texts([token]), token, rounded(logit)])
         described.append(
             {
                 "feature": number,
                 "active": active[i],
                 "density": rounded(active[i] / max(1, found.rows)),
-                "mean": rounded(totals[i] / active[i] if active[i] else 0.0),
+                "mean": rounded(mean),
                 "max": rounded(maxima[i]),
                 "histogram": {"bin_width": width, "counts": counts[: last + 1]},
-                "promoted": likely[0],
-                "suppressed": likely[1],
+                "promoted": promoted,
+                "suppressed": suppressed,
                 "contexts": around[i],
             }
         )
@@ -272,8 +314,10 @@ def _contexts(
     """Return the contexts of each feature, in the order of the columns."""
     rows = found.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
-    documents, positions = (x.view_as(rows).tolist() for x in (store.documents(flat), store.positions(flat)))
-    values, windows = found.top.T.tolist(), found.windows.transpose(0, 1).tolist()
+    documents = store.documents(flat).view_as(rows).tolist()
+    positions = store.positions(flat).view_as(rows).tolist()
+    values = found.top.T.tolist()
+    windows = found.windows.transpose(0, 1).tolist()
     contexts: list[list[Report]] = [[] for _ in values]
     for i, column in enumerate(values):
         for value, document, position, window in zip(column, documents[i], positions[i], windows[i], strict=True):
@@ -282,10 +326,22 @@ def _contexts(
             start = max(0, position - found.before)
             inside = window[start - (position - found.before) :]
             shown = store.document_tokens(document)[start : start + len(inside)]
-            activations = [None if math.isnan(x) else rounded(x) for x in inside[: len(shown)]]
-            info = {"document": document, "position": position, "start": start}
-            tokens = texts(shown)
-            contexts[i].append({"activation": rounded(value), **info, "tokens": tokens, "activations": activations})
+            activations: list[float | None] = []
+            for x in inside[: len(shown)]:
+                if math.isnan(x):
+                    activations.append(None)
+                else:
+                    activations.append(rounded(x))
+            contexts[i].append(
+                {
+                    "activation": rounded(value),
+                    "document": document,
+                    "position": position,
+                    "start": start,
+                    "tokens": texts(shown),
+                    "activations": activations,
+                }
+            )
     return contexts
 
 
@@ -293,9 +349,12 @@ def write_features(report: Report, path: str | Path) -> Path:
     """Write ``features.json``: ``about``, then one feature on each line with its address on the page."""
     place = Path(path)
     page = place.with_suffix(".html").name
-    features = ({"address": f"{page}#feature-{x['feature']}"} | x for x in report["features"])
-    lines = ",\n".join(map(json.dumps, features))
-    replace_file(place, f'{{"about": {json.dumps(report["about"])},\n"features": [\n{lines}\n]}}\n'.encode())
+    lines = []
+    for feature in report["features"]:
+        address = f"{page}#feature-{feature['feature']}"
+        lines.append(json.dumps({"address": address} | feature))
+    listed = ",\n".join(lines)
+    replace_file(place, f'{{"about": {json.dumps(report["about"])},\n"features": [\n{listed}\n]}}\n'.encode())
     return place
 
 
@@ -324,17 +383,18 @@ def read_features(
     Raises:
         UsageError: no such feature, source or model, or one with other tokens than the rows'.
     """
-    sae, metadata = load_sae(folder), read_metadata(folder)
+    sae = load_sae(folder)
+    metadata = read_metadata(folder)
     check_features(sae, features)
     store = ActivationStore(activations)
-    known = (*store.sources, DIFFERENCE) if len(store.sources) > 1 else store.sources
-    source = source or (metadata.source if metadata.source in known else None)
-    if source is None and len(known) > 1:
-        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
-    rows = StoreRows(store, metadata.site if metadata.site in store.sites else None, source)
-    model = model or (metadata.models[-1].get("model") if metadata.models else metadata.model_name)
+    rows = _choose_rows(store, metadata, source)
+    if not model:
+        if metadata.models:
+            model = metadata.models[-1].get("model")
+        else:
+            model = metadata.model_name
     lens, tokenizer = _load_lens(model, store, resolve, with_lens=with_lens)
-    about = {
+    about: dict[str, object] = {
         "dictionary": name,
         "model": model or "",
         "site": rows.site,
@@ -344,8 +404,11 @@ def read_features(
         "layer_convention": store.index.layer_convention,
         "notices": _warnings(metadata, rows, model),
     }
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
     return describe_features(
-        sae.to("cuda" if torch.cuda.is_available() else "cpu"),
+        sae.to(device),
         rows,
         features=features,
         contexts=contexts,
@@ -355,23 +418,47 @@ def read_features(
     )
 
 
+def _choose_rows(store: ActivationStore, metadata: Metadata, source: str | None) -> StoreRows:
+    """Return the rows of the dictionary's site and of ``source``, by default the dictionary's own."""
+    known = store.sources
+    if len(known) > 1:
+        known = (*known, DIFFERENCE)
+    if not source and metadata.source in known:
+        source = metadata.source
+    if not source and len(known) > 1:
+        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
+    site = None
+    if metadata.site in store.sites:
+        site = metadata.site
+    return StoreRows(store, site, source or None)
+
+
 def default_activations(folder: Path, run: Path | None) -> Path:
     """Return the rows that a dictionary was trained on: its run's recording, or the folder that its recipe names."""
     remedy = "give --activations FOLDER, made by `posttrain activations`"
     if run is None:
         raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
     recorded = load_sae_recipe(str(run / "recipe.yaml")).activations.folder
-    place = run / ACTIVATIONS if recorded is None else Path(recorded)
+    if recorded is None:
+        place = run / ACTIVATIONS
+    else:
+        place = Path(recorded)
     if not (place / INDEX).is_file():
         raise UsageError(f"{run}: its activations are no more in {place}; {remedy}")
     return place
 
 
 def _warnings(metadata: Metadata, rows: StoreRows, model: str | None) -> list[str]:
-    trained = {entry.get("weights_hash") for entry in metadata.models or []}
-    used = [entry for entry in rows.store.index.sources if rows.source in (entry.name, DIFFERENCE)]
-    others = [entry.model for entry in used if trained and entry.weights_hash and entry.weights_hash not in trained]
-    warnings = [f"the dictionary was trained on another model than the one whose rows these are ({x})" for x in others]
+    trained = set()
+    if metadata.models:
+        trained = {entry.get("weights_hash") for entry in metadata.models}
+    warnings = []
+    for entry in rows.store.index.sources:
+        is_used = rows.source in (entry.name, DIFFERENCE)
+        if is_used and trained and entry.weights_hash and entry.weights_hash not in trained:
+            warnings.append(
+                f"the dictionary was trained on another model than the one whose rows these are ({entry.model})"
+            )
     if model is None:
         warnings.append("no model is known, so tokens are shown by their numbers, without a logit lens (--model NAME)")
     return warnings
@@ -385,135 +472,15 @@ def _load_lens(
         return None, None
     section = ModelSection(name=resolve(name), dtype=store.index.sources[-1].dtype)
     try:
-        loaded = load_model(section, seed=0) if with_lens else None
-        lens = None if loaded is None else build_lens(loaded.model)
-        tokenizer = load_tokenizer(section.name) if loaded is None else loaded.tokenizer
+        if with_lens:
+            loaded = load_model(section, seed=0)
+            lens = build_lens(loaded.model)
+            tokenizer = loaded.tokenizer
+        else:
+            lens = None
+            tokenizer = load_tokenizer(section.name)
     except UsageError as error:
         raise UsageError(f"{error} (--model names another one, --no-lens leaves the logit lens out)") from error
     if store.index.tokenizer and tokenizer_hash(tokenizer) != store.index.tokenizer:
         raise UsageError(f"{name}: its tokenizer is not the one that {store.folder} was recorded with; give --model")
     return lens, tokenizer
-
-
-# The logit lens.
-
-CONVENTION = (
-    "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
-    "the norm's division by the size of the residual stream, without biases and soft caps"
-)
-_MAX_LOGITS = 1 << 24
-_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
-
-
-@dataclass(frozen=True, slots=True)
-class Lens:
-    """Unembedding [V, d] and gain [d] of one model, fp32; ``centres``: its final norm subtracts the mean."""
-
-    unembedding: Tensor
-    gain: Tensor
-    centres: bool
-
-    def logits(self, directions: Tensor) -> Tensor:
-        """Return logits [n, V] of directions [n, d] of any norm but 0; see the module for the convention."""
-        unit = directions.float()
-        unit = unit / unit.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        if self.centres:
-            unit = unit - unit.mean(1, keepdim=True)
-        logits = (unit * self.gain) @ self.unembedding.T
-        return logits - logits.mean(1, keepdim=True)
-
-    def extremes(self, directions: Tensor, count: int) -> tuple[list[list[Likely]], list[list[Likely]]]:
-        """Return for each direction the ``count`` tokens with the highest logits, falling, and the lowest, rising."""
-        size = max(1, _MAX_LOGITS // len(self.unembedding))
-        count = min(count, len(self.unembedding))
-        ends: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
-        for part in directions.to(self.gain.device).split(size):
-            logits = self.logits(part)
-            for lists, largest in zip(ends, (True, False), strict=True):
-                values, tokens = (x.tolist() for x in logits.topk(count, largest=largest))
-                lists += [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
-        return ends
-
-
-Likely = tuple[int, float]  # a token's id and its logit
-
-
-@torch.no_grad()
-def build_lens(model: Model) -> Lens:
-    """Return the lens of a causal LM, or of a peft model around one; ``UsageError``: no known LM head or final norm."""
-    plain, backbone = causal_lm(model), backbone_of(model)
-    head = plain.get_output_embeddings()
-    names = [name for name in _FINAL_NORMS if name in backbone._modules]
-    if head is None or len(names) != 1:
-        missing = "LM head" if head is None else "final norm"
-        raise UsageError(f"{type(plain).__name__}: no {missing} that is known here, so there is no logit lens")
-    weight = head.weight.detach().float()
-    gain, centres = measure_norm(backbone._modules[names[0]], weight.shape[1], weight.device)
-    return Lens(weight, gain, centres)
-
-
-def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Return (gain [d], whether it subtracts the mean), measured on a vector, so that any architecture will do.
-
-    ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
-    """
-    x = 1 + torch.rand(d, generator=torch.Generator().manual_seed(0))
-    x[1::2] *= -1  # no entry near 0, with or without the mean subtracted
-    x = x.to(device)
-    exact = copy.deepcopy(norm).float()
-
-    def respond(values: Tensor) -> Tensor:
-        return torch.sub(exact(values[None]), exact(-values[None]))[0] / 2
-
-    plain, moved = respond(x), respond(x + 3)
-    centres = bool((plain - moved).norm() < 0.01 * plain.norm())
-    centred = x - x.mean() if centres else x
-    return plain * centred.square().mean().sqrt() / centred, centres
-
-
-@lru_cache(maxsize=1 << 16)
-def show_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text: bytes that are part of a character as ``\\xe2``, and for an empty one its name."""
-    text = decode_behind(tokenizer, [token], [token])  # with the space in front of it
-    if not text or "\ufffd" in text:
-        text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
-        known = _byte_letters()
-        if all(letter in known for letter in text):
-            text = bytes(known[letter] for letter in text).decode("utf-8", "backslashreplace")
-    return text
-
-
-@cache
-def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of byte-level tokenizers stands for: itself, or the n-th of the others."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    own = {letter: ord(letter) for letter in ByteLevel.alphabet() if ord(letter) < 256}
-    others = [byte for byte in range(256) if chr(byte) not in own]
-    return own | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Return tokens that follow one another as text: a character of several tokens is with the last of them."""
-    alone, stream = [show_token(tokenizer, token) for token in tokens], TextStream(tokenizer, tokens[:1])
-    if not any("\\x" in text or "<0x" in text for text in alone):
-        return alone
-    return [text.strip("\ufffd") or own for text, own in zip(map(stream.push, tokens), alone, strict=True)]
-
-
-@torch.no_grad()
-def strongest_tokens(
-    model: Model, directions: Tensor, tokenizer: Tokenizer, count: int = 8
-) -> list[dict[str, list[list[object]]]]:
-    """Return for each direction [n, d] the tokens with the largest and the smallest logits.
-
-    ``{"up": [[text, logit], ...], "down": [...]}``.
-    """
-    if not len(directions):
-        return []
-    up, down = build_lens(model).extremes(directions, count)
-
-    def texts(likely: list[Likely]) -> list[list[object]]:
-        return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
-
-    return [{"up": texts(rising), "down": texts(falling)} for rising, falling in zip(up, down, strict=True)]

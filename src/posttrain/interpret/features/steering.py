@@ -43,14 +43,20 @@ class Steering:
         if sae.d != width:
             raise UsageError(f"the dictionary is for activations of width {sae.d}; this model has {width}")
         refuse_layers([site], len(blocks_of(backbone)), "this model")
-        strengths = {feature: x for feature, x in changes.items() if x}
-        gone = [feature for feature, x in changes.items() if x is None]
-        self.model, self.site, self.dictionary = model, site, sae.to(device_of(model))
-        steered, ablated = (check_features(sae, list(features)) for features in (strengths, gone))
+        strengths = {feature: strength for feature, strength in changes.items() if strength}
+        gone = [feature for feature, strength in changes.items() if strength is None]
+        self.model = model
+        self.site = site
+        self.dictionary = sae.to(device_of(model))
+        steered = check_features(sae, list(strengths))
+        ablated = check_features(sae, gone)
         rows = sae.W_dec.detach().float() / sae.input_scale
         unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
-        self.added = torch.tensor(list(strengths.values()), device=rows.device) @ unit if strengths else None
-        self.ablated, self.rows = ablated.to(rows.device), rows[ablated]
+        self.added: Tensor | None = None
+        if strengths:
+            self.added = torch.tensor(list(strengths.values()), device=rows.device) @ unit
+        self.ablated = ablated.to(rows.device)
+        self.rows = rows[ablated]
 
     @property
     def is_nothing(self) -> bool:
@@ -84,7 +90,8 @@ def load_steering(model: Model, folder: str | Path, changes: Changes) -> Steerin
 
     ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.
     """
-    sae, metadata = load_sae(folder), read_metadata(folder)
+    sae = load_sae(folder)
+    metadata = read_metadata(folder)
     if metadata.site is None:
         raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
     if None in changes.values() and metadata.source == DIFFERENCE:

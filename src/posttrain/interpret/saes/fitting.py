@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.activity import phase
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import device_of, replaced
@@ -40,19 +41,29 @@ class StoreRows:
     """
 
     def __init__(self, store: ActivationStore, site: str | None = None, source: str | None = None) -> None:
-        self.store, self.num_rows, self.d = store, store.num_rows, store.width(site)
+        self.store = store
+        self.num_rows = store.num_rows
+        self.d = store.width(site)
         self.site = site or store.sites[0]
-        known = [*store.sources, *([DIFFERENCE] if store.sources == ("base", "post") else [])]
-        self.source = source if source is not None or len(known) > 1 else known[0]
+        known = list(store.sources)
+        if store.sources == ("base", "post"):
+            known.append(DIFFERENCE)
+        self.source = source
+        if source is None and len(known) == 1:
+            self.source = known[0]
         if self.source not in known:
-            what = "say which" if source is None else f"there is no {source!r}"
+            if source is None:
+                what = "say which"
+            else:
+                what = f"there is no {source!r}"
             raise UsageError(f"activations.source: {what}; these activations have {', '.join(known)}")
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return float32 [n, d] of the rows ``int64 [n]``."""
         if self.source != DIFFERENCE:
             return self.store.gather(rows, self.site, self.source).float()
-        base, post = (self.store.gather(rows, self.site, source).float() for source in ("base", "post"))
+        base = self.store.gather(rows, self.site, "base").float()
+        post = self.store.gather(rows, self.site, "post").float()
         return post - base
 
     def boundary(self, row: int) -> int:
@@ -67,10 +78,14 @@ class StoreRows:
         """Yield (start, end) of rows that no document crosses: at most ``limit``, but where a document is longer."""
         start = 0
         while start < self.num_rows:
-            end = cut = start
+            end = start
+            cut = start
             while cut <= start:
                 end += limit
-                cut = self.boundary(end) if end < self.num_rows else self.num_rows
+                if end < self.num_rows:
+                    cut = self.boundary(end)
+                else:
+                    cut = self.num_rows
             yield start, cut
             start = cut
 
@@ -95,7 +110,8 @@ def first_held_out(rows: StoreRows, held_out: int, batch: int) -> int:
 
 def sample_rows(rows: StoreRows, num_rows: int, seed: int) -> Tensor:
     """Draw at most ``SAMPLE_ROWS`` of the first ``num_rows`` rows by the seed: float32 [n, d]."""
-    chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=min(SAMPLE_ROWS, num_rows))
+    size = min(SAMPLE_ROWS, num_rows)
+    chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=size)
     return rows.gather(torch.from_numpy(np.sort(chosen)))
 
 
@@ -106,7 +122,11 @@ class RowBatches:
     """
 
     def __init__(self, rows: StoreRows, num_rows: int, batch: int, steps: int, seed: int) -> None:
-        self.rows, self.num_rows, self.batch, self.steps, self.seed = rows, num_rows, batch, steps, seed
+        self.rows = rows
+        self.num_rows = num_rows
+        self.batch = batch
+        self.steps = steps
+        self.seed = seed
         self.step = 0
         shuffled = partial(permutation, seed, "dictionary rows")
         self.order = lru_cache(maxsize=2)(lambda epoch: torch.from_numpy(shuffled(epoch, num_rows)))
@@ -124,9 +144,11 @@ class RowBatches:
         """Return the rows of the batch of a step, ``int64 [batch]``."""
         places = torch.arange(step * self.batch, (step + 1) * self.batch)
         epochs = places // self.num_rows
-        return torch.cat(
-            [self.order(epoch)[places[epochs == epoch] % self.num_rows] for epoch in epochs.unique().tolist()]
-        )
+        parts = []
+        for epoch in epochs.unique().tolist():
+            of_epoch = places[epochs == epoch] % self.num_rows
+            parts.append(self.order(epoch)[of_epoch])
+        return torch.cat(parts)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "seed": self.seed}
@@ -150,7 +172,7 @@ class RowBatches:
 
 
 @dataclass(slots=True)
-class Measured:
+class StepMeasures:
     """Numbers of a step, as tensors: ``fired`` bool [F], ``features`` [n, F], ``threshold`` the new running one."""
 
     squared_error: Tensor
@@ -169,7 +191,7 @@ def sae_loss(
     auxk: float = 0.0,
     dead: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Measured]:
+) -> tuple[Tensor, StepMeasures]:
     """Return the loss of scaled rows [n, d], whose ``backward`` fills the gradients, and what was measured.
 
     ``progress`` in [0, 1]: the share of the training that is done. ``auxk``: weight of AuxK, which revives the features
@@ -191,16 +213,21 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, ()
+        gradients = ctx.gradients
+        ctx.gradients = ()
         return (None, *(gradient.mul_(upstream[0]) for gradient in gradients))
 
 
 def _evaluate(
     sae: SparseAutoencoder, x: Tensor, progress: float, auxk: float, dead: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, list[Tensor], Measured]:
-    encoder, decoder, b_dec = sae.W_enc.detach(), sae.W_dec.detach(), sae.b_dec.detach()
+) -> tuple[Tensor, list[Tensor], StepMeasures]:
+    encoder = sae.W_enc.detach()
+    decoder = sae.W_dec.detach()
+    b_dec = sae.b_dec.detach()
     bias = sae.b_enc.detach() - b_dec @ encoder
-    low_x, low_encoder, low_decoder = x.to(dtype), encoder.to(dtype), decoder.to(dtype)
+    low_x = x.to(dtype)
+    low_encoder = encoder.to(dtype)
+    low_decoder = decoder.to(dtype)
     pre = torch.addmm(bias.to(dtype), low_x, low_encoder).requires_grad_()
     with torch.enable_grad():
         codes = sae.codes(pre, sae.threshold, progress)
@@ -210,19 +237,24 @@ def _evaluate(
     scaled = error * (2.0 / error.numel())
     low = scaled.to(dtype)
     on_decoder = (features.T @ low).to(error.dtype)
-    outputs, upstream = [codes.features], [low @ low_decoder.T]
+    outputs = [codes.features]
+    upstream = [low @ low_decoder.T]
     if codes.penalty is not None:
-        outputs, upstream = [*outputs, codes.penalty], [*upstream, torch.ones_like(codes.penalty)]
+        outputs = [*outputs, codes.penalty]
+        upstream = [*upstream, torch.ones_like(codes.penalty)]
     (on_pre,) = torch.autograd.grad(outputs, [pre], upstream)
     fired = (on_decoder != 0).any(dim=1)  # a feature that was active somewhere got a gradient; n times as few numbers
     auxiliary = x.new_zeros(())
     if auxk and dead is not None:
-        auxiliary = auxk * _revive(dead, auxk, pre.detach(), error, low_decoder, on_pre, on_decoder)
+        revived = _revive(dead, auxk, pre.detach(), error, low_decoder, on_pre, on_decoder)
+        auxiliary = auxk * revived
     sums = on_pre.sum(0, dtype=encoder.dtype)
     on_encoder = (low_x.T @ on_pre).to(encoder.dtype).addr_(b_dec, sums, alpha=-1)
     on_b_dec = scaled.sum(0) - encoder @ sums
-    penalty = x.new_zeros(()) if codes.penalty is None else codes.penalty.detach()
-    measured = Measured(squared, penalty, auxiliary, fired, features, codes.threshold)
+    penalty = x.new_zeros(())
+    if codes.penalty is not None:
+        penalty = codes.penalty.detach()
+    measured = StepMeasures(squared, penalty, auxiliary, fired, features, codes.threshold)
     return squared + penalty + auxiliary, [on_encoder, on_decoder, sums, on_b_dec], measured
 
 
@@ -238,7 +270,10 @@ def _revive(
         return error.new_zeros(())
     chosen = pre[:, places]
     width = max(1, error.shape[1] // 2)
-    features = torch.relu(chosen) if len(places) <= width else keep_largest(chosen, width)
+    if len(places) <= width:
+        features = torch.relu(chosen)
+    else:
+        features = keep_largest(chosen, width)
     rows = decoder[places]
     left = (features @ rows).to(error.dtype) + error
     low = (left * (2.0 * auxk / left.numel())).to(decoder.dtype)
@@ -250,37 +285,50 @@ def _revive(
 class Learner:
     """A prepared dictionary that learns; ``measured`` and ``grad_norm`` are of the last step."""
 
-    measured: Measured
+    measured: StepMeasures
     grad_norm: Tensor
 
     def __init__(self, sae: SparseAutoencoder, settings: SaeTrainSection) -> None:
-        self.dictionary, self.settings = sae, settings
-        self.auxk = settings.auxk if settings.auxk is not None else (1 / 32 if sae.needs_rank else 0.0)
+        self.dictionary = sae
+        self.settings = settings
+        self.auxk = 0.0
+        if settings.auxk is not None:
+            self.auxk = settings.auxk
+        elif sae.needs_rank:
+            self.auxk = 1 / 32
         self.dead_rows = max(1, round(settings.dead_after * settings.steps * settings.batch))
         self.parameters = [p for p in sae.parameters() if p.requires_grad]
 
     def optimizer(self) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
         """Return Adam, and its rate that rises over the first and falls over the last steps."""
-        settings, steps = self.settings, self.settings.steps
+        settings = self.settings
+        steps = self.settings.steps
         optimizer = torch.optim.Adam(self.parameters, settings.learning_rate(self.dictionary.features), fused=True)
-        rising, falling = settings.warmup * steps, settings.decay * steps
+        rising = settings.warmup * steps
+        falling = settings.decay * steps
 
         def factor(step: int) -> float:
-            up = (step + 1) / rising if rising else 1.0
-            down = (steps - step) / falling if falling else 1.0
-            return max(0.0, min(1.0, up, down))
+            reached = 1.0
+            if rising:
+                reached = min(reached, (step + 1) / rising)
+            if falling:
+                reached = min(reached, (steps - step) / falling)
+            return max(0.0, reached)
 
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def loss(self, batch: Tensor, step: int) -> Tensor:
         """Return the loss of raw rows [n, d] at a step; keep which features fired, and the running threshold."""
+        dead = None
+        if self.auxk:
+            dead = self.dictionary.since_fired > self.dead_rows
         sae = self.dictionary
         loss, self.measured = sae_loss(
             sae,
             sae.scaled(batch),
             progress=step / self.settings.steps,
             auxk=self.auxk,
-            dead=sae.since_fired > self.dead_rows if self.auxk else None,
+            dead=dead,
             dtype=DTYPES[self.settings.precision],
         )
         sae.since_fired.add_(len(batch)).masked_fill_(self.measured.fired, 0)
@@ -291,7 +339,9 @@ class Learner:
     def clip(self) -> None:
         """Bring the gradient to at most ``max_grad_norm``, and keep its norm."""
         limit = self.settings.max_grad_norm
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, float("inf") if limit is None else limit)
+        if limit is None:
+            limit = float("inf")
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
 
 
 def build_sae(d: int, component: SaeComponent, seed: int) -> SparseAutoencoder:
@@ -318,7 +368,8 @@ def fit_sae(
     sae.W_dec.requires_grad_(not frozen_decoder)
     learner = Learner(sae, settings)
     optimizer, schedule = learner.optimizer()
-    for step, batch in enumerate(RowBatches(rows, num_rows, min(settings.batch, num_rows), settings.steps, seed)):
+    batches = RowBatches(rows, num_rows, min(settings.batch, num_rows), settings.steps, seed)
+    for step, batch in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
         learner.loss(batch.to(device), step).backward()
         learner.clip()
@@ -358,15 +409,17 @@ def in_batches(rows: StoreRows, start: int, end: int, size: int = 4096) -> Itera
 
 def median_norm(rows: StoreRows) -> float:
     """Return the median norm of all rows."""
-    return float(torch.cat([x.norm(dim=1) for x in in_batches(rows, 0, rows.num_rows)]).double().median())
+    norms = [x.norm(dim=1) for x in in_batches(rows, 0, rows.num_rows)]
+    return float(torch.cat(norms).double().median())
 
 
 @torch.no_grad()
-def measure(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
+def measure_quality(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
     """Measure quality on batches [n, d] of raw activations, on the dictionary's device."""
     device = sae.b_dec.device
     total = torch.zeros(sae.d, dtype=torch.float64, device=device)
-    squares, errors = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    errors = torch.zeros((), dtype=torch.float64, device=device)
     active = torch.zeros(sae.features, dtype=torch.int64, device=device)
     count = 0
     shift: Tensor | None = None
@@ -375,7 +428,8 @@ def measure(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
         features = sae.encode(x)
         errors += (sae.decode(features) - x).double().square().sum()
         # about a point near the mean, so that subtracting two large sums does not cost digits
-        shift = x.double().mean(0) if shift is None else shift
+        if shift is None:
+            shift = x.double().mean(0)
         moved = x.double() - shift
         total += moved.sum(0)
         squares += moved.square().sum()
@@ -408,21 +462,31 @@ def recover(
         raise UsageError("eval.documents: splicing takes a document of two tokens; none that is held out has them")
 
     def but_for_outliers(change: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        new = change(values.reshape(-1, values.shape[-1]).float()).reshape(values.shape).to(values.dtype)
+        flat = values.reshape(-1, values.shape[-1]).float()
+        new = change(flat).reshape(values.shape).to(values.dtype)
         stays = values.float().norm(dim=-1, keepdim=True) > limit
         stays[:, 0] = True
         return torch.where(stays, values, new)
 
     def cross_entropy(change: Callable[[Tensor], Tensor] | None) -> float:
         total = 0.0
-        place = nullcontext() if change is None else replaced(model, site, lambda x: but_for_outliers(change, x))
+        place: AbstractContextManager[None] = nullcontext()
+        if change is not None:
+            place = replaced(model, site, lambda x: but_for_outliers(change, x))
         with place:
             for tokens in texts:
-                log_probs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0, :-1].float(), dim=-1)
+                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+                log_probs = torch.log_softmax(logits.float(), dim=-1)
                 total -= float(log_probs.gather(1, tokens[0, 1:, None]).sum(dtype=torch.float64))
+                measured.num_done += 1
         return total / count
 
     count = sum(tokens.shape[1] - 1 for tokens in texts)
-    ce, spliced, zero = (cross_entropy(change) for change in (None, sae.to(device), torch.zeros_like))
-    recovered = (zero - spliced) / (zero - ce) if zero != ce else float("nan")
+    with phase("measuring the model with the dictionary in place", 3 * len(texts), "documents") as measured:
+        ce = cross_entropy(None)
+        spliced = cross_entropy(sae.to(device))
+        zero = cross_entropy(torch.zeros_like)
+    recovered = float("nan")
+    if zero != ce:
+        recovered = (zero - spliced) / (zero - ce)
     return {"tokens": float(count), "ce": ce, "ce_spliced": spliced, "ce_zero": zero, "ce_recovered": recovered}

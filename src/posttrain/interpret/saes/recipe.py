@@ -63,7 +63,9 @@ class SaeComponent(Component):
     features: int | None = Field(default=None, ge=1)
 
     def num_features(self, d: int) -> int:
-        return self.features if self.features is not None else max(1, round(self.expansion * d))
+        if self.features is not None:
+            return self.features
+        return max(1, round(self.expansion * d))
 
 
 class SaeTrainSection(Section):
@@ -97,7 +99,9 @@ class SaeTrainSection(Section):
         return "warmup and decay"
 
     def learning_rate(self, num_features: int) -> float:
-        return self.lr if self.lr is not None else min(1e-3, 3e-4 * math.sqrt(2**14 / num_features))
+        if self.lr is not None:
+            return self.lr
+        return min(1e-3, 3e-4 * math.sqrt(2**14 / num_features))
 
 
 class SaeEvalSection(Section):
@@ -140,9 +144,10 @@ class SaeRecipe(Content):
         if activations.task is not None:
             activations.task = complete_component(activations.task, "task", "activations.task")
         activations.template = complete_component(activations.template, "template", "activations.template")
-        resolved.track = [
-            complete_component(component, "tracker", f"track.{i}") for i, component in enumerate(resolved.track)
-        ]
+        trackers = []
+        for index, component in enumerate(resolved.track):
+            trackers.append(complete_component(component, "tracker", f"track.{index}"))
+        resolved.track = trackers
         return resolved
 
 

@@ -10,7 +10,6 @@ which a BatchTopK dictionary becomes. A tensor that is not used, or a setting th
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from posttrain.errors import DataError, UsageError
 from posttrain.randomness import derive_key
 from posttrain.registry import find, register
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.untrusted import first_fault
 
 # The kinds of sparse dictionaries are pure, differentiable functions of the pre-activations. On inputs scaled to
@@ -73,7 +72,10 @@ def l1(pre: Rows, threshold: Tensor, progress: float, *, coefficient: float = 3e
         warmup: the coefficient rises from 0 over this share of the training.
     """
     features = torch.relu(pre)
-    scale = coefficient * min(1.0, progress / warmup if warmup else 1.0)
+    reached = 1.0
+    if warmup:
+        reached = min(1.0, progress / warmup)
+    scale = coefficient * reached
     return Codes(features, features.sum(dtype=torch.float32) * (scale / len(pre)))
 
 
@@ -101,10 +103,13 @@ def batchtopk(
         sample: share of the rows in which the threshold is found, at least 256 rows; 1 for the exact selection.
         average: weight of a batch in the running average.
     """
-    rows = pre.detach()[: max(MIN_SAMPLE_ROWS, math.ceil(len(pre) * sample))].reshape(-1)
-    count = min(max(1, round(len(rows) * k / pre.shape[1])), len(rows) - 1)
-    bound = rows.topk(count + 1, sorted=False).values.amin().clamp_min(0.0)  # the first that is not kept
-    running = torch.where(threshold > 0, threshold.lerp(bound.to(threshold), average), bound.to(threshold))
+    num_rows = max(MIN_SAMPLE_ROWS, math.ceil(len(pre) * sample))
+    values = pre.detach()[:num_rows].reshape(-1)
+    count = min(max(1, round(len(values) * k / pre.shape[1])), len(values) - 1)
+    largest = values.topk(count + 1, sorted=False).values
+    bound = largest.amin().clamp_min(0.0)  # the first that is not kept
+    latest = bound.to(threshold)
+    running = torch.where(threshold > 0, threshold.lerp(latest, average), latest)
     # zero where it is not above the bound: one pass, and one for its gradient
     return Codes(torch.nn.functional.threshold(pre, float(bound), 0.0), threshold=running)
 
@@ -139,7 +144,9 @@ class SparseAutoencoder(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.d, self.features, self.kind = d, num_features, kind
+        self.d = d
+        self.features = num_features
+        self.kind = kind
         entry = find("dictionary", kind, "dictionary")
         self.options = entry.options(options or {}, "dictionary")
         self.codes = entry.bind(self.options, "dictionary")
@@ -164,11 +171,22 @@ class SparseAutoencoder(nn.Module):
         centred = self.scaled(x) - self.b_dec
         if self.architecture == "topk":
             features = keep_largest(centred @ self.W_enc + self.b_enc, int(self.options["k"]))
-            return features if chosen is None else features[:, chosen]
-        which = slice(None) if chosen is None else chosen
-        pre = centred @ self.W_enc[:, which] + self.b_enc[which]
+            if chosen is None:
+                return features
+            return features[:, chosen]
+        if chosen is None:
+            encoder: Tensor = self.W_enc
+            bias: Tensor = self.b_enc
+            threshold = self.threshold
+        else:
+            encoder = self.W_enc[:, chosen]
+            bias = self.b_enc[chosen]
+            threshold = self.threshold[chosen]
+        pre = centred @ encoder + bias
         positive = torch.relu(pre)
-        return positive if self.architecture == "standard" else positive * (pre > self.threshold[which])
+        if self.architecture == "standard":
+            return positive
+        return positive * (pre > threshold)
 
     def decode(self, features: Tensor) -> Tensor:
         """Return activations [n, d] from features [n, F]."""
@@ -208,7 +226,8 @@ class SparseAutoencoder(nn.Module):
 
 # Files.
 
-WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
+WEIGHTS = "sae_weights.safetensors"
+CONFIG = "cfg.json"
 LAYOUT_VERSION = "6.0.0"  # SAELens refuses older ones
 _MISSING = "there is no such file; a dictionary is a folder with cfg.json and weights"
 _KINDS = {"standard": "l1", "topk": "topk", "jumprelu": "batchtopk"}
@@ -218,8 +237,14 @@ _HOOK = re.compile(r"blocks\.([0-9]{1,6})\.hook_resid_(pre|post)")
 def site_of_hook(hook: str | None) -> str | None:
     """Return ``resid.20`` for ``blocks.19.hook_resid_post`` and ``blocks.20.hook_resid_pre``; None for another hook."""
     match = _HOOK.fullmatch(hook or "")
-    layer = int(match[1]) + (match[2] == "post") if match else 0
-    return f"resid.{layer}" if layer else None
+    if not match:
+        return None
+    layer = int(match[1])
+    if match[2] == "post":
+        layer += 1
+    if layer:
+        return f"resid.{layer}"
+    return None
 
 
 def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, object] | None = None) -> Path:
@@ -244,19 +269,30 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, 
         "reshape_activations": "none",
     }
     if folded.architecture == "topk":
-        configuration |= {"k": int(folded.options["k"]), "rescale_acts_by_decoder_norm": False}
-    own = {"sae_lens_version": LAYOUT_VERSION, "kind": folded.kind, "options": folded.options}
-    defaults = {"model_name": None, "hook_name": None, "context_size": None, "prepend_bos": False}
-    configuration["metadata"] = defaults | dict(metadata or {}) | own
-    replace_file(place / CONFIG, json.dumps(configuration, indent=2, ensure_ascii=False).encode() + b"\n")
+        configuration["k"] = int(folded.options["k"])
+        configuration["rescale_acts_by_decoder_norm"] = False
+    about: dict[str, object] = {"model_name": None, "hook_name": None, "context_size": None, "prepend_bos": False}
+    if metadata is not None:
+        about |= metadata
+    about |= {"sae_lens_version": LAYOUT_VERSION, "kind": folded.kind, "options": folded.options}
+    configuration["metadata"] = about
+    write_json(place / CONFIG, configuration, indent=2, ensure_ascii=False)
     return place
 
 
 def _shapes(sae: SparseAutoencoder) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a dictionary's file."""
-    d, features = sae.d, sae.features
-    shapes: dict[str, tuple[int, ...]] = {"W_enc": (d, features), "W_dec": (features, d), "b_enc": (features,)}
-    return shapes | {"b_dec": (d,)} | ({"threshold": (features,)} if sae.architecture == "jumprelu" else {})
+    d = sae.d
+    features = sae.features
+    shapes: dict[str, tuple[int, ...]] = {
+        "W_enc": (d, features),
+        "W_dec": (features, d),
+        "b_enc": (features,),
+        "b_dec": (d,),
+    }
+    if sae.architecture == "jumprelu":
+        shapes["threshold"] = (features,)
+    return shapes
 
 
 class Metadata(BaseModel, extra="allow"):
@@ -304,14 +340,17 @@ def load_sae(folder: str | Path) -> SparseAutoencoder:
     place = Path(folder)
     configuration = _read_configuration(place / CONFIG)
     architecture = configuration.architecture
-    if architecture == "topk" and configuration.k is None:
-        raise DataError(place / CONFIG, "says nothing of k, which a topk dictionary needs; add it")
-    options = {"k": configuration.k} if architecture == "topk" else {}
+    options: dict[str, object] = {}
+    if architecture == "topk":
+        if configuration.k is None:
+            raise DataError(place / CONFIG, "says nothing of k, which a topk dictionary needs; add it")
+        options["k"] = configuration.k
     sae = SparseAutoencoder(configuration.d_in, configuration.d_sae, _KINDS[architecture], options)
     tensors = _read_weights(place / WEIGHTS, _shapes(sae), architecture)
     if architecture == "topk" and configuration.rescale_acts_by_decoder_norm:
         norms = tensors["W_dec"].norm(dim=1)  # its features are those of a dictionary with rows of norm 1
-        tensors["W_enc"], tensors["b_enc"] = tensors["W_enc"] * norms, tensors["b_enc"] * norms
+        tensors["W_enc"] = tensors["W_enc"] * norms
+        tensors["b_enc"] = tensors["b_enc"] * norms
         tensors["W_dec"] = tensors["W_dec"] / norms[:, None]
     if not configuration.apply_b_dec_to_input:
         tensors["b_enc"] = tensors["b_enc"] + tensors["b_dec"] @ tensors["W_enc"]
@@ -344,9 +383,11 @@ def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], architectur
     scale = tensors.get("scaling_factor")  # files of SAELens before version 6 hold ones, which scale nothing
     if scale is not None and bool((scale == 1).all()):
         del tensors["scaling_factor"]
-    if missing := [name for name in shapes if name not in tensors]:
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
         raise DataError(path, f"has no tensor {', '.join(missing)}; there are: {', '.join(sorted(tensors))}")
-    if unused := sorted(tensors.keys() - shapes.keys()):
+    unused = sorted(tensors.keys() - shapes.keys())
+    if unused:
         raise DataError(
             path,
             f"has tensors that a {architecture} dictionary does not use: {', '.join(unused)}. It is of another "

@@ -21,7 +21,7 @@ from torch import Tensor
 from posttrain.activity import phase
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
 from posttrain.interpret.activations.record import read_documents, record
-from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
+from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_store_index
 from posttrain.interpret.activations.sites import check_layers, layer_of
 from posttrain.interpret.saes.fitting import (
     Learner,
@@ -31,7 +31,7 @@ from posttrain.interpret.saes.fitting import (
     build_sae,
     first_held_out,
     in_batches,
-    measure,
+    measure_quality,
     recover,
     sample_rows,
     too_few_rows,
@@ -52,7 +52,7 @@ from posttrain.store.checkpoint_files import (
     step_folder,
     verify,
 )
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.training.files import Observer, RunFiles
 
@@ -62,11 +62,13 @@ except ImportError as error:
     raise MissingExtra("lightning", "interpret", "training a dictionary") from error
 
 STATE = "state.ckpt"
-DICTIONARY, RESULTS = "dictionary", "dictionary.json"  # inside a run
+# inside a run
+DICTIONARY = "dictionary"
+RESULTS = "dictionary.json"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedDictionary:
     """Result of a training: ``reason`` is ``finished`` or ``interrupted``; ``quality`` is on the held-out rows."""
 
     dictionary: SparseAutoencoder
@@ -88,7 +90,7 @@ def train_run(
     observer: Observer,
     should_stop: Callable[[], bool],
     allow_large: bool,
-) -> Trained:
+) -> TrainedDictionary:
     """Record activations if the recipe says so, train, measure, and write the dictionary."""
     assert isinstance(recipe, SaeRecipe)
 
@@ -116,12 +118,14 @@ def train_run(
     finally:
         metrics.close()
     if trained.reason == "finished":
-        save_sae(trained.dictionary, files.folder / DICTIONARY, _describe_training(rows, recipe, trained.step))
-        results: dict[str, object] = {"held_out": trained.quality.numbers() | {"rows": trained.quality.rows}}
+        about = _describe_training(rows, recipe, trained.step)
+        save_sae(trained.dictionary, files.folder / DICTIONARY, about)
+        held_out: dict[str, float] = trained.quality.numbers() | {"rows": trained.quality.rows}
+        results: dict[str, object] = {"held_out": held_out}
         if recipe.eval.documents:
             notify(f"measures on {recipe.eval.documents:,} documents what the dictionary keeps of the model")
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
-        replace_file(files.folder / RESULTS, json.dumps(results, indent=1).encode() + b"\n")
+        write_json(files.folder / RESULTS, results)
     return trained
 
 
@@ -132,21 +136,25 @@ def open_or_record(
 
     Every file of a recording that is used again is compared with its hash first (about a second per GB).
     """
-    section, place = recipe.activations, run / ACTIVATIONS
+    section = recipe.activations
+    place = run / ACTIVATIONS
     if section.folder is not None:
         return ActivationStore(section.folder)
-    if (place / INDEX).is_file() and read_index(place).finished:
+    if (place / INDEX).is_file() and read_store_index(place).finished:
         return ActivationStore(place, verify=True)
     model = section.model
     assert model is not None, "the section's validator"
     assert section.site is not None, "the section's validator"
     check_layers(model.name, [section.site])  # before texts are read
+    rollouts = None
+    if section.rollouts is not None:
+        rollouts = Path(section.rollouts)
     documents = read_documents(
         load_tokenizer(model.name, trust_remote_code=model.runs_remote_code),
         task=section.task,
         template=section.template,
         text=section.text,
-        rollouts=None if section.rollouts is None else Path(section.rollouts),
+        rollouts=rollouts,
         context_tokens=section.context_tokens,
         max_tokens=section.max_rows,
         where="activations.",
@@ -169,7 +177,8 @@ def open_or_record(
 
 def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, object]:
     """Return metadata for ``save_sae``: the model, the place in it, and the training."""
-    index, site = rows.store.index, rows.site
+    index = rows.store.index
+    site = rows.site
     used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
     return {
         "model_name": used[-1].model,
@@ -194,7 +203,8 @@ def _recovered(rows: StoreRows, recipe: SaeRecipe, sae: SparseAutoencoder) -> di
     documents = [store.document_tokens(number) for number in held_out[-recipe.eval.documents :]]
     source = next(source for source in store.index.sources if source.name == rows.source)
     section = recipe.activations.model or ModelSection(name=source.model, dtype=source.dtype)
-    return recover(load_model(section, seed=0).model, sae, rows.site, documents, store.limit(rows.site, source.name))
+    model = load_model(section, seed=0).model
+    return recover(model, sae, rows.site, documents, store.limit(rows.site, source.name))
 
 
 def train_sae(
@@ -206,7 +216,7 @@ def train_sae(
     resume: bool = False,
     observer: Observer = lambda event, info: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Trained:
+) -> TrainedDictionary:
     """Train as a resolved recipe says, from its newest checkpoint with ``resume``; the last rows are held out.
 
     Raises:
@@ -214,46 +224,65 @@ def train_sae(
         NonFiniteLoss: the loss is NaN or infinite; the last checkpoint is as it was.
         CheckpointError: there are checkpoints, and none verifies.
     """
-    settings, device = recipe.train, _choose_device(recipe.train.device)
+    settings = recipe.train
+    device = _choose_device(recipe.train.device)
     num_rows = first_held_out(rows, recipe.eval.rows, settings.batch)
     sae = build_sae(rows.d, recipe.dictionary, settings.seed)
-    newest = _newest_checkpoint(checkpoints, observer) if resume else None
+    newest = None
+    if resume:
+        newest = _newest_checkpoint(checkpoints, observer)
     if newest is None:
         sae.prepare(sample_rows(rows, num_rows, settings.seed))
     metrics.trim(newest or 0)
 
     @phase("measuring the dictionary on held-out rows")
     def measure_held_out() -> Quality:
-        return measure(sae, in_batches(rows, num_rows, rows.num_rows))
+        return measure_quality(sae, in_batches(rows, num_rows, rows.num_rows))
 
     module = _Training(sae, recipe, checkpoints, metrics, observer, should_stop, measure_held_out)
     info: dict[str, object] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
     observer("start", info)
+    batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
+    state = None
+    if newest is not None:
+        state = step_folder(checkpoints, newest) / STATE
+    step = _fit(module, batches, device, state, checkpoints.parent)
+    module.to(device)
+    quality = measure_held_out()
+    if step >= settings.steps:
+        reason = "finished"
+    else:
+        reason = "interrupted"
+    observer("finish", {"step": step, "reason": reason})
+    return TrainedDictionary(sae.cpu(), step, reason, quality)
+
+
+def _fit(module: _Training, batches: RowBatches, device: torch.device, state: Path | None, folder: Path) -> int:
+    """Train with Lightning, from a stored ``state`` if there is one; return the step at which it ended."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    accelerator = "cpu"
+    if device.type == "cuda":
+        accelerator = "gpu"
     with warnings.catch_warnings():  # about loaders and devices: the arguments here are intended
         warnings.filterwarnings("ignore", module="lightning")
         trainer = lightning.Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu",
+            accelerator=accelerator,
             devices=1,
-            max_steps=settings.steps,
+            max_steps=batches.steps,
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            default_root_dir=str(checkpoints.parent),
+            default_root_dir=str(folder),
         )
-        batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
-        place = None if newest is None else str(step_folder(checkpoints, newest) / STATE)
-        with phase("dictionary", describe=lambda: f"step {int(trainer.global_step):,} of {settings.steps:,}"):
-            trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
-    step = int(trainer.global_step)
-    module.to(device)
-    quality = measure_held_out()
-    reason = "finished" if step >= settings.steps else "interrupted"
-    observer("finish", {"step": step, "reason": reason})
-    return Trained(sae.cpu(), step, reason, quality)
+        with phase("dictionary", describe=lambda: f"step {int(trainer.global_step):,} of {batches.steps:,}"):
+            if state is None:
+                trainer.fit(module, batches)
+            else:
+                trainer.fit(module, batches, ckpt_path=str(state), weights_only=True)
+    return int(trainer.global_step)
 
 
 class _Training(lightning.LightningModule):
@@ -270,9 +299,14 @@ class _Training(lightning.LightningModule):
         measure_held_out: Callable[[], Quality],
     ) -> None:
         super().__init__()
-        self.dictionary, self.learner, self.recipe = sae, Learner(sae, recipe.train), recipe
-        self.checkpoints, self.metrics = checkpoints, metrics
-        self.observer, self.should_stop, self.measure_held_out = observer, should_stop, measure_held_out
+        self.dictionary = sae
+        self.learner = Learner(sae, recipe.train)
+        self.recipe = recipe
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.observer = observer
+        self.should_stop = should_stop
+        self.measure_held_out = measure_held_out
         self._logged_at: tuple[int, float] | None = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -290,39 +324,56 @@ class _Training(lightning.LightningModule):
         self.dictionary.normalize()  # here, so that a checkpoint has it
 
     def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
-        step, settings = int(self.global_step), self.recipe.train
-        last, stop = step >= settings.steps, self.should_stop()
+        step = int(self.global_step)
+        settings = self.recipe.train
+        last = step >= settings.steps
+        should_stop = self.should_stop()
         if step % settings.log_every == 0 or last or step == 1:
             self._log(step, len(batch))
-        if last or (self.recipe.eval.every and step % self.recipe.eval.every == 0):
+        every = self.recipe.eval.every
+        if last or (every and step % every == 0):
             numbers = self.measure_held_out().numbers()
             self.metrics.append(step, {f"eval/held_out/{name}": value for name, value in numbers.items()})
-        if last or stop or (settings.save_every and step % settings.save_every == 0):
+        is_due = settings.save_every and step % settings.save_every == 0
+        if last or should_stop or is_due:
             self._save(step)
-        if stop:
+        if should_stop:
             self.trainer.should_stop = True
 
-    def _log(self, step: int, batch: int) -> None:
+    def _numbers(self) -> dict[str, float]:
+        """Return the metrics of the step that was just made."""
         measured = self.learner.measured
-        terms = {name: float(getattr(measured, name)) for name in ("squared_error", "penalty")}
-        terms["auxk"] = float(measured.auxiliary)
-        numbers = {
+        terms = {
+            "squared_error": float(measured.squared_error),
+            "penalty": float(measured.penalty),
+            "auxk": float(measured.auxiliary),
+        }
+        num_active = float((measured.features > 0).sum())
+        is_dead = self.dictionary.since_fired > self.learner.dead_rows
+        (group,) = self.trainer.optimizers[0].param_groups
+        return {
             "loss": sum(terms.values()),
             **terms,
-            "l0": float((measured.features > 0).sum()) / len(measured.features),
-            "dead": float((self.dictionary.since_fired > self.learner.dead_rows).double().mean()),
+            "l0": num_active / len(measured.features),
+            "dead": float(is_dead.double().mean()),
             "grad_norm": float(self.learner.grad_norm),
-            "lr": float(self.trainer.optimizers[0].param_groups[0]["lr"]),
+            "lr": float(group["lr"]),
         }
+
+    def _log(self, step: int, batch: int) -> None:
+        numbers = self._numbers()
         if not all(abs(numbers[name]) < float("inf") for name in ("loss", "grad_norm")):
             raise NonFiniteLoss(
                 f"step {step}: the loss is {numbers['loss']}, the gradient norm {numbers['grad_norm']}. A smaller "
                 "train.lr may help, or activations without outliers"
             )
-        now, timing = time.perf_counter(), {}
-        if self._logged_at is not None and step > self._logged_at[0]:
-            seconds = (now - self._logged_at[1]) / (step - self._logged_at[0])
-            timing = {"step_seconds": seconds, "rows_per_second": batch / seconds}
+        now = time.perf_counter()
+        timing = {}
+        if self._logged_at is not None:
+            last_step, last_time = self._logged_at
+            if step > last_step:
+                seconds = (now - last_time) / (step - last_step)
+                timing = {"step_seconds": seconds, "rows_per_second": batch / seconds}
         self._logged_at = (step, now)
         self.metrics.append(step, numbers, timing)
         self.observer("step", {"step": step, "metrics": numbers, "timing": timing})
@@ -364,6 +415,9 @@ def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:
 
 
 def _choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise UsageError("train.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name != "cpu" and has_gpu:
+        return torch.device("cuda")
+    return torch.device("cpu")

@@ -150,10 +150,14 @@ class FusedLayers:
                 self.adapters.append(module)
 
     def __enter__(self) -> None:
-        for module, forward in self.replaced if ENABLED else ():
-            module.__dict__["forward"] = forward
         self._casts = [adapter.cast_input_dtype_enabled for adapter in self.adapters]
-        for adapter in self.adapters if ENABLED and self.is_autocast else ():
+        if not ENABLED:
+            return
+        for module, forward in self.replaced:
+            module.__dict__["forward"] = forward
+        if not self.is_autocast:
+            return
+        for adapter in self.adapters:
             adapter.cast_input_dtype_enabled = False  # peft casts to fp32, and autocast would cast back
 
     def __exit__(self, *_: object) -> None:

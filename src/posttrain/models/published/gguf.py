@@ -9,6 +9,7 @@ import shutil
 import struct
 import sys
 from contextlib import redirect_stderr
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ _READ_BYTES = 1 << 20
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file; one that has not changed is read once."""
+    state = path.stat()
+    return _digest_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _digest_of(path: Path, inode: int, size: int, time: int) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(_READ_BYTES):

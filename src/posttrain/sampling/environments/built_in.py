@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.errors import DataError, RunFailure, UsageError
-from posttrain.graders.sandbox.sandbox import Bounds, Kind, choose_sandbox, run
+from posttrain.graders.sandbox.sandbox import Bounds, SandboxKind, choose_sandbox, run
 from posttrain.randomness import generator
 from posttrain.registry import register
 from posttrain.sampling.environments.contract import EnvironmentFailed
@@ -75,9 +75,13 @@ class Calculator:
             return self._bounded(Fraction(str(node.value)))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             value = self._value(node.operand)
-            return -value if isinstance(node.op, ast.USub) else value
+            if isinstance(node.op, ast.USub):
+                return -value
+            return value
         if isinstance(node, ast.BinOp):
-            return self._bounded(self._combine(node.op, self._value(node.left), self._value(node.right)))
+            left = self._value(node.left)
+            right = self._value(node.right)
+            return self._bounded(self._combine(node.op, left, right))
         raise ValueError("only numbers, brackets and + - * / // % ** can stand in a sum")
 
     def _combine(self, kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
@@ -87,7 +91,8 @@ class Calculator:
             if left == 0 and right < 0:
                 raise ValueError("division by zero")
             size = max(left.numerator.bit_length(), left.denominator.bit_length()) - 1
-            if size * abs(right.numerator) > 4 * self._max_digits or abs(right.numerator) > 10**6:
+            exponent = abs(right.numerator)
+            if size * exponent > 4 * self._max_digits or exponent > 10**6:
                 raise self._too_large()
             return left**right.numerator
         if type(kind) not in _OPERATIONS:
@@ -97,7 +102,8 @@ class Calculator:
         return Fraction(_OPERATIONS[type(kind)](left, right))
 
     def _bounded(self, value: Fraction) -> Fraction:
-        if max(abs(value.numerator), value.denominator) >= 10**self._max_digits:
+        largest = max(abs(value.numerator), value.denominator)
+        if largest >= 10**self._max_digits:
             raise self._too_large()
         return value
 
@@ -105,11 +111,17 @@ class Calculator:
         return ValueError(f"a number has more than {self._max_digits} digits")
 
     def _show(self, value: Fraction) -> str:
-        places = next((n for n in range(1, self._max_digits + 1) if 10**n % value.denominator == 0), None)
-        if value.denominator == 1 or places is None:
+        if value.denominator == 1:
             return str(value)
-        digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-        return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+        places = next((n for n in range(1, self._max_digits + 1) if 10**n % value.denominator == 0), None)
+        if places is None:
+            return str(value)
+        shifted = abs(value.numerator) * 10**places // value.denominator
+        digits = str(shifted).rjust(places + 1, "0")
+        sign = ""
+        if value < 0:
+            sign = "-"
+        return f"{sign}{digits[:-places]}.{digits[-places:]}"
 
 
 _PROGRAM = "program.py"
@@ -119,7 +131,7 @@ _FACTOR = 6  # elapsed time, in units of computing time
 @register("environment")
 def python(
     *,
-    sandbox: Kind | None = None,
+    sandbox: SandboxKind | None = None,
     seconds: Annotated[int, Field(ge=1, le=600)] = 5,
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     max_output_chars: Annotated[int, Field(ge=100)] = 4000,
@@ -138,15 +150,17 @@ def python(
     Raises:
         UsageError: the sandbox does not work on this machine.
     """
-    return Python(choose_sandbox(sandbox, "environment.sandbox"), seconds, memory_megabytes, max_output_chars)
+    kind = choose_sandbox(sandbox, "environment.sandbox")
+    return Python(kind, seconds, memory_megabytes, max_output_chars)
 
 
 class Python:
     """The environment; it has no state."""
 
-    def __init__(self, kind: Kind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
-        self._kind: Kind = kind
-        self._seconds, self._max_chars = seconds, max_chars
+    def __init__(self, kind: SandboxKind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
+        self._kind: SandboxKind = kind
+        self._seconds = seconds
+        self._max_chars = max_chars
         self._bounds = Bounds(cpu_seconds=seconds, memory_bytes=memory_megabytes * 2**20)
 
     def reset(self) -> None:
@@ -164,7 +178,8 @@ class Python:
             ended = run([_PROGRAM], files, kind=self._kind, bounds=self._bounds, seconds=seconds)
         except RunFailure as error:
             raise EnvironmentFailed(str(error)) from error
-        output, complaint = (text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr))
+        output = ended.stdout.decode("utf-8", "replace")
+        complaint = ended.stderr.decode("utf-8", "replace")
         if ended.timed_out or ended.code == 137:
             output += f"\nstopped: it took more than {self._seconds} seconds or more memory than it may have"
         elif ended.code:
@@ -193,19 +208,25 @@ def number_guess(
     """
     if low >= high:
         raise UsageError(f"environment number_guess: low ({low}) must be below high ({high})")
-    return NumberGuess(low, high, (high - low + 1).bit_length() if guesses is None else guesses)
+    if guesses is None:
+        guesses = (high - low + 1).bit_length()
+    return NumberGuess(low, high, guesses)
 
 
 class NumberGuess:
     """See ``number_guess``. The number follows from the seed."""
 
     def __init__(self, low: int, high: int, guesses: int) -> None:
-        self.low, self.high, self.guesses = low, high, guesses
+        self.low = low
+        self.high = high
+        self.guesses = guesses
 
     def reset(self, *, seed: int) -> str:
         """Begin a new game."""
         self.number = int(generator(seed, "game").integers(self.low, self.high + 1))
-        self.left, self.done, self.is_found = self.guesses, False, False
+        self.left = self.guesses
+        self.done = False
+        self.is_found = False
         return f"Find a number from {self.low} to {self.high} with {self.guesses} guesses."
 
     def get_reward(self) -> float:
@@ -225,8 +246,13 @@ class NumberGuess:
         self.done = self.is_found or not self.left
         if self.is_found:
             return "right"
-        direction = "higher" if number < self.number else "lower"
-        return direction if self.left else f"{direction}; it was {self.number}"
+        if number < self.number:
+            direction = "higher"
+        else:
+            direction = "lower"
+        if self.left:
+            return direction
+        return f"{direction}; it was {self.number}"
 
 
 MAX_BYTES = 1 << 30
@@ -259,29 +285,33 @@ def search(
     Raises:
         DataError: no such folder, none of whose files is text, or too many.
     """
-    return Search(read_index(path, passage_chars), results, k1, b)
+    return Search(read_passages(path, passage_chars), results, k1, b)
 
 
 Index = tuple[list[tuple[str, str]], list[Counter[str]]]  # (file, passage), and the words of each passage
 
 
 @lru_cache(maxsize=4)
-def read_index(path: str, passage_chars: int) -> Index:
+def read_passages(path: str, passage_chars: int) -> Index:
     """Return the passages of a folder; read once in a process."""
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(path, "no such folder; give one with .txt or .md files as environment.path")
     passages: list[tuple[str, str]] = []
     size = 0
-    for file in sorted(one for one in folder.rglob("*") if one.suffix in _SUFFIXES and one.is_file()):
+    files = sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+    for file in files:
         size += file.stat().st_size
         if size > MAX_BYTES:
             raise DataError(path, f"more than {MAX_BYTES} bytes of text; give a part of it")
         name = file.relative_to(folder).as_posix()
-        passages += [(name, part) for part in _split(file.read_text(encoding="utf-8", errors="replace"), passage_chars)]
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for part in _split(text, passage_chars):
+            passages.append((name, part))
     if not passages:
         raise DataError(path, "there is no .txt or .md file with text in it")
-    return passages, [Counter(_WORD.findall(text.lower())) for _, text in passages]
+    words = [Counter(_WORD.findall(text.lower())) for _, text in passages]
+    return passages, words
 
 
 class Search:
@@ -289,11 +319,15 @@ class Search:
 
     def __init__(self, index: Index, results: int, k1: float, b: float) -> None:
         self._passages, self._words = index
-        self._results, self._k1, self._b = results, k1, b
-        self._mean = sum(counts.total() for counts in self._words) / len(self._words)
+        self._results = results
+        self._k1 = k1
+        self._b = b
+        num_passages = len(self._words)
+        self._mean = sum(counts.total() for counts in self._words) / num_passages
         containing = Counter(word for counts in self._words for word in counts)
-        count = len(self._words)
-        self._idf = {word: math.log(1 + (count - n + 0.5) / (n + 0.5)) for word, n in containing.items()}
+        self._idf = {}
+        for word, n in containing.items():
+            self._idf[word] = math.log(1 + (num_passages - n + 0.5) / (n + 0.5))
 
     def reset(self) -> None:
         """Prepare nothing."""
@@ -308,12 +342,17 @@ class Search:
         scores = []
         for number, counts in enumerate(self._words):
             norm = self._k1 * (1 - self._b + self._b * counts.total() / self._mean)
-            found = (word for word in words if word in counts)
-            score = sum(self._idf[word] * counts[word] * (self._k1 + 1) / (counts[word] + norm) for word in found)
+            score = 0.0
+            for word in words:
+                if word in counts:
+                    score += self._idf[word] * counts[word] * (self._k1 + 1) / (counts[word] + norm)
             if score > 0:
                 scores.append((-score, number))
-        best = [self._passages[number] for _, number in sorted(scores)[: self._results]]
-        return "\n\n".join(f"[{name}] {text}" for name, text in best) or "nothing fits"
+        shown = []
+        for _, number in sorted(scores)[: self._results]:
+            name, text = self._passages[number]
+            shown.append(f"[{name}] {text}")
+        return "\n\n".join(shown) or "nothing fits"
 
 
 def _split(text: str, limit: int) -> list[str]:

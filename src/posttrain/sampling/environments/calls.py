@@ -49,7 +49,9 @@ def read_calls(text: str, form: CallForm) -> list[Request]:
     Thinking (up to the last ``</think>``) calls nothing where the form is the chat template's.
     """
     requests: list[Request] = []
-    first = text.rfind("</think>") + len("</think>") if form.is_native and "</think>" in text else 0
+    first = 0
+    if form.is_native and "</think>" in text:
+        first = text.rfind("</think>") + len("</think>")
     for region in _regions(text, first, form):
         if len(requests) == MAX_CALLS:
             wrong = f"one turn calls at most {MAX_CALLS} tools; call again in the next"
@@ -57,27 +59,41 @@ def read_calls(text: str, form: CallForm) -> list[Request]:
         if region.is_closed:
             request = _read(region.content.strip(), form)
         else:
-            last = form.finish.strip() if form.arguments == "python" else _last_tag(form)
+            last = _last_tag(form)
+            if form.arguments == "python":
+                last = form.finish.strip()
             request = Request("", region.content, wrong=f"the call does not end with {last}")
         requests.append(replace(request, place=region.place))
     return requests
 
 
 def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
-    opening, closing = _first_tag(form), _last_tag(form)
+    opening = _first_tag(form)
     if form.arguments == "python":
         yield from _functions(text, first, form)
-    elif not opening:
+    elif opening:
+        yield from _tagged(text, first, form, opening, _last_tag(form))
+    else:
         yield from _objects(text, first, form)
-    at = text.find(opening, first) if opening and form.arguments != "python" else -1
+
+
+def _tagged(text: str, first: int, form: CallForm, opening: str, closing: str) -> Iterator[_Region]:
+    """Calls between an opening and a closing tag; without a closing tag a call ends where the next one begins."""
+    at = text.find(opening, first)
     while at >= 0:
         start = at + len(opening)
-        inside = _object_end(text, start, closing or opening) if form.arguments in ("json", "quoted") else start
+        inside = start
+        if form.arguments in ("json", "quoted"):
+            inside = _object_end(text, start, closing or opening)
         again = text.find(opening, inside)
-        end = text.find(closing, inside) if closing else (again if again >= 0 else len(text))
+        following = len(text)  # the place where the next call begins
+        if again >= 0:
+            following = again
+        end = following
+        if closing:
+            end = text.find(closing, inside)
         if end < 0 or 0 <= again < end:  # an opening tag inside begins anew
-            end = again if again >= 0 else len(text)
-            yield _Region(text[start:end].strip(), (at, end), is_closed=False)
+            yield _Region(text[start:following].strip(), (at, following), is_closed=False)
             at = again
         else:
             yield _Region(text[start:end], (at, end + len(closing)))
@@ -90,7 +106,8 @@ def _object_end(text: str, start: int, tag: str) -> int:
     if brace < 0 or tag in text[start:brace]:
         return start
     try:
-        return _DECODER.raw_decode(text, brace)[1]
+        _, end = _DECODER.raw_decode(text, brace)
+        return end
     except (ValueError, RecursionError):
         return start
 
@@ -100,8 +117,13 @@ def _find_begin(text: str, first: int, form: CallForm) -> int:
     begin = form.begin.strip()
     if begin != "[":
         return text.find(begin, first)
-    found = (_PYTHON_CALLS if form.arguments == "python" else _LISTED).search(text, first)
-    return found.start() if found else -1
+    pattern = _LISTED
+    if form.arguments == "python":
+        pattern = _PYTHON_CALLS
+    found = pattern.search(text, first)
+    if found:
+        return found.start()
+    return -1
 
 
 def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
@@ -112,7 +134,8 @@ def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
         start = at + len(begin)
         if not begin:
             start = _skip(text, start, None)
-            start += len("<|python_tag|>") if text.startswith("<|python_tag|>", start) else 0
+            if text.startswith("<|python_tag|>", start):
+                start += len("<|python_tag|>")
         start = _skip(text, start, _BETWEEN_OBJECTS + "[")
         if not text.startswith("{", start):
             return
@@ -120,12 +143,18 @@ def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
             try:
                 value, end = _DECODER.raw_decode(text, start)
             except (ValueError, RecursionError):
-                value, end = None, len(text)
-            if begin in ("", "[") and form.name_key[1] not in (_inner(value, form) or {}):
-                return
+                value = None
+                end = len(text)
+            if begin in ("", "["):
+                call = _inner(value, form)
+                if call is None or form.name_key[1] not in call:
+                    return
             yield _Region(text[start:end], (at, end))
-            at, start = end, _skip(text, end, _BETWEEN_OBJECTS)
-        at = _find_begin(text, at, form) if begin else -1
+            at = end
+            start = _skip(text, end, _BETWEEN_OBJECTS)
+        if not begin:
+            return
+        at = _find_begin(text, at, form)
 
 
 def _skip(text: str, start: int, characters: str | None) -> int:
@@ -135,7 +164,8 @@ def _skip(text: str, start: int, characters: str | None) -> int:
 
 def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
     """Calls of functions in Python, one after another between the two tags."""
-    begin, finish = form.begin.strip(), form.finish.strip()
+    begin = form.begin.strip()
+    finish = form.finish.strip()
     at = _find_begin(text, first, form)
     while at >= 0:
         start = at + len(begin)
@@ -143,18 +173,28 @@ def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
         if end < 0:
             yield _Region(text[start:].strip(), (at, len(text)), is_closed=False)
             return
-        source, place = text[start:end].strip(), (at, end + len(finish))
-        for number, part in enumerate(_parts(source)):
-            yield _Region(part, place if number == 0 else (place[1], place[1]))
-        at = _find_begin(text, place[1], form)
+        source = text[start:end].strip()
+        last = end + len(finish)
+        place = (at, last)
+        for part in _parts(source):
+            yield _Region(part, place)
+            place = (last, last)  # all of it is the place of the first
+        at = _find_begin(text, last, form)
 
 
 def _parts(source: str) -> list[str]:
     """Return the calls in Python's source, in lines or with commas between them."""
     try:
-        lines = [one.value if isinstance(one, ast.Expr) else one for one in ast.parse(source).body]
-        each = [one for line in lines for one in (line.elts if isinstance(line, ast.Tuple) else [line])]
-        return [ast.get_source_segment(source, one) or "" for one in each]
+        calls: list[ast.AST] = []
+        for statement in ast.parse(source).body:
+            line: ast.AST = statement
+            if isinstance(statement, ast.Expr):
+                line = statement.value
+            if isinstance(line, ast.Tuple):
+                calls += line.elts
+            else:
+                calls.append(line)
+        return [ast.get_source_segment(source, call) or "" for call in calls]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [source]
 
@@ -163,10 +203,16 @@ def _end_of_code(text: str, start: int, finish: str) -> int:
     """Return the end of source: the first ``finish`` outside of texts and brackets, or the first at all, or -1."""
     depth = 0
     for found in re.finditer(rf"{_PYTHON_TEXT}|(?P<end>{re.escape(finish)})|[\[({{]|[\])}}]", text[start:]):
-        if found["end"] and depth == 0:
+        if not found["end"]:
+            inside = found[0]
+        elif depth == 0:
             return start + found.start()
-        inside = found[0] if not found["end"] else found[0][0]
-        depth += (inside in "[({") - (inside in "])}")
+        else:
+            inside = found[0][0]
+        if inside in "[({":
+            depth += 1
+        if inside in "])}":
+            depth -= 1
     return text.find(finish, start)
 
 
@@ -174,19 +220,29 @@ def _first_tag(form: CallForm) -> str:
     opening = form.tags[0]
     if _HARMONY in opening:
         return _HARMONY
-    found = _TAG.match(opening) if form.is_native else None
-    return found[0] if found else opening
+    if not form.is_native:
+        return opening
+    found = _TAG.match(opening)
+    if found:
+        return found[0]
+    return opening
 
 
 def _rest_of_opening(form: CallForm) -> str:
     tag = _first_tag(form)
-    return form.tags[0].partition(tag)[2].strip() if tag else ""
+    if tag:
+        return form.tags[0].partition(tag)[2].strip()
+    return ""
 
 
 def _last_tag(form: CallForm) -> str:
     closing = form.tags[1]
-    found = _TAG.findall(closing) if form.is_native else []
-    return found[-1] if found and closing.endswith(found[-1]) else closing
+    if not form.is_native:
+        return closing
+    found = _TAG.findall(closing)
+    if found and closing.endswith(found[-1]):
+        return found[-1]
+    return closing
 
 
 def _read(content: str, form: CallForm) -> Request:
@@ -203,32 +259,44 @@ def _read(content: str, form: CallForm) -> Request:
         return _read_parameters(content, form, form.arguments)
     middle = form.middle.strip()
     if _HARMONY in form.opening:  # models write what stands between in several orders
+        name = ""
+        raw_arguments = content
         found = re.match(r"([\w.-]+)[^{]*?<\|message\|>", content)
-        name, raw_arguments = (found[1], content[found.end() :]) if found else ("", content)
+        if found:
+            name = found[1]
+            raw_arguments = content[found.end() :]
     elif middle:
         name, _, raw_arguments = content.partition(middle)
     else:
         name, brace, raw_arguments = content.partition("{")
         raw_arguments = brace + raw_arguments
-    return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), raw_arguments)
+    name = _MARK.split(name, maxsplit=1)[0]
+    return _read_json(name.strip(), raw_arguments)
 
 
 def _inner(call: object, form: CallForm) -> dict[str, Any] | None:
     """Return the object with the name and the arguments; None where there is none."""
     outer = form.name_key[0]
-    inner = call.get(outer) if outer and isinstance(call, dict) else call
-    return inner if isinstance(inner, dict) else None
+    inner = call
+    if outer and isinstance(call, dict):
+        inner = call.get(outer)
+    if isinstance(inner, dict):
+        return inner
+    return None
 
 
 def _read_object(content: str, form: CallForm, key: str) -> Request:
     name = form.name_key[1]
     try:
-        call = _inner(json.loads(content.removeprefix(_rest_of_opening(form))), form)
+        written = json.loads(content.removeprefix(_rest_of_opening(form)))
+        call = _inner(written, form)
     except (ValueError, RecursionError) as error:
         return Request("", content, wrong=f"the call is no JSON ({error})")
     if call is not None and isinstance(call.get(name), str):
         arguments = call.get(key, {})
-        return _read_json(call[name], (arguments or "{}") if isinstance(arguments, str) else json.dumps(arguments))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        return _read_json(call[name], arguments or "{}")
     return Request("", content, wrong=f'a call is {{"{name}": "...", "{key}": {{...}}}}')
 
 
@@ -237,7 +305,9 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         named = {"true": True, "false": False, "null": None}
-        return ast.Constant(named[node.id]) if node.id in named else node
+        if node.id in named:
+            return ast.Constant(named[node.id])
+        return node
 
 
 def _read_function(content: str) -> Request:
@@ -246,7 +316,9 @@ def _read_function(content: str) -> Request:
         call = ast.parse(content, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             raise ValueError("it is no function with arguments by name")
-        arguments = {str(k.arg): ast.literal_eval(_Constants().visit(k.value)) for k in call.keywords}
+        arguments = {}
+        for keyword in call.keywords:
+            arguments[str(keyword.arg)] = ast.literal_eval(_Constants().visit(keyword.value))
         raw_arguments = _written(arguments)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         return Request("", content, wrong=f"a call is name(argument=value, ...) ({error})")
@@ -267,7 +339,7 @@ def _written(arguments: object) -> str:
 def _read_json(name: str, raw_arguments: str) -> Request:
     """Read a call whose arguments are an object of JSON, or the text of one."""
     try:
-        arguments = _DECODER.raw_decode(raw_arguments.lstrip())[0]
+        arguments, _ = _DECODER.raw_decode(raw_arguments.lstrip())
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
         written = _written(arguments)
@@ -280,17 +352,21 @@ def _read_json(name: str, raw_arguments: str) -> Request:
 
 def _read_parameters(content: str, form: CallForm, around: Parameters) -> Request:
     """Read a call whose arguments are written one by one."""
-    before, middle, after = (_loosely(text) for text in (around.before, around.middle, around.after))
+    before = _loosely(around.before)
+    middle = _loosely(around.middle)
+    after = _loosely(around.after)
     rest_of_closing = _loosely(form.tags[1].removesuffix(_last_tag(form)))
     one = f"{before}(?P<key>[^<>\\s]+?){middle}(?P<value>.*?){after}(?=\\s{{0,8}}(?:{before}|{rest_of_closing}\\Z))"
     name = re.match(rf"\s*(?P<name>[^<>\s]+?){_loosely(form.middle)}(?=\s*(?:{before}|{rest_of_closing}\Z))", content)
     if name is None:
         return Request("", content, wrong=f"a call is {form.opening}NAME{form.middle}{around.before}...")
-    at, arguments = name.end(), dict[str, ArgumentText]()
+    at = name.end()
+    arguments = dict[str, ArgumentText]()
+    end = at
     for found in re.finditer(one, content[at:], re.DOTALL):
         arguments[found["key"]] = ArgumentText(found["value"])
         end = at + found.end()
-    rest = content[end:] if arguments else content[at:]
+    rest = content[end:]
     if not re.fullmatch(rf"\s*{rest_of_closing}\s*", rest):
         return Request("", content, wrong=f"an argument is {around.before}NAME{around.middle}VALUE{around.after}")
     return Request(name["name"], json.dumps(arguments, ensure_ascii=False), arguments)
@@ -298,4 +374,5 @@ def _read_parameters(content: str, form: CallForm, around: Parameters) -> Reques
 
 def _loosely(text: str) -> str:
     """Return a pattern for the text in which white space may be more or less."""
-    return r"\s{0,8}".join(re.escape(word) for word in re.split(r"\s+", text))  # bounded, so that no text takes long
+    words = [re.escape(word) for word in re.split(r"\s+", text)]
+    return r"\s{0,8}".join(words)  # bounded, so that no text takes long

@@ -31,7 +31,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Component
-from posttrain.sampling.environments.pool import Job, Pool
+from posttrain.sampling.environments.pool import EnvironmentJob, Pool
 from posttrain.sampling.environments.tools import Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
 
@@ -64,7 +64,10 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         UnallowedCode: code that is not allowed.
     """
     tools: dict[str, Tool] = {}
-    make, gives_reward, pays_turns, name = None, False, False, "tools"
+    make = None
+    gives_reward = False
+    pays_turns = False
+    name = "tools"
     if environment is not None:
         name = environment.name
         make = registry.find("environment", name, "environment").bind(environment.options, "environment")
@@ -73,20 +76,25 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         kind = type(probe)
         if not callable(getattr(kind, "reset", None)):
             raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
-        gives_reward, pays_turns = (callable(getattr(kind, m, None)) for m in ("get_reward", "get_turn_reward"))
+        gives_reward = callable(getattr(kind, "get_reward", None))
+        pays_turns = callable(getattr(kind, "get_turn_reward", None))
         # A base's methods first, in the order in which they are written.
-        members = [name for base in reversed(kind.__mro__[:-1]) for name, one in vars(base).items() if isfunction(one)]
+        members = []
+        for base in reversed(kind.__mro__[:-1]):
+            members += [name for name, member in vars(base).items() if isfunction(member)]
         for method in members:
             function = getattr(kind, method)
             if not method.startswith("_") and method not in NO_TOOLS and isfunction(function):
                 tools[method] = make_tool(function, place, method=True)
-        if callable(getattr(kind, "close", None)) and not inspect.iscoroutinefunction(kind.close):
+        close = getattr(kind, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
             registry.call("environment", probe.close)
     for index, path in enumerate(functions):
         where = f"tools.{index}"
         if ":" not in path:
             raise RecipeError(f"{where}: a tool is a function of your own, named as module:function; got {path!r}")
-        tool = make_tool(registry.import_component("tool", path, where).function, f"{where}: {path}")
+        function = registry.import_component("tool", path, where).function
+        tool = make_tool(function, f"{where}: {path}")
         if tool.name in tools:
             raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; give this one another name")
         tools[tool.name] = tool
@@ -116,12 +124,14 @@ class Session:
     """
 
     def __init__(self, toolset: Toolset, pool: Pool, seconds: float) -> None:
-        self.toolset, self.pool, self.seconds = toolset, pool, seconds
+        self.toolset = toolset
+        self.pool = pool
+        self.seconds = seconds
         self.environment: Any = None
         self.failure = ""
         self.num_late = 0
-        self._late: Job | None = None  # a call of the environment that has not come back
-        self._job: Job | None = None
+        self._late: EnvironmentJob | None = None  # a call of the environment that has not come back
+        self._job: EnvironmentJob | None = None
 
     def begin(self, example: Example, seed: int) -> None:
         """Make the environment and reset it, in the background; ``opening`` waits for that."""
@@ -147,26 +157,33 @@ class Session:
             self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
         return ""
 
-    def call(self, tool: Tool, arguments: Mapping[str, object]) -> Job | None:
+    def call(self, tool: Tool, arguments: Mapping[str, object]) -> EnvironmentJob | None:
         """Begin a call; return None and set ``failure`` where the environment is broken."""
-        if tool.method and not self._is_free(f"tool {tool.name!r}"):
+        if not tool.method:
+            function = tool.function
+        elif self._is_free(f"tool {tool.name!r}"):
+            function = getattr(self.environment, tool.name)
+        else:
             return None
-        function = getattr(self.environment, tool.name) if tool.method else tool.function
         return self.pool.submit(lambda: function(**arguments), self.seconds)
 
-    def answer(self, tool: Tool, raw_arguments: str, job: Job) -> Call:
+    def answer(self, tool: Tool, raw_arguments: str, job: EnvironmentJob) -> Call:
         """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
         if not job.done:
-            outcome, text = "timeout", f"{tool.name} took longer than {self.seconds:g} seconds and was given up"
+            outcome = "timeout"
+            text = f"{tool.name} took longer than {self.seconds:g} seconds and was given up"
             self.num_late += 1
-            self._late = job if tool.method else self._late
+            if tool.method:
+                self._late = job
         elif isinstance(job.error, EnvironmentFailed):
-            outcome, text = "failed", str(job.error)
+            outcome = "failed"
+            text = str(job.error)
             self.failure = f"tool {tool.name!r}: {job.error}"
         elif job.error is not None:
-            outcome, text = "failed", f"{type(job.error).__name__}: {job.error}"
+            outcome = "failed"
+            text = f"{type(job.error).__name__}: {job.error}"
         else:
             text = result_text(job.result)
         return Call(tool.name, raw_arguments, result_text(text), outcome)
@@ -178,16 +195,22 @@ class Session:
 
     def reward(self) -> float | None:
         """Return get_reward; None without one, or where the environment is broken, with ``failure`` set."""
-        return self._number("get_reward") if self.toolset.gives_reward else None
+        if self.toolset.gives_reward:
+            return self._number("get_reward")
+        return None
 
     def turn_reward(self) -> float | None:
         """Return get_turn_reward for the turn whose calls were run; None as ``reward``."""
-        return self._number("get_turn_reward") if self.toolset.pays_turns else None
+        if self.toolset.pays_turns:
+            return self._number("get_turn_reward")
+        return None
 
-    def close(self) -> Job | None:
+    def close(self) -> EnvironmentJob | None:
         """Begin to close the environment; return None where there is nothing to do."""
         closes = callable(getattr(self.environment, "close", None))
-        return self.pool.submit(self.environment.close, self.seconds) if closes else None
+        if closes:
+            return self.pool.submit(self.environment.close, self.seconds)
+        return None
 
     def _is_free(self, what: str) -> bool:
         if self._late is not None and not self._late.done:
@@ -197,12 +220,16 @@ class Session:
     def _number(self, method: str) -> float | None:
         if self.failure or not self._is_free(method):
             return None
-        value = self._outcome(self.pool.submit(getattr(self.environment, method), self.seconds), method)
-        if not self.failure and (not isinstance(value, Real) or not math.isfinite(float(value))):
+        job = self.pool.submit(getattr(self.environment, method), self.seconds)
+        value = self._outcome(job, method)
+        if self.failure:
+            return None
+        if not isinstance(value, Real) or not math.isfinite(float(value)):
             self.failure = f"{method} returned {value!r:.80}, which is no finite number"
-        return None if self.failure else float(value)
+            return None
+        return float(value)
 
-    def _outcome(self, job: Job, what: str) -> Any:
+    def _outcome(self, job: EnvironmentJob, what: str) -> Any:
         self.pool.wait(job)
         if not job.done:
             self.failure = f"{what} took longer than {self.seconds:g} seconds (rollout.tool_seconds)"
@@ -213,13 +240,11 @@ class Session:
 
 def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str, Any]:
     """Return the example's fields and the seed that ``reset`` names; all, if it takes any."""
-    fields = {
-        **{name: value for name, value in example.meta.items() if name.isidentifier()},
-        "id": example.id,
-        "prompt": [{"role": message.role, "content": message.content} for message in example.messages],
-        "answer": example.answer,
-        "seed": seed,
-    }
+    fields: dict[str, Any] = {name: value for name, value in example.meta.items() if name.isidentifier()}
+    fields["id"] = example.id
+    fields["prompt"] = [{"role": message.role, "content": message.content} for message in example.messages]
+    fields["answer"] = example.answer
+    fields["seed"] = seed
     parameters = inspect.signature(reset).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return fields
@@ -229,10 +254,13 @@ def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str,
 def opened(example: Example, text: str) -> list[Message]:
     """Return the messages of an example with an environment's opening appended to the last one of the user."""
     messages = list(example.messages)
-    if text.strip():
-        last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
-        if last is None:
-            return [*messages, Message("user", text)]
-        content = messages[last].content
-        messages[last] = Message("user", f"{content}\n\n{text}" if content.strip() else text)
+    if not text.strip():
+        return messages
+    last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+    if last is None:
+        return [*messages, Message("user", text)]
+    content = messages[last].content
+    if content.strip():
+        text = f"{content}\n\n{text}"
+    messages[last] = Message("user", text)
     return messages

@@ -17,13 +17,15 @@ from typing import Any, Self
 NUM_THREADS = 16
 
 
-class Job:
+class EnvironmentJob:
     """A function in the pool: its ``result`` or ``error`` once it is ``done``. A ``late`` one may become done later."""
 
     def __init__(self, function: Callable[[], Any], seconds: float) -> None:
-        self.function, self.seconds = function, seconds
+        self.function = function
+        self.seconds = seconds
         self.ends: float | None = None  # the end of its time, once it has begun
-        self.done = self.late = False
+        self.done = False
+        self.late = False
         self.result: object = None
         self.error: BaseException | None = None
 
@@ -33,28 +35,32 @@ class Pool:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._waiting: deque[EnvironmentJob] = deque()
+        self._running: list[EnvironmentJob] = []
         self._free = num_threads  # how many more may run
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, function: Callable[[], Any], seconds: float) -> Job:
+    def submit(self, function: Callable[[], Any], seconds: float) -> EnvironmentJob:
         """Run the function as soon as there is room; a coroutine that it returns is run to its end."""
-        job = Job(function, seconds)
+        job = EnvironmentJob(function, seconds)
         with self._changed:
             self._waiting.append(job)
             self._start()
         return job
 
-    def wait(self, job: Job) -> Job:
+    def wait(self, job: EnvironmentJob) -> EnvironmentJob:
         """Wait until the job is done or late."""
         with self._changed:
             while not (job.done or job.late):
                 self._give_up_late()
-                if not (job.done or job.late):
-                    ends = [one.ends for one in self._running if one.ends is not None]
-                    self._changed.wait(max(0.0, min(ends) - time.monotonic()) if ends else None)
+                if job.done or job.late:
+                    break
+                ends = [one.ends for one in self._running if one.ends is not None]
+                seconds = None
+                if ends:
+                    seconds = max(0.0, min(ends) - time.monotonic())
+                self._changed.wait(seconds)
         return job
 
     def __enter__(self) -> Self:
@@ -65,7 +71,8 @@ class Pool:
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
@@ -78,7 +85,8 @@ class Pool:
     def _give_up_late(self) -> None:
         """Give the places of late jobs to others. The lock is held."""
         now = time.monotonic()
-        for job in [one for one in self._running if one.ends is not None and one.ends <= now]:
+        late = [job for job in self._running if job.ends is not None and job.ends <= now]
+        for job in late:
             job.late = True
             self._running.remove(job)
             self._free += 1

@@ -58,7 +58,7 @@ class Tool:
         """
         if isinstance(values, str):
             values = by_name(self.name, {name: self._is_text(name) for name in self.parameters}, values)
-        values = {key: read_text(value, self._is_text(key)) for key, value in values.items()}
+        values = {key: read_argument(value, self._is_text(key)) for key, value in values.items()}
         try:
             checked = self.arguments.model_validate(dict(values))
         except ValidationError as error:
@@ -67,13 +67,16 @@ class Tool:
         return {name: getattr(checked, name) for name in self.parameters}
 
     def _is_text(self, name: str) -> bool:
-        return name not in self.arguments.model_fields or self.arguments.model_fields[name].annotation is str
+        fields = self.arguments.model_fields
+        return name not in fields or fields[name].annotation is str
 
 
-def read_text(value: object, is_text: bool) -> object:
+def read_argument(value: object, is_text: bool) -> object:
     """Return the value of an argument: an ``ArgumentText`` of a parameter that is no text is read as JSON."""
-    if not isinstance(value, ArgumentText) or is_text:
-        return str(value) if isinstance(value, ArgumentText) else value
+    if not isinstance(value, ArgumentText):
+        return value
+    if is_text:
+        return str(value)
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -82,7 +85,8 @@ def read_text(value: object, is_text: bool) -> object:
 
 def usage_of(schema: Mapping[str, object]) -> str:
     """Return the parameters in a tool's schema with their types, for a reader."""
-    return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()) or "nothing"
+    parameters = [f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()]
+    return ", ".join(parameters) or "nothing"
 
 
 def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str, object]:
@@ -106,13 +110,16 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
         names = ", ".join(f'"{name}": ...' for name in parameters)
         raise ValueError(f"{tool}: give its arguments as {{{names}}}")
     ((name, is_text),) = parameters.items()
-    return {name: read_text(ArgumentText(text), is_text)}
+    return {name: read_argument(ArgumentText(text), is_text)}
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parameters in a tool's schema, which may be of any origin."""
-    properties = (schema["function"].get("parameters") or {}).get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+    parameters = schema["function"].get("parameters") or {}
+    properties = parameters.get("properties")
+    if isinstance(properties, Mapping):
+        return properties
+    return {}
 
 
 def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
@@ -130,7 +137,9 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
         signature = inspect.signature(function, eval_str=True)
     except (NameError, SyntaxError, TypeError, ValueError) as error:
         raise UsageError(f"{place}: its types cannot be read ({error}); import them in that module") from None
-    parameters = list(signature.parameters.values())[1 if method else 0 :]
+    parameters = list(signature.parameters.values())
+    if method:
+        parameters = parameters[1:]
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
@@ -139,7 +148,9 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
             raise UsageError(
                 f"{place}: parameter {parameter.name!r} has no type; annotate it, as in {parameter.name}: int"
             )
-        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            default = ...
         fields[parameter.name] = (parameter.annotation, default)
     try:
         arguments = create_model(name, __base__=_Arguments, **fields)
@@ -166,16 +177,26 @@ def result_text(result: object) -> str:
 
 def shortened(text: str, limit: int) -> str:
     """Return the text, cut off after ``limit`` characters."""
-    return text if len(text) <= limit else f"{text[:limit]} ... (cut off)"
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} ... (cut off)"
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Return (description, descriptions of the arguments) of a docstring in Google's form."""
     start = _ARGUMENTS.search(doc)
-    before, rest = (doc[: start.start()], doc[start.end() :]) if start else (doc, "")
-    heading, end = _SECTION.search(before), _SECTION.search(rest)
-    described = dict(_ARGUMENT.findall(rest[: end.start() if end else None]))
-    return before[: heading.start() if heading else None].strip(), described
+    description = doc
+    arguments = ""
+    if start:
+        description = doc[: start.start()]
+        arguments = doc[start.end() :]
+    heading = _SECTION.search(description)
+    if heading:
+        description = description[: heading.start()]
+    end = _SECTION.search(arguments)
+    if end:
+        arguments = arguments[: end.start()]
+    return description.strip(), dict(_ARGUMENT.findall(arguments))
 
 
 def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
@@ -184,8 +205,11 @@ def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> di
     properties = {}
     for name, one in schema.get("properties", {}).items():
         kept = {key: value for key, value in one.items() if key != "title"}
-        properties[name] = kept | ({"description": described[name]} if name in described else {})
-    return plain | {"properties": properties}
+        if name in described:
+            kept["description"] = described[name]
+        properties[name] = kept
+    plain["properties"] = properties
+    return plain
 
 
 def _type_of(schema: object) -> str:
@@ -196,7 +220,9 @@ def _type_of(schema: object) -> str:
     if isinstance(schema.get("anyOf"), list):
         return " or ".join(_type_of(one) for one in schema["anyOf"])
     kind = schema.get("type", "anything")
-    return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
+    if isinstance(kind, list):
+        return " or ".join(map(str, kind))
+    return str(kind)
 
 
 def _explain(item: ErrorDetails) -> str:
@@ -215,6 +241,7 @@ def describe_tools(schemas: Iterable[Mapping[str, Any]]) -> str:
         "between <result> and </result>. Arguments are a JSON object, or the plain value of the only one."
     ]
     for schema in schemas:
-        name, about = schema["function"]["name"], schema["function"].get("description") or ""
-        lines.append(f"- {name}: {' '.join(about.split())} It takes: {usage_of(schema)}.")
+        name = schema["function"]["name"]
+        about = " ".join((schema["function"].get("description") or "").split())
+        lines.append(f"- {name}: {about} It takes: {usage_of(schema)}.")
     return "\n".join(lines)

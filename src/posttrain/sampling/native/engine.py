@@ -34,6 +34,7 @@ from posttrain.sampling.base import (
 )
 from posttrain.sampling.native.cache import Decoder, LayerShape
 from posttrain.sampling.native.fast_path import FastDecoder
+from posttrain.sampling.native.known_paths import fingerprint, is_known, remember
 from posttrain.sampling.native.probe import Decode, decode_in_slots, probe, probe_lengths
 from posttrain.sampling.native.recorded import RecordedSteps
 from posttrain.sampling.native.schedule import STEPS_BETWEEN_LOOKS, Schedule, check_finite
@@ -235,8 +236,24 @@ class NativeEngine(Engine):
         switches = find_switches(self.model.config, reach)
         structure = _structure(self.model), switches
         if structure not in self._chosen:
-            self._chosen[structure] = self._probe_paths(reach, probe_lengths(switches, reach))
+            batches = probe_lengths(switches, reach)
+            found = self._read_known(reach, batches, structure) if self.uses_cache else None
+            self._chosen[structure] = found or self._probe_paths(reach, batches)
+            if self.uses_cache and found is None and self._chosen[structure][0] == "lean":
+                remember(fingerprint(self.model, [batches, *structure]))
         return self._chosen[structure]
+
+    def _read_known(
+        self, reach: int, batches: list[tuple[int, ...]], structure: tuple[Hashable, ...]
+    ) -> tuple[Path, list[LayerShape]] | None:
+        """Return the fast path if an earlier process has compared it with this model, else None."""
+        if self.wanted != "lean" or not is_known(fingerprint(self.model, [batches, *structure])):
+            return None
+        try:
+            with _probing():
+                return "lean", self._bind("lean", None, reach).shapes
+        except EngineMismatch:
+            return None
 
     @phase("comparing the sampler with the model")
     def _probe_paths(self, reach: int, batches: list[tuple[int, ...]]) -> tuple[Path, list[LayerShape]]:

@@ -31,12 +31,12 @@ from posttrain.sampling.base import (
 from posttrain.sampling.http import (
     HttpServer,
     Interrupted,
-    Refused,
+    RequestRefused,
     ServerError,
     Unanswered,
     Unreadable,
     all_of,
-    first_fault,
+    describe_fault,
 )
 from posttrain.types import Completion, Finish
 
@@ -44,7 +44,8 @@ Result = TypeVar("Result")
 KEY_VARIABLE = "VLLM_API_KEY"
 MODE_TOKENS = 8
 # vLLM raises smaller temperatures to this one, and refuses larger ones than 2.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 2.0
 LOWEST_BIAS = -100.0  # that vLLM takes
 MAX_LOGPROB = 1e-3  # rounding included
 
@@ -72,10 +73,18 @@ class VllmEngine(Engine):
         retries: int = 3,
         where: str = "engine",
     ) -> None:
-        self.where, self.tokenizer, self.vocab_size, self.wanted = where, tokenizer, vocab_size, tuple(wanted)
-        self.num_tokens = None if tokenizer is None else num_tokens_of(tokenizer)
-        limits: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
-        self.limits = limits
+        self.where = where
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.wanted = tuple(wanted)
+        self.num_tokens = None
+        if tokenizer is not None:
+            self.num_tokens = num_tokens_of(tokenizer)
+        self.limits: dict[str, Any] = {
+            "timeout_seconds": timeout_seconds,
+            "concurrency": concurrency,
+            "retries": retries,
+        }
         self._reach(url)
 
     def _reach(self, url: str | None) -> None:
@@ -84,7 +93,8 @@ class VllmEngine(Engine):
         self._is_processed = False  # its log-probabilities are at the sampling temperature
         self._server: HttpServer | None = None
         if url is not None:
-            self._server = HttpServer(url, token=key_for(url, f"{self.where}.url", KEY_VARIABLE), **self.limits)
+            key = key_for(url, f"{self.where}.url", KEY_VARIABLE)
+            self._server = HttpServer(url, token=key, **self.limits)
 
     @property
     def server(self) -> HttpServer:
@@ -129,15 +139,17 @@ class VllmEngine(Engine):
 
         async def complete(place: tuple[int, int]) -> Completion:
             i, key = place
-            prompt, seed = tuple(map(int, prompts[i])), key % (1 << 63)  # vLLM takes 63 bits
+            prompt = tuple(map(int, prompts[i]))
+            seed = key % (1 << 63)  # vLLM takes 63 bits
             limit = min(sampling.max_tokens, context - len(prompt))
-            request = CompletionRequest(served.name, prompt, limit, sampling, seed, logprobs, unused)
+            request = VllmRequest(served.name, prompt, limit, sampling, seed, logprobs, unused)
             completion = await self._complete(request, f"prompt {i}")
             sampled.num_done += 1
             return completion
 
         with phase("sampling", sum(map(len, keys)), "answers") as sampled:
-            completions = iter(await all_of(complete, [(i, key) for i, row in enumerate(keys) for key in row]))
+            places = [(i, key) for i, row in enumerate(keys) for key in row]
+            completions = iter(await all_of(complete, places))
         return [[next(completions) for _ in row] for row in keys]
 
     def _unused(self) -> range:
@@ -152,10 +164,13 @@ class VllmEngine(Engine):
 
     async def _connect(self) -> ServedModel:
         """Find the model at the server, or find it unchanged."""
-        known, url = self.served, self.server.base
+        known = self.served
+        url = self.server.base
         try:
-            first = 0 if known is None else None
-            models = await self.server.ask("GET", "/v1/models", read=read_models, retries=first)
+            retries = None
+            if known is None:
+                retries = 0
+            models = await self.server.ask("GET", "/v1/models", read=read_models, retries=retries)
             served = choose_model(models, self.wanted, self.where)
         except Unanswered as error:
             if known is not None:
@@ -192,8 +207,9 @@ class VllmEngine(Engine):
             # tokens after a single id.
             limit = min(MODE_TOKENS, (served.context or UNLIMITED_CONTEXT) - 1)
             only_one = Sampling(limit, temperature=1.0, top_k=1)
-            request = CompletionRequest(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
-            if any(value != 0 for value in (await self._complete(request, "the first prompt")).logprobs):
+            request = VllmRequest(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
+            completion = await self._complete(request, "the first prompt")
+            if any(value != 0 for value in completion.logprobs):
                 raise UsageError(
                     f"{base}: this server's log-probabilities are not those at temperature {sampling.temperature:g}; "
                     "start it with --logprobs-mode processed_logprobs"
@@ -201,7 +217,7 @@ class VllmEngine(Engine):
             self._is_processed = True
         return True
 
-    async def _complete(self, request: CompletionRequest, what: str) -> Completion:
+    async def _complete(self, request: VllmRequest, what: str) -> Completion:
         read = partial(read_completion, request=request, vocab_size=self.vocab_size)
         return await self._ask(request.body(), read, what)
 
@@ -209,7 +225,7 @@ class VllmEngine(Engine):
         base = self.server.base
         try:
             return await self.server.ask("POST", "/v1/completions", body, read=read)
-        except Refused as error:
+        except RequestRefused as error:
             raise UsageError(f"{base}: {what} was refused: {_explain(error)}") from None
         except Unanswered as error:
             raise RunFailure(f"{base}: no completion of {what}: {error}") from None
@@ -218,7 +234,7 @@ class VllmEngine(Engine):
 
 
 def _explain(error: Exception) -> str:
-    if isinstance(error, Refused) and error.status in (401, 403):
+    if isinstance(error, RequestRefused) and error.status in (401, 403):
         return f"the server wants a key (HTTP {error.status}); put it into the environment variable {KEY_VARIABLE}"
     return str(error)
 
@@ -233,7 +249,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
+class VllmRequest:
     """One completion of ``prompt`` with at most ``limit`` tokens. Ids of ``unused`` are never drawn."""
 
     model: str
@@ -250,14 +266,19 @@ class CompletionRequest:
         It has every option that a model's ``generation_config.json`` could set on the server, so that none comes from
         there. Only ``stop_ids`` end a completion, not the server's own end token.
         """
-        greedy = self.sampling.temperature == 0
+        top_p = 1.0
+        top_k = -1
+        if self.sampling.temperature != 0:  # not greedy
+            top_p = self.sampling.top_p
+            if self.sampling.top_k is not None:
+                top_k = self.sampling.top_k
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(self.prompt),
             "max_tokens": self.limit,
             "temperature": self.sampling.temperature,
-            "top_p": 1.0 if greedy else self.sampling.top_p,
-            "top_k": -1 if greedy or self.sampling.top_k is None else self.sampling.top_k,
+            "top_p": top_p,
+            "top_k": top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
@@ -269,7 +290,8 @@ class CompletionRequest:
             "return_token_ids": True,
         }
         if self.logprobs:
-            body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
+            body["logprobs"] = 0
+            body["return_tokens_as_token_ids"] = True
         if self.unused:
             body["logit_bias"] = {str(token): LOWEST_BIAS for token in self.unused}
         return body
@@ -311,9 +333,13 @@ def read_models(answer: object) -> list[ServedModel]:
     try:
         cards = _Models.model_validate(answer).data
     except ValidationError as error:
-        raise Unreadable(f"/v1/models lists no models ({first_fault(error)})") from None
+        raise Unreadable(f"/v1/models lists no models ({describe_fault(error)})") from None
     contexts = {card.id: card.max_model_len for card in cards}
-    return [ServedModel(c.id, c.root or c.id, c.max_model_len or contexts.get(c.parent or "")) for c in cards]
+    models = []
+    for card in cards:
+        context = card.max_model_len or contexts.get(card.parent or "")
+        models.append(ServedModel(card.id, card.root or card.id, context))
+    return models
 
 
 def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: str = "engine") -> ServedModel:
@@ -338,7 +364,7 @@ def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: st
     return models[0]
 
 
-def read_completion(answer: object, request: CompletionRequest, vocab_size: int | None) -> Completion:
+def read_completion(answer: object, request: VllmRequest, vocab_size: int | None) -> Completion:
     """Return the completion of an answer of ``/v1/completions``, compared with the request.
 
     Without log-probabilities in the request they are NaN, one per id.
@@ -351,13 +377,17 @@ def read_completion(answer: object, request: CompletionRequest, vocab_size: int 
     (choice,) = _Completions.model_validate(answer).choices
     if choice.finish_reason not in ("stop", "length"):
         raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
-    ids, stops, read = tuple(choice.token_ids), request.sampling.stop_ids, choice.prompt_token_ids
+    ids = tuple(choice.token_ids)
+    stops = request.sampling.stop_ids
+    read = choice.prompt_token_ids
     if not ids:
         raise Unreadable("no token ids; they come with vLLM 0.10.2 and later (return_token_ids)")
     check_vocabulary(ids, vocab_size)
     if read is not None and tuple(read) != request.prompt:
         raise Unreadable(f"it read a prompt of {len(read)} tokens that is not the one sent, of {len(request.prompt)}")
-    ended: Finish = "stop" if ids[-1] in stops else "length"
+    ended: Finish = "length"
+    if ids[-1] in stops:
+        ended = "stop"
     if ended == "length" and (choice.finish_reason == "stop" or len(ids) != request.limit):
         raise Unreadable(
             f"a completion of {len(ids)} tokens that ends with id {ids[-1]} ({choice.finish_reason}), where "
@@ -368,11 +398,12 @@ def read_completion(answer: object, request: CompletionRequest, vocab_size: int 
         raise Unreadable("a completion that goes on after a stop id")
     if not request.logprobs:
         return Completion(ids, (math.nan,) * len(ids), ended)
-    if choice.logprobs is None or choice.logprobs.tokens != [f"token_id:{token}" for token in ids]:
+    logprobs = choice.logprobs
+    if logprobs is None or logprobs.tokens != [f"token_id:{token}" for token in ids]:
         raise Unreadable("log-probabilities of other tokens than those of the completion, or none")
-    if len(choice.logprobs.token_logprobs) != len(ids):
-        raise Unreadable(f"{len(choice.logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens")
-    return Completion(ids, tuple(min(value, 0.0) for value in choice.logprobs.token_logprobs), ended)
+    if len(logprobs.token_logprobs) != len(ids):
+        raise Unreadable(f"{len(logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens")
+    return Completion(ids, tuple(min(value, 0.0) for value in logprobs.token_logprobs), ended)
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int | None) -> None:

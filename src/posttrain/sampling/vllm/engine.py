@@ -57,20 +57,35 @@ def vllm(
         max_model_len: longest prompt and answer together.
         enforce_eager: compile nothing.
     """
+    wanted: tuple[str, ...] = ()
+    if served_name is not None:
+        wanted = (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
-    asking |= {"where": where, "wanted": () if served_name is None else (served_name,)}
+    asking["where"] = where
     if model is None:
-        from posttrain.sampling.vllm.client import VllmEngine
+        return _ask_server(url or DEFAULT_URL, tokenizer, checkpoint, wanted, asking)
+    from posttrain.sampling.vllm.training import TrainingVllmEngine  # needs transformers
 
-        vocab_size = None
-        if checkpoint is not None:  # needs transformers, which a list of components does not
-            from posttrain.sampling.vllm.server import absolute_source, config_of, served_names
+    own = {
+        "gpus": tuple(gpus or ()),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "enforce_eager": enforce_eager,
+    }
+    return TrainingVllmEngine(model, tokenizer, url, own, tolerance=tolerance, wanted=wanted, **asking)
 
-            asking["wanted"] = asking["wanted"] or served_names(checkpoint)
-            vocab_size = getattr(config_of(absolute_source(checkpoint)), "vocab_size", None)
-        return VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, vocab_size=vocab_size, **asking)
-    from posttrain.sampling.vllm.training import Trained  # needs transformers
 
-    own = {"gpus": tuple(gpus or ()), "gpu_memory_utilization": gpu_memory_utilization, "dtype": dtype}
-    own |= {"max_model_len": max_model_len, "enforce_eager": enforce_eager}
-    return Trained(model, tokenizer, url, own, tolerance=tolerance, **asking)
+def _ask_server(
+    url: str, tokenizer: object, checkpoint: str | None, wanted: tuple[str, ...], asking: dict[str, Any]
+) -> Engine:
+    """Return an engine that asks a server whose weights stay as they are."""
+    from posttrain.sampling.vllm.client import VllmEngine
+
+    vocab_size = None
+    if checkpoint is not None:  # needs transformers, which a list of components does not
+        from posttrain.sampling.vllm.server import absolute_source, config_of, served_names
+
+        wanted = wanted or served_names(checkpoint)
+        vocab_size = getattr(config_of(absolute_source(checkpoint)), "vocab_size", None)
+    return VllmEngine(url, tokenizer=tokenizer, vocab_size=vocab_size, wanted=wanted, **asking)

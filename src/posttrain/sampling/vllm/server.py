@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,8 @@ from posttrain.untrusted import harmless
 
 Transfer = Literal["nccl", "files"]
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
-NUM_BLOCKS, BLOCK_BYTES = 256, 4096
+NUM_BLOCKS = 256
+BLOCK_BYTES = 4096
 MODULE = "vllm.entrypoints.openai.api_server"
 # The ranks that vLLM makes room for; a smaller adapter takes the next one.
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -43,7 +45,8 @@ LOOK_SECONDS = 0.2
 END_SECONDS = 20.0
 # Below what systems give connections that go out (from 32768 or 49152 on), and Kubernetes its services (from 30000 on).
 OWN_PORTS = range(20_000, 30_000)
-TAIL_BYTES, TAIL_LINES = 8192, 12
+TAIL_BYTES = 8192
+TAIL_LINES = 12
 # Set by a launcher for each of its processes; a server would take them for its own.
 _LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 # Runs a command for as long as the other end of standard input is open, which the system closes even after kill -9;
@@ -62,8 +65,12 @@ class ServerCommand:
     def shell(self) -> str:
         """Return the command for a shell, quoted, one option a line."""
         words = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
-        words += map(shlex.quote, self.words)
-        return " ".join(f"\\\n    {word}" if word.startswith("--") else word for word in words)
+        for word in map(shlex.quote, self.words):
+            if word.startswith("--"):
+                words.append(f"\\\n    {word}")
+            else:
+                words.append(word)
+        return " ".join(words)
 
 
 def server_command(
@@ -101,30 +108,57 @@ def server_command(
         raise UsageError(
             f"{source} is an adapter on an adapter ({base}), which vLLM cannot serve; evaluate it with --engine native"
         )
-    values = {
-        "served-model-name": name if base is None else f"{name}-base",
-        "max-lora-rank": None if base is None else _room_for(source),
-        "lora-modules": None if base is None else f"{name}={source}",
-        "host": host,
-        "port": port,
-        "dtype": DTYPES.get(dtype, dtype),
-        "max-model-len": max_model_len or getattr(config_of(base or source), "max_position_embeddings", None),
-        "generation-config": "vllm",
-        "logprobs-mode": "processed_logprobs",
-        "seed": seed,
-        "gpu-memory-utilization": gpu_memory_utilization,
-        "tensor-parallel-size": len(gpus) if len(gpus) > 1 else None,
-        "weight-transfer-config": '{"backend": "nccl"}' if transfer == "nccl" else None,
-    }
+    values = _served_model(name, source, base)
+    values["host"] = host
+    values["port"] = port
+    values["dtype"] = DTYPES.get(dtype, dtype)
+    values["max-model-len"] = max_model_len or getattr(config_of(base or source), "max_position_embeddings", None)
+    values["generation-config"] = "vllm"
+    values["logprobs-mode"] = "processed_logprobs"
+    values["seed"] = seed
+    values["gpu-memory-utilization"] = gpu_memory_utilization
+    if len(gpus) > 1:
+        values["tensor-parallel-size"] = len(gpus)
+    if transfer == "nccl":
+        values["weight-transfer-config"] = '{"backend": "nccl"}'
     flags = {"enable-lora": base is not None, "trust-remote-code": trust_remote_code, "enforce-eager": enforce_eager}
-    start: tuple[str, ...] = ("vllm", "serve", base or source)
+    words = ["vllm", "serve", base or source]
     if interpreter is not None:
-        start = (interpreter, "-m", MODULE, "--model", base or source)
-    options = [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
-    options += [f"--{key}" for key in (*(flag for flag, is_on in flags.items() if is_on), *switches)]
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if transfer else {}
-    return ServerCommand(name, (*start, *options), environment)
+        words = [interpreter, "-m", MODULE, "--model", base or source]
+    words += _options(values)
+    words += [f"--{flag}" for flag, is_on in flags.items() if is_on]
+    words += [f"--{switch}" for switch in switches]
+    return ServerCommand(name, tuple(words), _environment(gpus, transfer))
+
+
+def _served_model(name: str, source: str, base: str | None) -> dict[str, object]:
+    """Return the options that name the model: an adapter has the name, and its base another."""
+    if base is None:
+        return {"served-model-name": name}
+    return {
+        "served-model-name": f"{name}-base",
+        "max-lora-rank": _room_for(source),
+        "lora-modules": f"{name}={source}",
+    }
+
+
+def _environment(gpus: tuple[int, ...], transfer: Transfer | None) -> dict[str, str]:
+    """Return the environment variables of a server."""
+    environment = {}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if transfer:
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    return environment
+
+
+def _options(values: Mapping[str, object]) -> list[str]:
+    """Return the options that have a value, as words of a command."""
+    words = []
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def served_names(model: str) -> tuple[str, ...]:
@@ -140,7 +174,9 @@ def served_names(model: str) -> tuple[str, ...]:
     folder = Path(source)
     if not folder.is_dir():
         return (source,)
-    label = "tiny" if folder == TINY.resolve() else folder.name
+    label = folder.name
+    if folder == TINY.resolve():
+        label = "tiny"
     if folder.parent.name == "checkpoints":
         label = f"{folder.parent.parent.name}-{label}"
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "model"
@@ -150,7 +186,9 @@ def served_names(model: str) -> tuple[str, ...]:
 def absolute_source(model: str) -> str:
     """Return a folder as an absolute path, since a server may be started anywhere; or a hub name."""
     source = resolve_model_name(model)
-    return str(Path(source).resolve()) if Path(source).is_dir() else source
+    if Path(source).is_dir():
+        return str(Path(source).resolve())
+    return source
 
 
 def fingerprint(folder: Path) -> str:
@@ -161,12 +199,15 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=4)
     known = manifest_digests(folder)
-    for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
+    files = {file for pattern in WEIGHTS for file in folder.glob(pattern)}
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
-        digest.update(known.get(file.name, "").encode())
+        if file.name in known:
+            digest.update(known[file.name].encode())
+            continue
         with file.open("rb") as opened:
-            for i in range(0 if file.name in known else NUM_BLOCKS):
+            for i in range(NUM_BLOCKS):
                 opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
                 digest.update(opened.read(BLOCK_BYTES))
     return digest.hexdigest()
@@ -201,7 +242,11 @@ def _room_for(adapter: str) -> int:
             f"{adapter}: vLLM serves no adapter with {unserved} ({shorten(settings[unserved])}). Merge it "
             "(posttrain runs export RUN TO --merge), or evaluate it with --engine native"
         )
-    rank = max([int(settings["r"]), *map(int, (settings.get("rank_pattern") or {}).values())])
+    ranks = [int(settings["r"])]
+    pattern = settings.get("rank_pattern")
+    if pattern:
+        ranks += map(int, pattern.values())
+    rank = max(ranks)
     room = next((known for known in ADAPTER_RANKS if known >= rank), None)
     if room is None:
         raise UsageError(f"{adapter}: an adapter of rank {rank}; vLLM serves ranks up to {ADAPTER_RANKS[-1]}")
@@ -215,9 +260,12 @@ def find_interpreter() -> str:
         UsageError: the environment variable is not set, or names none.
     """
     named = os.environ.get(PYTHON_VARIABLE, "")
-    path = shutil.which(named) if named else None
+    path = None
+    state = "is not set"
+    if named:
+        path = shutil.which(named)
+        state = f"is {named!r}, which is no program"
     if path is None:
-        state = f"is {named!r}, which is no program" if named else "is not set"
         raise UsageError(
             f"a run that starts a vLLM server needs the Python that has vLLM, and {PYTHON_VARIABLE} "
             f"{state}. Install it into an environment of its own and set {PYTHON_VARIABLE}=/that/bin/python, or give "
@@ -238,7 +286,8 @@ class OwnServer:
     """A server process of this one. ``log`` gets its output. ``wait`` returns when it answers."""
 
     def __init__(self, command: ServerCommand, url: str, log: Path) -> None:
-        self.url, self.log = url, log
+        self.url = url
+        self.log = log
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_PREFIXES)}
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -283,8 +332,10 @@ class OwnServer:
         """Return the log's last lines, for a message."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - TAIL_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"Its log {self.log} cannot be read: {error.strerror}"
-        return harmless("\n  ".join([f"Its log {self.log} ends:", *lines[-TAIL_LINES:]]))
+        text = "\n  ".join([f"Its log {self.log} ends:", *lines[-TAIL_LINES:]])
+        return harmless(text)

@@ -35,17 +35,18 @@ from posttrain.option_types import LOOPBACK
 from posttrain.process_group import ProcessGroup, Within, whole
 from posttrain.randomness import generator
 from posttrain.sampling.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
-from posttrain.sampling.http import HttpServer, Refused, ServerError, Unreadable, all_of
+from posttrain.sampling.http import HttpServer, RequestRefused, ServerError, Unreadable, all_of
 from posttrain.sampling.native.engine import sampling_mode
-from posttrain.sampling.vllm.client import CompletionRequest, ServedModel, VllmEngine, check_vocabulary
+from posttrain.sampling.vllm.client import ServedModel, VllmEngine, VllmRequest, check_vocabulary
 from posttrain.sampling.vllm.server import OwnServer, find_interpreter, free_port, server_command
 
 SERVED = "policy"  # the name of the model at the run's own server
 SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
-MEMORY, PREFIX = Path("/dev/shm"), "posttrain-vllm-"
+MEMORY = Path("/dev/shm")
+PREFIX = "posttrain-vllm-"
 
 
-class Trained(VllmEngine):
+class TrainingVllmEngine(VllmEngine):
     """See ``vllm``. The first ``sync`` starts the server where the run has its own (``url`` is None).
 
     ``own``: options of ``server_command`` for it. Of several processes that train, the first controls the server, and
@@ -64,7 +65,9 @@ class Trained(VllmEngine):
     ) -> None:
         size = int(model.get_input_embeddings().weight.shape[0])
         super().__init__(url, tokenizer=tokenizer, vocab_size=size, **asking)
-        self.model, self.own, self.starts = model, own, url is None
+        self.model = model
+        self.own = own
+        self.starts = url is None
         self.device = next(model.parameters()).device
         self.sleeps = self.starts and self.device.type == "cuda" and self._shares_gpu()
         self.by_files = self.sleeps or self.device.type != "cuda"
@@ -76,8 +79,14 @@ class Trained(VllmEngine):
         dtype = own.get("dtype", "fp32")
         self.dtype: torch.dtype = DTYPES[dtype]
         is_half = dtype == "bf16" or next(model.parameters()).dtype == torch.bfloat16
-        self.tolerance = tolerance if tolerance is not None else HALF_TOLERANCE if is_half else TOLERANCE
-        self.version, self.label = -1, ""  # the server has no weights yet
+        if tolerance is not None:
+            self.tolerance = tolerance
+        elif is_half:
+            self.tolerance = HALF_TOLERANCE
+        else:
+            self.tolerance = TOLERANCE
+        self.version = -1  # the server has no weights yet
+        self.label = ""
         self.is_asleep = False
         self._within: Within = lambda compute: compute()
         self._process: OwnServer | None = None
@@ -121,7 +130,8 @@ class Trained(VllmEngine):
                 f"{self.tolerance:g} is allowed). The last step is saved; if the server computes in another precision, "
                 f"give its {self.where}.dtype, or raise {self.where}.tolerance"
             )
-        self.version, self.is_asleep = version, False
+        self.version = version
+        self.is_asleep = False
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``; the server has the same weights before and after the batch."""
@@ -148,7 +158,10 @@ class Trained(VllmEngine):
             self._memory.cleanup()
         if self.starts:
             self._reach(None)
-        self._process, self._group, self._memory, self.version = None, None, None, -1
+        self._process = None
+        self._group = None
+        self._memory = None
+        self.version = -1
 
     def make_group(self) -> NcclGroup:
         """Return a group with all workers of the server."""
@@ -157,16 +170,25 @@ class Trained(VllmEngine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights for the server. One on a CPU has no tied head, which it would not pack anew."""
         weights = checkpoint_weights(self.model)
-        return untied(self.model, weights) if self._unties else weights
+        if self._unties:
+            weights = untied(self.model, weights)
+        return weights
 
     @property
     def _unties(self) -> bool:
         return self.starts and self.device.type == "cpu"
 
     def _shares_gpu(self) -> bool:
+        gpus = self.own.get("gpus", ())
+        if not gpus:
+            return True
+        index = self.device.index or 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        index, gpus = self.device.index or 0, self.own.get("gpus", ())
-        return not gpus or (visible[index] if visible[0] else str(index)) in map(str, gpus)
+        if visible[0]:
+            number = visible[index]
+        else:
+            number = str(index)
+        return number in map(str, gpus)
 
     @property
     def _folder(self) -> Path:
@@ -176,7 +198,9 @@ class Trained(VllmEngine):
     def _prepare(self) -> None:
         """Bring the server to where it takes weights; one that reads files at its start is started later."""
         if self._memory is None:
-            place = MEMORY if MEMORY.is_dir() else None
+            place = None
+            if MEMORY.is_dir():
+                place = MEMORY
             self._memory = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True)
             save_without_weights(self.model, self.tokenizer, self._folder, untie=self._unties)
         if self._server is None:
@@ -198,19 +222,24 @@ class Trained(VllmEngine):
         A CPU's server reads no prompt in chunks, where vLLM 0.32 resets a seed or fails.
         """
         on_cpu = self.device.type == "cpu" and not self.own.get("gpus")
-        conditions = {
-            "load-format=dummy": not self.by_files,
-            "enable-sleep-mode": self.sleeps,
-            "no-enable-chunked-prefill": on_cpu,
-        }
+        switches = []
+        if not self.by_files:
+            switches.append("load-format=dummy")
+        if self.sleeps:
+            switches.append("enable-sleep-mode")
+        if on_cpu:
+            switches.append("no-enable-chunked-prefill")
         options = self.own | {"port": free_port(), "interpreter": find_interpreter(), "name": SERVED}
-        options["transfer"] = "files" if self.by_files else "nccl"
-        options["switches"] = tuple(switch for switch, is_on in conditions.items() if is_on)
+        options["transfer"] = "nccl"
+        if self.by_files:
+            options["transfer"] = "files"
+        options["switches"] = tuple(switches)
         if self.sleeps and options.get("gpu_memory_utilization") is None:
             options["gpu_memory_utilization"] = SHARED_GPU
         url = f"http://127.0.0.1:{options['port']}"
         log = (self.folder or self._folder) / "vllm.log"
-        self._process = OwnServer(server_command(str(self._folder), **options), url, log)
+        command = server_command(str(self._folder), **options)
+        self._process = OwnServer(command, url, log)
         self._process.wait()
         self._reach(url)
         self.server.session(self._connect)
@@ -232,7 +261,8 @@ class Trained(VllmEngine):
             else:
                 if self._group is None:
                     self._group = self.make_group()
-                announced = [(name, tensor.shape) for name, tensor in checkpoint_weights(self.model, gathers=False)]
+                shards = checkpoint_weights(self.model, gathers=False)
+                announced = [(name, tensor.shape) for name, tensor in shards]
                 self._group.send(self.weights(), self.dtype, announced)
             control(self.server, "POST", "/update_weight_version", {"new_version": label})
             if self.is_asleep:
@@ -248,12 +278,15 @@ class Trained(VllmEngine):
 
     async def _scores(self) -> list[Scores]:
         """Return the server's log-probabilities of a fixed batch."""
-        served, size = await self._connect(), self.vocab_size or 1
+        served = await self._connect()
+        size = self.vocab_size or 1
 
         async def score(body: dict[str, Any]) -> Scores:
-            return await self._ask(body, partial(read_scores, prompt=body["prompt"], vocab_size=size), "the probe")
+            read = partial(read_scores, prompt=body["prompt"], vocab_size=size)
+            return await self._ask(body, read, "the probe")
 
-        return await all_of(score, probe_bodies(served, size, served.context or UNLIMITED_CONTEXT))
+        bodies = probe_bodies(served, size, served.context or UNLIMITED_CONTEXT)
+        return await all_of(score, bodies)
 
     def _check_label(self) -> None:
         """Refuse a server that has other weights than it got last.
@@ -278,7 +311,8 @@ NEW_TOKENS = 8
 TOP = 20  # as many as a server gives by default
 # Nats. In fp32 two programs differ by some 1e-5 in unlikely tokens; in bf16 by the rounding of logits, 2^-8 of their
 # size, which tells other weights apart but hardly one update from none.
-TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +327,13 @@ def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dic
     """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it)."""
     lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
     numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
-    greedy, bodies = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0), []
+    greedy = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0)
+    bodies = []
     for i, length in enumerate(lengths):
         prompt = tuple(numbers[i, :length].tolist())
-        body = CompletionRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
-        bodies += [body | {"logprobs": TOP}, body | {"prompt_logprobs": 0, "max_tokens": 1}]
+        body = VllmRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
+        bodies.append(body | {"logprobs": TOP})
+        bodies.append(body | {"prompt_logprobs": 0, "max_tokens": 1})
     return bodies
 
 
@@ -312,13 +348,16 @@ def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) 
     ids = (*prompt, *map(int, choice["token_ids"]))
     if len(ids) > len(prompt) + NEW_TOKENS:
         raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
-    of_prompt = choice.get("prompt_logprobs") or []
-    places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
-    for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
-        places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
+    places: dict[int, dict[int, float]] = {}
+    for i, each in enumerate(choice.get("prompt_logprobs") or ()):
+        if each:
+            places[i] = {int(token): float(entry["logprob"]) for token, entry in each.items()}
+    for i, each in enumerate(choice["logprobs"]["top_logprobs"] or (), start=len(prompt)):
+        places[i] = {int(token.removeprefix("token_id:")): float(value) for token, value in each.items()}
     if not any(places.values()) or not all(0 < place < len(ids) for place in places):
         raise Unreadable("no log-probabilities of a probe")
-    check_vocabulary([*ids, *(token for tokens in places.values() for token in tokens)], vocab_size)
+    named = [token for tokens in places.values() for token in tokens]
+    check_vocabulary([*ids, *named], vocab_size)
     return Scores(ids, places)
 
 
@@ -334,10 +373,15 @@ def largest_difference(model: PreTrainedModel, within: Within, scored: Sequence[
             ids = torch.tensor([scores.ids], device=device)
             logits = within(partial(model, input_ids=ids, use_cache=False)).logits[0].float()
             own = logits.log_softmax(-1).cpu()
-            where = [(i - 1, token) for i, tokens in scores.places.items() for token in tokens]
-            theirs = torch.tensor([value for tokens in scores.places.values() for value in tokens.values()])
-            rows, columns = zip(*where, strict=True)
-            difference = (own[list(rows), list(columns)] - theirs).abs()
+            rows = []
+            columns = []
+            values = []
+            for i, tokens in scores.places.items():
+                for token, value in tokens.items():
+                    rows.append(i - 1)
+                    columns.append(token)
+                    values.append(value)
+            difference = (own[rows, columns] - torch.tensor(values)).abs()
             worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
     return worst
 
@@ -361,10 +405,16 @@ def checkpoint_weights(model: PreTrainedModel, *, gathers: bool = True) -> Itera
     bits = quantized_bits(model)
     if bits is not None:
         raise UsageError(f"weights of {bits} bits cannot be handed to another engine; sample with the native one")
-    named = merged_weights(model) if has_adapter(model) else model.named_parameters()
+    if has_adapter(model):
+        named = merged_weights(model)
+    else:
+        named = model.named_parameters()
     with torch.no_grad():
         for name, tensor in named:
-            yield name, whole(tensor.detach()) if gathers else tensor.detach()
+            weight = tensor.detach()
+            if gathers:
+                weight = whole(weight)
+            yield name, weight
 
 
 def save_without_weights(
@@ -373,7 +423,8 @@ def save_without_weights(
     """Write configuration and tokenizer, from which a server builds the model. ``untie``: with a head of its own."""
     config = copy.deepcopy(causal_lm(model).config)
     if untie:
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -383,10 +434,13 @@ def untied(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) -> Ite
     first: dict[int, str] = {}
     again: dict[str, list[str]] = {}
     for name, weight in causal_lm(model).named_parameters(remove_duplicate=False):
-        if first.setdefault(id(weight), name) != name:
-            again.setdefault(first[id(weight)], []).append(name)
+        own = first.setdefault(id(weight), name)
+        if own != name:
+            again.setdefault(own, []).append(name)
     for name, tensor in weights:
-        yield from ((one, tensor) for one in (name, *again.get(name, ())))
+        yield name, tensor
+        for other in again.get(name, ()):
+            yield other, tensor
 
 
 def save_weights(
@@ -396,9 +450,11 @@ def save_weights(
     pending: dict[str, Tensor] = {}
     num_files = 1
     for name, tensor in weights:
-        if sum(one.nbytes for one in pending.values()) >= bytes_per_file:
+        num_bytes = sum(one.nbytes for one in pending.values())
+        if num_bytes >= bytes_per_file:
             save_file(pending, folder / f"model-{num_files:05d}.safetensors", metadata={"format": "pt"})
-            num_files, pending = num_files + 1, {}
+            num_files += 1
+            pending = {}
         pending[name] = tensor.to("cpu", dtype, copy=True).contiguous()
     save_file(pending, folder / f"model-{num_files:05d}.safetensors", metadata={"format": "pt"})
 
@@ -420,7 +476,7 @@ def control(
         return server.call(method, path, body, read=read, retries=0)
     except ServerError as error:
         missing = ""
-        if isinstance(error, Refused) and error.status == 404:
+        if isinstance(error, RequestRefused) and error.status == 404:
             missing = "; it takes no weights: start it with the line that `posttrain serve-command --follows` prints"
         raise RunFailure(f"{server.base}: {path.partition('?')[0]}: {error}{missing}") from None
 
@@ -435,9 +491,13 @@ class NcclGroup:
     """
 
     def __init__(self, server: HttpServer, timeout_seconds: float) -> None:
-        self.server, self.timeout_seconds = server, timeout_seconds
-        size, identifier = 1 + control(server, "GET", WORKERS, read=read_num_workers), self.make_identifier()
-        about = {"nccl_unique_id_b64": base64.b64encode(identifier).decode(), "world_size": size, "rank_offset": 1}
+        self.server = server
+        self.timeout_seconds = timeout_seconds
+        num_workers = control(server, "GET", WORKERS, read=read_num_workers)
+        size = 1 + num_workers
+        identifier = self.make_identifier()
+        encoded = base64.b64encode(identifier).decode()
+        about = {"nccl_unique_id_b64": encoded, "world_size": size, "rank_offset": 1}
         self._together(
             partial(control, server, "POST", "/init_weight_transfer_engine", {"init_info": about}),
             partial(self.join, size, identifier),
@@ -498,8 +558,11 @@ class NcclGroup:
             threading.Thread(target=fill, args=(future, one), daemon=True).start()
         done, pending = wait(futures, self.timeout_seconds, return_when=FIRST_EXCEPTION)
         for future in done:
-            if (error := future.exception()) is not None:
-                raise error if isinstance(error, RunFailure) else RunFailure(f"a worker was lost: {first_line(error)}")
+            error = future.exception()
+            if isinstance(error, RunFailure):
+                raise error
+            if error is not None:
+                raise RunFailure(f"a worker was lost: {first_line(error)}")
         if pending:
             raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
 

@@ -19,8 +19,9 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import Template
-from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evaluation.generation import held_out_indices
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
@@ -43,7 +44,7 @@ class Labels:
         self._scores: list[float] = []
         self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
 
-    def label(self, example: Example, row: Row) -> tuple[Row, ...] | str:
+    def label(self, example: Example, row: TokenRow) -> tuple[TokenRow, ...] | str:
         """Return the row of one answer with its label in place of its score, or the reason why it has none."""
         self._scores.append(row.score)
         if self.label_above is not None:
@@ -84,8 +85,9 @@ class SupervisedSource(Source):
     """Rows of a task, ``data.batch_size`` units a step, in an order that is a function of (seed, epoch).
 
     ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed fields
-    (reference log-probabilities) are computed once for the data set, and kept in the folder ``cache`` with a hash of
-    the rows and of the reference. ``draws``: False where no batch is asked for by its step.
+    (reference log-probabilities) are computed once for the units that the run will see, and kept in the folder
+    ``cache`` with a hash of the rows and of the reference. ``draws``: False where no batch is asked for by its step,
+    but those of a held-out evaluation.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class SupervisedSource(Source):
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.origin = task.origin
-        self.units: list[tuple[Row, ...]] = []
+        self.units: list[tuple[TokenRow, ...]] = []
         unit_parts = list[str]()  # of a mixture
         limit = min(recipe.data.max_length, context_tokens)
         named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
@@ -146,8 +148,7 @@ class SupervisedSource(Source):
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
-        names = [] if fields is None else fields.fixed
-        self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
+        self._fixed = self._fill_fixed(recipe, cache, draws)
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
@@ -164,6 +165,7 @@ class SupervisedSource(Source):
         batch = self._collated(chosen)
         rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
         for name, of_row in self._fixed.items():
+            self._fill_missing(name, chosen, of_row)  # of a step that the recipe does not have
             trained = torch.cat([of_row[row] for row in rows])
             batch.fields[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
         return batch if self.batch_fields is None else self.batch_fields.before_step(self.batch_fields(batch))
@@ -202,7 +204,7 @@ class SupervisedSource(Source):
         ]
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
-    def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
+    def _sample(self, row: TokenRow, slot: int, unit: tuple[TokenRow, ...]) -> Sample:
         n = len(row.ids)
         if self.shape == "steps":
             mask = [t in row.step_labels for t in range(n)]
@@ -218,8 +220,35 @@ class SupervisedSource(Source):
         prefix = 0 if self.train_all else row.prompt_length
         return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
 
-    def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
-        """Return a batch field's numbers at the trained tokens of each row."""
+    def _fill_fixed(self, recipe: Recipe, cache: Path | None, draws: bool) -> dict[str, list[Tensor]]:
+        """Return the fixed batch fields by name, with the numbers of each row that is drawn, or else evaluated."""
+        if self.batch_fields is None or not self.batch_fields.fixed:
+            return {}
+        if draws:
+            seen = self._seen_units(recipe)
+        else:
+            seen = held_out_indices(len(self.units), recipe.eval.num_examples)
+        names = self.batch_fields.fixed
+        return {name: self._fill_once(name, seen, cache and cache / f"{name}.safetensors") for name in names}
+
+    def _seen_units(self, recipe: Recipe) -> list[int]:
+        """Return the units that the steps of a run draw, in ascending order."""
+        steps = recipe.train.steps
+        if recipe.train.num_epochs is not None:
+            steps, _ = self.length_of(recipe.train.num_epochs)
+        assert steps is not None, "a recipe says steps or num_epochs"
+        seen: set[int] = set()
+        for batch in range(steps):
+            seen.update(self.order.turn(batch).places)
+            if len(seen) == len(self.units):
+                break
+        return sorted(seen)
+
+    def _fill_once(self, name: str, seen: Sequence[int], cache: Path | None) -> list[Tensor]:
+        """Return a batch field's numbers at the trained tokens of each row; nothing for rows of units not in ``seen``.
+
+        A run that is resumed with more steps computes only the units that it had not seen.
+        """
         assert self.batch_fields is not None
         assert self.batch_fields.reference is not None, "the reference is built where a batch field needs it"
         digest = hashlib.sha256(f"{self.batch_fields.reference.fingerprint()} {self.shape} {self.train_all}".encode())
@@ -231,19 +260,29 @@ class SupervisedSource(Source):
         is_main = self.batch_fields.process_group.is_main
         stored = _read_cache(cache, key) if cache is not None and is_main else None
         known = self.batch_fields.process_group.tell(stored, f"stored {name}")
-        if known is not None:
-            return known
-        pieces: list[Tensor] = []
-        with phase(f"{name} of the data set", len(self.units), UNIT_NAMES[self.shape]) as filled:
-            for start in range(0, len(self.units), FIXED_CHUNK):
+        of_row = [torch.zeros(0) for _ in range(len(self.units) * self.rows_per_unit)] if known is None else known
+        if self._fill_missing(name, seen, of_row) and cache is not None and is_main:
+            counts = torch.tensor([len(piece) for piece in of_row])
+            replace_file(cache, serialize({"values": torch.cat(of_row), key: counts}))
+        return of_row
+
+    def _fill_missing(self, name: str, units: Sequence[int], of_row: list[Tensor]) -> bool:
+        """Compute a batch field's numbers of those ``units`` that have none in ``of_row``; return whether any had."""
+        assert self.batch_fields is not None
+        each = self.rows_per_unit
+        missing = [unit for unit in units if not any(len(x) for x in of_row[unit * each : (unit + 1) * each])]
+        if not missing:
+            return False
+        with phase(f"{name} of the data set", len(missing), UNIT_NAMES[self.shape]) as filled:
+            for start in range(0, len(missing), FIXED_CHUNK):
                 filled.num_done = start
-                batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
+                chunk = missing[start : start + FIXED_CHUNK]
+                batch = self._collated(chunk)
                 scored = self.batch_fields.fill(name, batch)
-                pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
-        if cache is not None and is_main:
-            counts = torch.tensor([len(piece) for piece in pieces])
-            replace_file(cache, serialize({"values": torch.cat(pieces), key: counts}))
-        return pieces
+                rows = [unit * each + k for unit in chunk for k in range(each)]
+                for b, row in enumerate(rows):
+                    of_row[row] = scored[b, batch.mask[b]].clone()
+        return True
 
 
 def _counted(examples: Sequence[Example]) -> Iterator[Example]:
@@ -255,7 +294,10 @@ def _counted(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
-    """Return the numbers under ``key``; None where the file is missing, damaged, or of other rows."""
+    """Return the numbers of each row under ``key``, none for rows that were not computed.
+
+    None if the file is missing, damaged, or of other rows.
+    """
     try:
         stored = load_file(cache) if cache.is_file() else {}
     except SafetensorError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from posttrain import registry
 from posttrain.data.render import encode_prompt
-from posttrain.data.render.rows import Row, Shape, TrainOn, rows_of
+from posttrain.data.render.rows import Shape, TokenRow, TrainOn, rows_of
 from posttrain.data.render.template import Template
 from posttrain.errors import PosttrainError
 from posttrain.recipes.recipe import Recipe
@@ -41,7 +41,7 @@ class Trial:
         limit = min(data.max_length, self.context_tokens)
         prompt_limit = self.recipe.prompt.max_prompt_tokens or limit
 
-        def fits(row: Row) -> bool:
+        def fits(row: TokenRow) -> bool:
             return len(row.ids) <= limit and row.prompt_length <= prompt_limit
 
         def count(template: Template, train_on: TrainOn | None) -> int:
@@ -86,7 +86,7 @@ class Trial:
                 return f". Set prompt.template: {name} and{room.removeprefix('. Set')}"
         return ""
 
-    def _of_lengths(self, rows: Sequence[Row], num_units: int, limit: int, prompt_limit: int) -> str:
+    def _of_lengths(self, rows: Sequence[TokenRow], num_units: int, limit: int, prompt_limit: int) -> str:
         longest, prompt = max(len(row.ids) for row in rows), max(row.prompt_length for row in rows)
         within = [len(row.ids) for row in rows if len(row.ids) <= self.context_tokens]
         if not within:
@@ -116,7 +116,7 @@ class Trial:
             return ""
         return f". Set prompt.template: {best}, which takes {most} of the first {len(self.tried)}"
 
-    def _units(self, template: Template, shape: Shape, train_on: TrainOn | None) -> Iterator[tuple[Row, ...]]:
+    def _units(self, template: Template, shape: Shape, train_on: TrainOn | None) -> Iterator[tuple[TokenRow, ...]]:
         for example in self.tried:
             for unit in rows_of(self.tokenizer, template, example, shape, train_on):
                 if not isinstance(unit, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Protocol, get_type_hints
 
@@ -26,6 +26,10 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
 # Known or made where it is read; the prompt of an episode is what its environment began with.
 _OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
+# What is stored. An earlier version stored less if a field has a default, and more: such names belong into _GONE.
+_OF_A_ROLLOUT = {f.name: f for f in fields(Rollout) if f.name not in _OF_THE_TASK}
+_GONE: tuple[str, ...] = ()
+_OF_A_COMPLETION = {f.name for f in fields(Completion)}
 
 
 @dataclass(slots=True)
@@ -71,9 +75,11 @@ def read_drawn(stored: Mapping[str, Any], source: Prompts) -> Drawn:
     def read(row: Mapping[str, Any]) -> Rollout:
         index = row["prompt_index"]
         sampled: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()
+            name: tuple(x) if isinstance(x, list) else x
+            for name, x in row["completion"].items()
+            if name in _OF_A_COMPLETION
         }
-        known = {name: x for name, x in row.items() if name not in ("completion", "episode")}
+        known = {name: x for name, x in row.items() if name in _OF_A_ROLLOUT}
         prompt = tuple(source.prompts[position[index]])
         example = source.task.examples[index]
         if "episode" in row:
@@ -117,9 +123,17 @@ def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -
 @cache
 def _groups_type() -> TypeAdapter[Any]:
     """Return the type of the groups that ``write_drawn`` writes."""
-    strict, types = ConfigDict(strict=True, extra="forbid"), get_type_hints(Rollout)
-    names = [f.name for f in fields(Rollout) if f.name not in _OF_THE_TASK]
-    plain: dict[str, Any] = {name: (_Count if types[name] is int else types[name], ...) for name in names}
+    strict = ConfigDict(strict=True, extra="forbid")
+    types = get_type_hints(Rollout)
+    plain: dict[str, Any] = dict.fromkeys(_GONE, (Any, None))
+    for name, declared in _OF_A_ROLLOUT.items():
+        kind = types[name]
+        if kind is int:
+            kind = _Count
+        default: Any = ...
+        if declared.default is not MISSING:
+            default = declared.default
+        plain[name] = (kind, default)
     kinds = {"messages": list[tuple[str, str]], "prompt_ids": list[int], "turns": list[Any], "failures": list[str]}
     episode_fields: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
     episode: Any = create_model("Episode", __config__=strict, **episode_fields)
@@ -162,7 +176,7 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
 
 
 def _write_rollout(rollout: Rollout) -> dict[str, object]:
-    plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _OF_THE_TASK}
+    plain = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
     plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
     if rollout.turns or rollout.failures:
         plain["episode"] = {

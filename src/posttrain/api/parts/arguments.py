@@ -1,0 +1,166 @@
+"""Arguments of the parts: tensors of a shape, options within their range; a wrong one is refused by name.
+
+Nothing here takes pydantic: the parts need torch, and grading not even that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from posttrain.errors import UsageError, nearest
+from posttrain.signatures import Range
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_PHRASES = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def bind_arguments(where: str, signature: inspect.Signature, given: Sequence[object], named: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call by name, with defaults.
+
+    Raises:
+        UsageError: one is missing, unknown or given twice.
+    """
+    parameters = signature.parameters
+    for name in named:
+        if name not in parameters:
+            near = nearest(name, parameters)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise UsageError(f"{where}: it takes no argument {name!r}.{hint} It takes {', '.join(parameters)}")
+    try:
+        bound = signature.bind(*given, **named)
+    except TypeError as error:
+        raise UsageError(f"{where}: {error}. It takes {', '.join(parameters)}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def option_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the keyword-only parameters of a component: its options."""
+    parameters = inspect.signature(function).parameters.values()
+    return [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def check_options(where: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
+    """Refuse an option of another type or outside of its range.
+
+    Raises:
+        UsageError: with the option's name, what it may be, and what was given.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    for name, value in options.items():
+        fault = find_fault(hints.get(name, Any), value)
+        if fault is not None:
+            raise UsageError(f"{where}: {name}: it must be {fault}, not {value!r}")
+
+
+def find_fault(annotation: Any, value: object) -> str | None:
+    """Return what a value must be, if it is not what an annotation says; else None."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *marks = get_args(annotation)
+        fault = find_fault(inner, value)
+        ranges = [mark for mark in marks if isinstance(mark, Range)]
+        if fault is None and ranges:
+            fault = _outside(ranges[0], value)
+        return fault
+    if origin in (Union, types.UnionType):
+        faults = [find_fault(one, value) for one in get_args(annotation)]
+        if None in faults:
+            return None
+        return " or ".join(fault for fault in faults if fault is not None)
+    if origin is Literal:
+        choices = get_args(annotation)
+        return None if value in choices else f"one of {', '.join(map(repr, choices))}"
+    return _wrong_type(annotation, value)
+
+
+def _wrong_type(annotation: Any, value: object) -> str | None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if annotation is type(None):
+        return None if value is None else "None"
+    if annotation is bool:
+        return None if isinstance(value, bool) else "True or False"
+    if annotation is int:
+        return None if is_whole else "a whole number"
+    if annotation is float:
+        is_number = is_whole or isinstance(value, float)
+        is_finite = isinstance(value, int | float) and value - value == 0
+        return None if is_number and is_finite else "a finite number"
+    return None
+
+
+def _outside(limits: Range, value: object) -> str | None:
+    if not isinstance(value, int | float):
+        return None
+    is_inside = (
+        (limits.ge is None or value >= limits.ge)
+        and (limits.gt is None or value > limits.gt)
+        and (limits.le is None or value <= limits.le)
+        and (limits.lt is None or value < limits.lt)
+    )
+    if is_inside:
+        return None
+    bounds = {key: getattr(limits, key) for key in _PHRASES}
+    return " and ".join(f"{_PHRASES[key]} {bound:g}" for key, bound in bounds.items() if bound is not None)
+
+
+def checked_tensor(where: str, name: str, value: object, num_dimensions: tuple[int, ...], shape_text: str) -> Tensor:
+    """Return the argument, a tensor with one of the numbers of dimensions.
+
+    Raises:
+        UsageError: it is no tensor, or of another shape.
+    """
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{where}: {name}: {type(value).__name__} is no tensor. Give one of shape {shape_text}")
+    if value.ndim not in num_dimensions:
+        raise UsageError(f"{where}: {name}: its shape is {tuple(value.shape)}. Give {shape_text}")
+    return value
+
+
+def checked_numbers(
+    where: str, name: str, value: object, expected: Sequence[int], device: torch.device, shape_text: str
+) -> Tensor:
+    """Return the argument, a tensor of real numbers on the device.
+
+    Its shape is ``expected``, followed by a size of any kind where ``shape_text`` says more dimensions.
+
+    Raises:
+        UsageError: it is no tensor, of another shape or kind, or on another device.
+    """
+    tensor = checked_tensor(where, name, value, (shape_text.count(",") + 1,), shape_text)
+    if tuple(tensor.shape[: len(expected)]) != tuple(expected):
+        raise UsageError(
+            f"{where}: {name}: its shape is {tuple(tensor.shape)}, and the mask's rows and tokens are "
+            f"{tuple(expected)}. Give {shape_text}"
+        )
+    if tensor.is_complex():
+        raise UsageError(f"{where}: {name}: it holds {tensor.dtype}. Give real numbers")
+    if tensor.device != device:
+        raise UsageError(
+            f"{where}: {name}: it is on {tensor.device}, and the mask on {device}. Give both on one device"
+        )
+    return tensor
+
+
+def checked_mask(where: str, name: str, value: object, shape_text: str = "[B, T]") -> Tensor:
+    """Return a mask as ``bool [B, T]``; 0 and 1 of another type are taken.
+
+    Raises:
+        UsageError: it is no such tensor, or holds other numbers.
+    """
+    import torch
+
+    mask = checked_tensor(where, name, value, (2,), shape_text)
+    if mask.dtype == torch.bool:
+        return mask
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise UsageError(f"{where}: {name}: it holds other numbers than 0 and 1. Give a mask, True where trained")
+    return mask != 0

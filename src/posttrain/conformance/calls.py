@@ -1,0 +1,101 @@
+"""A call of a loss under test: its value, and its gradient by every leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.conformance.cases import LEAVES, Batch, Config, MicroBatches
+from posttrain.conformance.findings import BadResult, check_tensor
+from posttrain.conformance.reference import reference_loss
+from posttrain.errors import PosttrainError, RunFailure
+from posttrain.registry import call
+from posttrain.untrusted import harmless
+
+Loss = Callable[[Batch, Config, MicroBatches], Any]
+LONGEST_REASON = 200  # letters of what a function raised
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A loss and its gradients ``[B, T, ...]`` by leaf, 0 where none reaches it."""
+
+    value: Tensor
+    gradients: dict[str, Tensor]
+
+    @property
+    def gradient(self) -> Tensor:
+        """All gradients as one vector."""
+        return torch.cat([one.flatten() for one in self.gradients.values()])
+
+    def of_rows(self, rows: Sequence[int]) -> Result:
+        """Return the result with the gradients of some rows, in order."""
+        return Result(self.value, {name: one[list(rows)] for name, one in self.gradients.items()})
+
+    def of_columns(self, columns: Sequence[int]) -> Result:
+        """Return the result with the gradients of some columns, in order."""
+        return Result(self.value, {name: one[:, list(columns)] for name, one in self.gradients.items()})
+
+    def scaled(self, factor: float) -> Result:
+        """Return a multiple of it."""
+        return Result(self.value * factor, {name: one * factor for name, one in self.gradients.items()})
+
+    def __add__(self, other: Result) -> Result:
+        summed = {name: one + other.gradients[name] for name, one in self.gradients.items()}
+        return Result(self.value + other.value, summed)
+
+
+def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function of somebody else.
+
+    Raises:
+        BadResult: it raised.
+    """
+    try:
+        return call("conformance", function, *arguments)
+    except RunFailure as failure:
+        cause = failure.__cause__
+        reason = str(failure) if cause is None else f"raised {type(cause).__name__}: {cause}"
+        shown = " ".join(harmless(reason).split())
+        raise BadResult(shown[:LONGEST_REASON]) from cause
+    except PosttrainError as error:
+        shown = " ".join(harmless(f"raised {type(error).__name__}: {error}").split())
+        raise BadResult(shown[:LONGEST_REASON]) from error
+
+
+def run_loss(loss: Loss, batch: Batch, config: Config, micro_batches: MicroBatches | None = None) -> Result:
+    """Return value and gradients of a loss under test; all rows are one micro-batch by default.
+
+    Raises:
+        BadResult: it raised, or returned something else than one number.
+        Declined: it does not offer this configuration.
+    """
+    rows = batch["mask"].shape[0]
+    split = [list(range(rows))] if micro_batches is None else [list(one) for one in micro_batches]
+    leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
+    given = {name: x.clone() for name, x in batch.items()} | leaves
+    value = check_tensor(call_safely(loss, given, config, split), (), "one number, a tensor of shape ()")
+    return Result(value.detach(), _gradients(value, leaves))
+
+
+def run_reference(batch: Batch, config: Config) -> Result:
+    """Return value and gradients of the reference."""
+    leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
+    value = reference_loss(dict(batch) | leaves, config)
+    return Result(value.detach(), _gradients(value, leaves))
+
+
+def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not value.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    try:
+        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    except RuntimeError as error:
+        reason = " ".join(harmless(str(error)).split())
+        raise BadResult(f"cannot be differentiated: {reason[:LONGEST_REASON]}") from error
+    pairs = zip(leaves.items(), found, strict=True)
+    return {name: torch.zeros_like(leaf) if one is None else one for (name, leaf), one in pairs}

@@ -1,0 +1,390 @@
+"""Checks of a loss: its formula against the reference, and what no split, order or padding may change.
+
+``value`` to ``zero_advantages`` compare with the reference on rows of equal length in one micro-batch, where every
+aggregation is the mean. The other checks compare the loss with itself, so that each finds one kind of error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from posttrain.conformance.calls import Loss, Result, run_loss, run_reference
+from posttrain.conformance.cases import (
+    AGGREGATIONS,
+    OBJECTIVES,
+    Batch,
+    Config,
+    Fields,
+    MicroBatches,
+    acting_options,
+    all_configs,
+    made_batch,
+    read_fields,
+    select_rows,
+    widened,
+    with_empty_rows,
+    with_hole,
+    with_padding,
+)
+from posttrain.conformance.findings import (
+    MIXED,
+    MIXED_LIMIT,
+    Answer,
+    Finding,
+    in_precision,
+    largest_gap,
+    limit_for,
+    run_checks,
+)
+
+# At padding: numbers that no policy has, so that one that is read is seen.
+STRANGE = 3.0
+MEAN_OF_MEANS = "mean of the micro-batches' means"
+FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A loss under test in one configuration, with the batches that its checks share."""
+
+    loss: Loss
+    config: Config
+
+    @property
+    def each(self) -> int:
+        """Rows of a unit."""
+        return OBJECTIVES[self.config.objective].rows_per_unit
+
+    def even(self) -> Fields:
+        """Four units, equally long."""
+        return made_batch([4] * (4 * self.each))
+
+    def uneven(self) -> Fields:
+        """Four units, of which the first two are short."""
+        return made_batch([1, 2, 2, 1, 7, 5, 6, 8][: 4 * self.each] if self.each == 2 else [1, 2, 7, 5])
+
+    def units(self, *numbers: int) -> list[int]:
+        """Return the rows of some units."""
+        return [unit * self.each + row for unit in numbers for row in range(self.each)]
+
+    def run(self, batch: Batch, micro_batches: MicroBatches | None = None, **changed: object) -> Result:
+        """Run the loss; ``changed`` are options."""
+        config = replace(self.config, **changed)  # type: ignore[arg-type]
+        return run_loss(self.loss, batch, config, micro_batches)
+
+
+def same(found: Result, expected: Result) -> tuple[bool, float]:
+    """Return whether value and gradient are equal up to rounding, and the largest gap."""
+    gap = max(
+        largest_gap(found.value.reshape(1), expected.value.reshape(1)), largest_gap(found.gradient, expected.gradient)
+    )
+    return gap <= limit_for(found.value), gap
+
+
+def judged(found: Result, expected: Result, wrong: str) -> Answer:
+    """Return ``ok``, or ``fails`` with what is wrong."""
+    is_same, gap = same(found, expected)
+    return ("ok", gap, "") if is_same else failure(gap, wrong)
+
+
+def failure(gap: float, wrong: str) -> Answer:
+    """Return ``fails`` with what is wrong; a gap as of numbers that were float32 in between is a convention."""
+    return ("convention", gap, MIXED) if gap <= MIXED_LIMIT else ("fails", gap, wrong)
+
+
+def check_value(trial: Trial) -> Answer:
+    """The loss of rows of one length."""
+    batch = trial.even()
+    found, expected = trial.run(batch).value, run_reference(batch, trial.config).value
+    gap = largest_gap(found.reshape(1), expected.reshape(1))
+    if gap <= limit_for(found):
+        return in_precision(("ok", gap, ""), found)
+    return failure(gap, f"is {float(found):.6g}, and by the equation {float(expected):.6g}")
+
+
+def check_gradient(trial: Trial) -> Answer:
+    """Its gradient, which is what trains."""
+    batch = trial.even()
+    found, expected = trial.run(batch), run_reference(batch, trial.config)
+    gap = largest_gap(found.gradient, expected.gradient)
+    if gap <= limit_for(found.value):
+        return "ok", gap, ""
+    return failure(gap, _explain_gradient(found, expected))
+
+
+def _explain_gradient(found: Result, expected: Result) -> str:
+    size, wanted = float(found.gradient.norm()), float(expected.gradient.norm())
+    if size == 0.0:
+        return "no gradient reaches the log-probabilities"
+    for name, one in expected.gradients.items():
+        if bool((one != 0).any()) and not bool((found.gradients[name] != 0).any()):
+            return f"no gradient reaches {name}"
+    return f"has the norm {size:.6g}, and by the equation {wanted:.6g}"
+
+
+def check_direction(trial: Trial) -> Answer:
+    """A step along the gradient improves what the objective improves."""
+    batch = trial.even()
+    found, expected = trial.run(batch).gradients, run_reference(batch, trial.config).gradients
+    for name, one in expected.items():
+        product = float((found[name] * one).sum())
+        if bool((one != 0).any()) and not product > 0.0:
+            return "fails", None, f"the gradient by {name} points away from that of the equation"
+    return "ok", None, ""
+
+
+def check_on_policy(trial: Trial) -> Answer:
+    """At the weights that sampled, where every ratio is 1, the gradient is that of REINFORCE."""
+    batch = trial.even()
+    batch["old_logprobs"] = batch["logprobs"].clone()
+    batch["sampler_logprobs"] = batch["logprobs"].clone()
+    expected = run_reference(batch, trial.config)
+    return judged(trial.run(batch), expected, "with equal policies it is not −A / N for each token")
+
+
+def check_zero_advantages(trial: Trial) -> Answer:
+    """Without an advantage there is nothing to learn."""
+    batch = trial.even()
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    batch["row_advantages"] = torch.zeros_like(batch["row_advantages"])
+    return judged(trial.run(batch), run_reference(batch, trial.config), "advantages of 0 leave something")
+
+
+def check_lengths(trial: Trial) -> Answer:
+    """Rows of other lengths: what the loss divides by."""
+    batch = trial.uneven()
+    found, expected = trial.run(batch), run_reference(batch, trial.config)
+    is_same, gap = same(found, expected)
+    if is_same:
+        return "ok", gap, ""
+    for name in AGGREGATIONS:
+        if trial.each == 1 and same(found, run_reference(batch, replace(trial.config, aggregation=name)))[0]:
+            return "convention", gap, f"{name} in place of {trial.config.aggregation}"
+    return failure(gap, "rows of other lengths are weighted otherwise")
+
+
+def _compare_split(trial: Trial, batch: Batch, split: MicroBatches, accumulation: int) -> Answer:
+    whole = trial.run(batch, accumulation=1)
+    found = trial.run(batch, split, accumulation=accumulation)
+    is_same, gap = same(found, whole)
+    if is_same:
+        return "ok", gap, ""
+    means = _mean_of_means(trial, batch, split)
+    if same(found, means)[0]:
+        return "convention", gap, MEAN_OF_MEANS
+    by_means = _terms_by_means(found, whole, means)
+    if by_means:
+        return "convention", gap, f"{MEAN_OF_MEANS} for the term of {', '.join(by_means)}"
+    return failure(gap, f"the gradient is {_ratio(found, whole)} times that of the whole batch")
+
+
+def _terms_by_means(found: Result, whole: Result, means: Result) -> list[str]:
+    """Return the leaves whose gradient is the mean of means, if every other one's is that of the whole batch."""
+    limit = limit_for(found.value)
+    named = []
+    for name, gradient in found.gradients.items():
+        if largest_gap(gradient, whole.gradients[name]) <= limit:
+            continue
+        if largest_gap(gradient, means.gradients[name]) > limit:
+            return []
+        named.append(name)
+    return named
+
+
+def _mean_of_means(trial: Trial, batch: Batch, split: MicroBatches) -> Result:
+    """Return the mean of the losses that micro-batches have each for itself, with gradients of the whole batch."""
+    total: Result | None = None
+    for rows in split:
+        own = trial.run(select_rows(batch, rows), accumulation=1)
+        spread = {}
+        for name, one in own.gradients.items():
+            spread[name] = torch.zeros_like(batch[name])
+            spread[name][list(rows)] = one
+        part = Result(own.value / len(split), {name: one / len(split) for name, one in spread.items()})
+        total = part if total is None else total + part
+    assert total is not None, "a split has micro-batches"
+    return total
+
+
+def _ratio(found: Result, whole: Result) -> str:
+    size, wanted = float(found.gradient.norm()), float(whole.gradient.norm())
+    return "many" if wanted == 0.0 else f"{size / wanted:.3g}"
+
+
+def check_equal_split(trial: Trial) -> Answer:
+    """Two micro-batches of as many rows, which differ in tokens."""
+    split = [trial.units(0, 1), trial.units(2, 3)]
+    return _compare_split(trial, trial.uneven(), split, len(split))
+
+
+def check_unequal_split(trial: Trial) -> Answer:
+    """Three micro-batches of different numbers of rows."""
+    split = [trial.units(0), trial.units(1, 2), trial.units(3)]
+    return _compare_split(trial, trial.uneven(), split, len(split))
+
+
+def check_last_window(trial: Trial) -> Answer:
+    """The last step of an epoch: two micro-batches where four are configured."""
+    split = [trial.units(0, 1), trial.units(2, 3)]
+    return _compare_split(trial, trial.even(), split, 4)
+
+
+def check_row_order(trial: Trial) -> Answer:
+    """The order of the rows."""
+    batch = trial.uneven()
+    order = trial.units(2, 0, 3, 1)
+    found = trial.run(select_rows(batch, order))
+    return judged(found, trial.run(batch).of_rows(order), "the order of the rows changes it")
+
+
+def check_padding(trial: Trial) -> Answer:
+    """Other numbers at places that are not trained."""
+    batch = trial.uneven()
+    found = trial.run(with_padding(batch, STRANGE))
+    return judged(found, trial.run(batch), "numbers at places that are not trained are read")
+
+
+def check_nan_padding(trial: Trial) -> Answer:
+    """NaN, and log-probabilities of −1e10 and −inf, at places that are not trained."""
+    batch = trial.uneven()
+    expected = trial.run(batch)
+    worst_gap = 0.0
+    for content in (-1e10, float("-inf"), float("nan")):
+        is_same, gap = same(trial.run(with_padding(batch, content)), expected)
+        if not is_same:
+            return failure(gap, f"{content:g} at a place that is not trained changes it")
+        worst_gap = max(worst_gap, gap)
+    return "ok", worst_gap, ""
+
+
+def check_width(trial: Trial) -> Answer:
+    """More padding behind all rows."""
+    batch = trial.uneven()
+    width = batch["mask"].shape[1]
+    found = trial.run(widened(batch, 3)).of_columns(range(width))
+    return judged(found, trial.run(batch), "more columns of padding change it")
+
+
+def check_hole(trial: Trial) -> Answer:
+    """Tokens between trained ones that are not trained, such as a tool's answer."""
+    batch = trial.even()
+    found = trial.run(with_hole(batch, 2, 3)).of_columns([0, 1, 5, 6])
+    return judged(found, trial.run(batch), "tokens that are not trained, between trained ones, change it")
+
+
+def check_empty_row(trial: Trial) -> Answer:
+    """A row of which no token is trained."""
+    batch = trial.uneven()
+    rows = batch["mask"].shape[0]
+    expected = trial.run(batch)
+    found = trial.run(with_empty_rows(batch)).of_rows(range(rows))
+    is_same, gap = same(found, expected)
+    if is_same:
+        return "ok", gap, ""
+    if same(found, expected.scaled(rows / (rows + 1)))[0]:
+        return "convention", gap, "a row without trained tokens counts in the divisor"
+    return failure(gap, "a row without trained tokens changes it")
+
+
+def check_square(trial: Trial) -> Answer:
+    """As many rows as columns, where a number per row spreads along the wrong axis without an error."""
+    rows = 4 * trial.each
+    batch = made_batch([rows - 1, rows, *([2, 3] * rows)][:rows], width=rows)
+    expected = trial.run(widened(batch, 1)).of_columns(range(rows))
+    return judged(trial.run(batch), expected, "with as many rows as tokens it is another number")
+
+
+def check_arguments(trial: Trial) -> Answer:
+    """Every argument is used: the micro-batches, the mask and each batch field that the equation reads."""
+    batch = trial.even()
+    whole = trial.run(batch)
+    part = trial.run(batch, [trial.units(0, 1)], accumulation=1)
+    rest = part.of_rows(trial.units(2, 3))
+    if bool((rest.gradient != 0).any()):
+        return "fails", None, "micro_batches is not used: rows of no micro-batch have a gradient"
+    changed = dict(batch) | {"mask": batch["mask"].clone()}
+    changed["mask"][:, 3] = False
+    if same(trial.run(changed), whole)[0]:
+        return "fails", None, "mask is not used"
+    for name in read_fields(trial.config):
+        shifted = dict(batch) | {name: batch[name] * (1.0 + FIELD_SHIFT)}
+        if name == "advantages":
+            shifted["row_advantages"] = batch["row_advantages"] * (1.0 + FIELD_SHIFT)
+        if same(trial.run(shifted), whole)[0]:
+            return "fails", None, f"{name} is not used"
+    return "ok", None, ""
+
+
+def check_options(trial: Trial) -> Answer:
+    """Every option acts as in the equation."""
+    batch = trial.even()
+    whole = trial.run(batch)
+    largest = 0.0
+    for name in acting_options(trial.config):
+        value = getattr(trial.config, name)
+        changed = int(value * 2) if isinstance(value, int) else value * OPTION_FACTOR
+        option: dict[str, Any] = {name: changed}
+        found = trial.run(batch, **option)
+        expected = run_reference(batch, replace(trial.config, **option))
+        if same(found, whole)[0] and not same(expected, whole)[0]:
+            return "fails", None, f"{name} does not act"
+        largest = max(largest, same(found, expected)[1])
+        if not same(found, expected)[0]:
+            return failure(largest, f"{name} acts otherwise than in the equation")
+    return "ok", largest, ""
+
+
+Check = Callable[[Trial], Answer]
+CHECKS: dict[str, Check] = {
+    "value": check_value,
+    "gradient": check_gradient,
+    "direction": check_direction,
+    "on_policy": check_on_policy,
+    "zero_advantages": check_zero_advantages,
+    "lengths": check_lengths,
+    "equal_split": check_equal_split,
+    "unequal_split": check_unequal_split,
+    "last_window": check_last_window,
+    "row_order": check_row_order,
+    "padding": check_padding,
+    "nan_padding": check_nan_padding,
+    "width": check_width,
+    "hole": check_hole,
+    "empty_row": check_empty_row,
+    "square": check_square,
+    "arguments": check_arguments,
+    "options": check_options,
+}
+OF_POLICY_GRADIENTS = ("on_policy", "zero_advantages")
+OF_SINGLE_ROWS = ("empty_row",)  # of a pair whose answer is empty nothing is asked
+
+
+def checks_of(config: Config) -> list[str]:
+    """Return the checks that a configuration has, in order."""
+    about = OBJECTIVES[config.objective]
+    left_out: set[str] = set()
+    if not about.has_advantages:
+        left_out.update(OF_POLICY_GRADIENTS)
+    if config.kl_coef or config.entropy_coef:
+        left_out.add("zero_advantages")
+    if about.rows_per_unit == 2:
+        left_out.update(OF_SINGLE_ROWS)
+    if not acting_options(config):
+        left_out.add("options")
+    return [name for name in CHECKS if name not in left_out]
+
+
+def check_losses(loss: Loss) -> Iterator[Finding]:
+    """Yield the findings of every configuration that the loss offers; nothing for one that it declines."""
+    for config in all_configs():
+        yield from check_loss(loss, config)
+
+
+def check_loss(loss: Loss, config: Config) -> Iterator[Finding]:
+    """Yield the findings of one configuration."""
+    checks = {name: CHECKS[name] for name in checks_of(config)}
+    yield from run_checks("loss", config.label, checks, Trial(loss, config))

@@ -1,0 +1,158 @@
+"""Checks of rows made of prompts and answers: which tokens are there, and which are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.conformance.calls import call_safely
+from posttrain.conformance.findings import Answer, BadResult, Declined, Finding, describe, run_checks
+
+Rows = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], int, int], Any]
+PAD, END = 0, 9
+# Of four rows: an answer that ended, a longer one, one that was cut off (it has no end token), one of the end token.
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 1, 2, 3]]
+ANSWERS = [[3, 4, END], [1, 2, 3, 4, 5, END], [6, 7, 8], [END]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A function under test that makes rows."""
+
+    function: Rows
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int = PAD, end: int = END
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens ``int64 [B, T]`` and mask ``bool [B, T]``."""
+        returned = call_safely(self.function, [list(one) for one in prompts], [list(one) for one in answers], pad, end)
+        if returned is NotImplemented:
+            raise Declined("not offered")
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise BadResult(f"returned {describe(returned)}. Return two tensors: tokens and mask, both [B, T]")
+        tokens, mask = returned
+        for one in (tokens, mask):
+            if not isinstance(one, Tensor) or one.ndim != 2 or one.shape[0] != len(prompts):
+                raise BadResult(
+                    f"returned {describe(one)}. Return two tensors: tokens and mask, both [{len(prompts)}, T]"
+                )
+        if tokens.shape != mask.shape:
+            raise BadResult(f"returned tokens of shape {tuple(tokens.shape)} with a mask of {tuple(mask.shape)}")
+        if tokens.is_floating_point():
+            raise BadResult(f"returned tokens as {str(tokens.dtype).removeprefix('torch.')}. Return whole numbers")
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise BadResult("returned a mask with other numbers than 0 and 1. Return True where a token is trained")
+        return tokens.long(), mask != 0
+
+
+def _wrong_row(trial: Trial, answers: Sequence[Sequence[int]], pad: int, end: int) -> str:
+    """Return what is wrong with the trained tokens of the first wrong row, or nothing."""
+    tokens, mask = trial.run(PROMPTS, answers, pad, end)
+    for number, answer in enumerate(answers):
+        trained = tokens[number][mask[number]].tolist()
+        if trained != list(answer):
+            return f"row {number} trains {trained}, and its answer is {list(answer)}"
+    return ""
+
+
+def _judged(wrong: str) -> Answer:
+    return ("fails", None, wrong) if wrong else ("ok", None, "")
+
+
+def check_trained_tokens(trial: Trial) -> Answer:
+    """Trained is the answer with its end token, and nothing else."""
+    return _judged(_wrong_row(trial, ANSWERS, PAD, END))
+
+
+def check_prompt(trial: Trial) -> Answer:
+    """In front of the answer stands the prompt, whole."""
+    tokens, mask = trial.run(PROMPTS, ANSWERS)
+    for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        places = mask[number].nonzero().flatten().tolist()
+        first = places[0] if places else tokens.shape[1]
+        before = tokens[number, :first].tolist()[-len(prompt) :]
+        if before != prompt:
+            return "fails", None, f"row {number} has {before} before its answer {answer}, and the prompt is {prompt}"
+    return "ok", None, ""
+
+
+def check_pad_is_end(trial: Trial) -> Answer:
+    """A pad token that is the end token, as many models have it: the end of the answer is trained, padding is not."""
+    return _judged(_wrong_row(trial, ANSWERS, END, END))
+
+
+def check_pad_inside(trial: Trial) -> Answer:
+    """An answer in which the pad token occurs."""
+    answers = [[3, PAD, 4, END], *ANSWERS[1:]]
+    return _judged(_wrong_row(trial, answers, PAD, END))
+
+
+def check_cut_off(trial: Trial) -> Answer:
+    """Answers that were cut off: no end token is added."""
+    answers = [[3, 4], [1, 2, 3, 4, 5], [6, 7, 8], [2]]
+    return _judged(_wrong_row(trial, answers, PAD, END))
+
+
+def check_end_inside(trial: Trial) -> Answer:
+    """An answer of several turns, with end tokens inside."""
+    answers = [[3, END, 4, END], *ANSWERS[1:]]
+    return _judged(_wrong_row(trial, answers, PAD, END))
+
+
+def check_padding(trial: Trial) -> Answer:
+    """The pad token is at every place that is neither prompt nor answer."""
+    tokens = trial.run(PROMPTS, ANSWERS, 11)[0]
+    for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        num_pads = int((tokens[number] == 11).sum())
+        if num_pads != tokens.shape[1] - len(prompt) - len(answer):
+            return (
+                "fails",
+                None,
+                f"row {number} has {num_pads} pad tokens and {len(prompt)} + {len(answer)} of its own",
+            )
+    return "ok", None, ""
+
+
+def check_row_order(trial: Trial) -> Answer:
+    """The order of the rows is that of the prompts."""
+    order = [2, 0, 3, 1]
+    tokens, mask = trial.run([PROMPTS[row] for row in order], [ANSWERS[row] for row in order])
+    for place, row in enumerate(order):
+        if tokens[place][mask[place]].tolist() != ANSWERS[row]:
+            return "fails", None, "the rows come in another order, or depend on their neighbours"
+    return "ok", None, ""
+
+
+def check_single_row(trial: Trial) -> Answer:
+    """One row by itself."""
+    tokens, mask = trial.run(PROMPTS[:1], ANSWERS[:1])
+    trained = tokens[0][mask[0]].tolist()
+    return _judged("" if trained == ANSWERS[0] else f"it trains {trained}, and the answer is {ANSWERS[0]}")
+
+
+def check_first_token(trial: Trial) -> Answer:
+    """Nothing predicts the first token of a row, which is never trained."""
+    mask = trial.run(PROMPTS, ANSWERS)[1]
+    return _judged("a row's first token is trained" if bool(mask[:, 0].any()) else "")
+
+
+CHECKS: dict[str, Callable[[Trial], Answer]] = {
+    "trained_tokens": check_trained_tokens,
+    "prompt": check_prompt,
+    "pad_is_end": check_pad_is_end,
+    "pad_inside": check_pad_inside,
+    "cut_off": check_cut_off,
+    "end_inside": check_end_inside,
+    "padding": check_padding,
+    "row_order": check_row_order,
+    "single_row": check_single_row,
+    "first_token": check_first_token,
+}
+
+
+def check_rows(function: Rows) -> Iterator[Finding]:
+    """Yield the findings about a function that makes rows."""
+    yield from run_checks("rows", "prompts and answers", CHECKS, Trial(function))

@@ -1,0 +1,227 @@
+"""Checks of log-probabilities from logits: temperature, alignment, extremes, and the entropy if it is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.conformance.calls import call_safely
+from posttrain.conformance.findings import (
+    Answer,
+    BadResult,
+    Finding,
+    check_tensor,
+    in_precision,
+    largest_gap,
+    limit_for,
+    run_checks,
+)
+
+Score = Callable[[Tensor, Tensor, float], Any]
+ROWS, WIDTH, VOCABULARY = 3, 6, 5
+TEMPERATURES = (0.7, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """``[B, T − 1]``: of the tokens from the second on, and the entropy of their distributions if there is one."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A score under test."""
+
+    function: Score
+
+    def run(self, logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Scores:
+        """Return what the function gives, without the column of the first token if it has one."""
+        returned = call_safely(self.function, logits, tokens, temperature)
+        parts = returned if isinstance(returned, tuple) else (returned,)
+        if len(parts) not in (1, 2):
+            raise BadResult(f"returned {len(parts)} things. Return log-probabilities, or these and the entropy")
+        rows, width = tokens.shape
+        found = []
+        for one in parts:
+            has_first = isinstance(one, Tensor) and one.ndim == 2 and one.shape[1] == width
+            wanted = f"log-probabilities of shape ({rows}, {width}), or ({rows}, {width - 1}) without the first token"
+            checked = check_tensor(one, (rows, width if has_first else width - 1), wanted)
+            found.append(checked[:, 1:] if has_first else checked)
+        return Scores(found[0], found[1] if len(found) == 2 else None)
+
+
+def made_logits(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+    """Return logits ``float64 [B, T, V]``, of which those at t predict token t + 1, and tokens ``[B, T]``."""
+    random = torch.Generator().manual_seed(5)
+    logits = 4.0 * torch.rand(rows, width, vocabulary, generator=random, dtype=torch.float64)
+    return logits, torch.randint(vocabulary, (rows, width), generator=random)
+
+
+def reference_scores(logits: Tensor, tokens: Tensor, temperature: float) -> Scores:
+    """Return log-probabilities and entropies by their definitions."""
+    scaled = logits[:, :-1] / temperature
+    everything = scaled - scaled.exp().sum(dim=-1, keepdim=True).log()
+    logprobs = everything.gather(2, tokens[:, 1:, None]).squeeze(2)
+    return Scores(logprobs, -(everything.exp() * everything).sum(dim=-1))
+
+
+def _judged(found: Tensor, expected: Tensor, wrong: str) -> Answer:
+    gap = largest_gap(found, expected)
+    return ("ok", gap, "") if gap <= limit_for(found) else ("fails", gap, wrong)
+
+
+def check_value(trial: Trial) -> Answer:
+    """Temperature 1."""
+    logits, tokens = made_logits()
+    found, expected = trial.run(logits, tokens).logprobs, reference_scores(logits, tokens, 1.0).logprobs
+    return in_precision(_judged(found, expected, "is not log softmax(z)"), found)
+
+
+def check_alignment(trial: Trial) -> Answer:
+    """The logits at t are those of the token at t + 1, and of no other."""
+    logits, tokens = made_logits()
+    plain = trial.run(logits, tokens).logprobs
+    for t in range(WIDTH - 1):
+        moved = logits.clone()
+        moved[:, t] += torch.arange(VOCABULARY, dtype=torch.float64)
+        changed = (trial.run(moved, tokens).logprobs != plain).any(dim=0).nonzero().flatten().tolist()
+        if changed != [t]:
+            places = ", ".join(str(place + 1) for place in changed) or "none"
+            return "fails", None, f"the logits at {t} change the score of token {places}, not that of {t + 1}"
+    return "ok", None, ""
+
+
+def check_temperature(trial: Trial) -> Answer:
+    """Temperatures 0.7 and 2."""
+    logits, tokens = made_logits()
+    largest = 0.0
+    for temperature in TEMPERATURES:
+        found = trial.run(logits, tokens, temperature).logprobs
+        gap = largest_gap(found, reference_scores(logits, tokens, temperature).logprobs)
+        if gap > limit_for(found):
+            return "fails", gap, f"at temperature {temperature:g} it is not log softmax(z / T)"
+        largest = max(largest, gap)
+    return "ok", largest, ""
+
+
+def check_gradient(trial: Trial) -> Answer:
+    """The gradient by the logits at temperature 0.7: (1 − softmax) / T at the token."""
+    logits, tokens = made_logits()
+    weights = torch.linspace(0.5, 2.0, ROWS * (WIDTH - 1), dtype=torch.float64).reshape(ROWS, WIDTH - 1)
+    gradients = []
+    for compute in (trial.run, reference_scores):
+        leaf = logits.clone().requires_grad_()
+        scores = compute(leaf, tokens, TEMPERATURES[0]).logprobs
+        if not scores.requires_grad:
+            return "fails", None, "no gradient reaches the logits"
+        gradients.append(torch.autograd.grad((scores * weights).sum(), leaf)[0])
+    return _judged(gradients[0], gradients[1], "is not (1[v = token] − softmax(z / T)) / T")
+
+
+def check_extremes(trial: Trial) -> Answer:
+    """Logits of 10,000, of which the exponential overflows."""
+    logits, tokens = made_logits()
+    far = logits * 2500.0
+    expected = far[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    found = trial.run(far, tokens).logprobs
+    return _judged(found, expected, "large logits overflow or are cut")
+
+
+def check_impossible_tokens(trial: Trial) -> Answer:
+    """Another token's logit of −inf: score and gradient stay finite."""
+    logits, tokens = made_logits()
+    others = (tokens[:, 1:] + 1) % VOCABULARY
+    cut = logits.clone()
+    cut[:, :-1] = cut[:, :-1].scatter(2, others[..., None], float("-inf"))
+    leaf = cut.requires_grad_()
+    scores = trial.run(leaf, tokens).logprobs
+    expected = cut[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    if not bool(scores.isfinite().all()):
+        return "fails", None, "an impossible token makes the score of another NaN or infinite"
+    if scores.requires_grad:
+        gradient = torch.autograd.grad(scores.sum(), leaf)[0]
+        if not bool(gradient.isfinite().all()):
+            return "fails", None, "an impossible token makes the gradient NaN"
+    return _judged(scores.detach(), expected.detach(), "an impossible token changes the score of another wrongly")
+
+
+def check_row_order(trial: Trial) -> Answer:
+    """The order of the rows."""
+    logits, tokens = made_logits()
+    order = [2, 0, 1]
+    found = trial.run(logits[order], tokens[order], TEMPERATURES[0]).logprobs
+    return _judged(found, trial.run(logits, tokens, TEMPERATURES[0]).logprobs[order], "other rows change it")
+
+
+def check_square(trial: Trial) -> Answer:
+    """As many rows as tokens as words in the vocabulary."""
+    logits, tokens = made_logits(VOCABULARY, VOCABULARY)
+    found = trial.run(logits, tokens, TEMPERATURES[0]).logprobs
+    return _judged(
+        found, reference_scores(logits, tokens, TEMPERATURES[0]).logprobs, "with B = T = V it is another number"
+    )
+
+
+def check_entropy(trial: Trial) -> Answer:
+    """The entropy at temperature 0.7, if it is returned."""
+    logits, tokens = made_logits()
+    found = trial.run(logits, tokens, TEMPERATURES[0]).entropy
+    if found is None:
+        return "ok", None, "not returned"
+    expected = reference_scores(logits, tokens, TEMPERATURES[0]).entropy
+    assert expected is not None, "the reference has an entropy"
+    return _judged(found, expected, "is not the entropy of softmax(z / T)")
+
+
+def check_entropy_gradient(trial: Trial) -> Answer:
+    """Its gradient, which an entropy bonus trains by."""
+    logits, tokens = made_logits()
+    gradients = []
+    for compute in (trial.run, reference_scores):
+        leaf = logits.clone().requires_grad_()
+        entropy = compute(leaf, tokens, TEMPERATURES[0]).entropy
+        if entropy is None:
+            return "ok", None, "not returned"
+        if not entropy.requires_grad:
+            return "convention", None, "the entropy has no gradient: a metric, and no bonus"
+        gradients.append(torch.autograd.grad(entropy.sum(), leaf)[0])
+    return _judged(gradients[0], gradients[1], "the gradient of the entropy is another")
+
+
+def check_arguments(trial: Trial) -> Answer:
+    """Tokens and temperature are used."""
+    logits, tokens = made_logits()
+    plain = trial.run(logits, tokens).logprobs
+    if largest_gap(trial.run(logits, tokens, TEMPERATURES[1]).logprobs, plain) == 0.0:
+        return "fails", None, "temperature is not used"
+    if largest_gap(trial.run(logits, (tokens + 1) % VOCABULARY).logprobs, plain) == 0.0:
+        return "fails", None, "tokens is not used"
+    if largest_gap(trial.run(logits.flip(2), tokens).logprobs, plain) == 0.0:
+        return "fails", None, "logits is not used"
+    return "ok", None, ""
+
+
+CHECKS: dict[str, Callable[[Trial], Answer]] = {
+    "value": check_value,
+    "alignment": check_alignment,
+    "temperature": check_temperature,
+    "gradient": check_gradient,
+    "extremes": check_extremes,
+    "impossible_tokens": check_impossible_tokens,
+    "row_order": check_row_order,
+    "square": check_square,
+    "entropy": check_entropy,
+    "entropy_gradient": check_entropy_gradient,
+    "arguments": check_arguments,
+}
+
+
+def check_scores(function: Score) -> Iterator[Finding]:
+    """Yield the findings about a function of logits, tokens and a temperature."""
+    yield from run_checks("score", "logits", CHECKS, Trial(function))
