@@ -1,4 +1,4 @@
-"""SmolLM2-135M beside its peers: a GRPO step and an SFT step against TRL, sampling against ``generate``.
+"""SmolLM2-135M compared with its peers: a GRPO and an SFT step with TRL, sampling with ``generate``.
 
     pip install -e '.[bench]'
     python benchmarks/known_model.py                                  # everything, one thread and two

@@ -61,7 +61,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every part reads: the model, where runs are, how many questions are held out, the file of a part's data."""
+    """Settings of every part: the model, where runs are, how many questions are held out, the file of a part's data."""
 
     model: str
     runs_dir: Path

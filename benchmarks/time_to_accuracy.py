@@ -143,7 +143,7 @@ def run_ours(task: str, seed: int, most_steps: int, target: float) -> Curve:
 
 
 def reward_of(parts: TrainerState, examples: Sequence[Any], count: Any) -> Any:
-    """Return TRL's form of the recipe's rewards; ``count`` is told the number of tokens that were sampled."""
+    """Return the recipe's rewards in TRL's form; ``count`` gets the number of sampled tokens."""
 
     def reward(
         prompts: list[str], completion_ids: list[list[int]], item: list[int], ids_of_prompt: list[list[int]], **_: Any

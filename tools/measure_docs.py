@@ -12,10 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = ("decisions", "dev")  # records of what was decided and tried
-MAX_WORDS = 26_000
+MAX_WORDS = 27_500
 MAX_SENTENCE = 17.0  # words, mean over all pages
 MIN_HEADINGS, MIN_BLOCKS, MIN_PICTURES = 8.0, 8.0, 1.0  # per 1,000 words
 _BLOCK = re.compile(r"^ *```.*?^ *```\s*$", re.MULTILINE | re.DOTALL)
+_GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)  # tables that a tool writes into a page
 _PICTURE = re.compile(r"!\[|^```mermaid|<img ", re.MULTILINE)
 
 
@@ -73,7 +74,7 @@ def main() -> int:
     total = Measures()
     print("words headings blocks pictures words/sentence  page")
     for page in written_pages():
-        one = measure_page(page.read_text(encoding="utf-8"))
+        one = measure_page(_GENERATED.sub("", page.read_text(encoding="utf-8")))
         total.add(one)
         row = f"{one.words:5d} {one.headings:8d} {one.blocks:6d} {one.pictures:8d} {one.mean_sentence:14.1f}"
         print(f"{row}  {page.relative_to(ROOT)}")

@@ -22,8 +22,8 @@ from posttrain.evaluation.statistics import half_width
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference" / "results.md"
-PICTURE = ROOT / "docs" / "images" / "smollm2-sums.svg"
 API = ROOT / "docs" / "reference" / "api.md"
+PICTURE = ROOT / "docs" / "images" / "smollm2-sums.svg"
 PARTS = ("losses", "advantages", "aggregations", "statistics")
 COMPARISONS = ("compare-all-policy-gradient", "compare-all-preference")
 HEADING = """# Reference runs
@@ -298,7 +298,7 @@ def shorten(text: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Return every file that is written here, with its content."""
-    files = {TARGET: reference_text(), API: api_text(API.read_text(encoding="utf-8"))}
+    files = {TARGET: reference_text()}
     if (RESULTS / "smollm2-grpo-sums.json").is_file():
         files[PICTURE] = known_model_picture(read("smollm2-grpo-sums.json"))
     return files
@@ -334,8 +334,9 @@ def api_text(page: str) -> str:
 
 
 def main() -> int:
+    texts = {**generated(), API: api_text(API.read_text(encoding="utf-8"))}
     status = 0
-    for path, text in generated().items():
+    for path, text in texts.items():
         name = path.relative_to(ROOT).as_posix()
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")

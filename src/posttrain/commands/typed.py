@@ -1,4 +1,4 @@
-"""What was typed: options as we spell them, dotted keys of a recipe, and what is meant by an unknown word.
+"""Reading what a user typed: options in our spelling, dotted keys of a recipe, the likely meaning of an unknown word.
 
 Only the standard library is imported here, as in ``cli``.
 """

@@ -297,7 +297,7 @@ def known_keys(model: Any, path: Sequence[str]) -> list[str]:
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a key holds, alone, in a list or beside None; None for a plain value."""
+    """Return the section that a key holds, also in a list or as an optional value; None for a plain value."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind

@@ -76,7 +76,7 @@ def decimals(value: float | None) -> str:
 
 
 def _without_hidden_characters(value: object) -> object:
-    """What ``{{ }}`` writes, before it is escaped; markup that we drew stays as it is."""
+    """Drop hidden characters from a value of ``{{ }}`` before it is escaped; our own markup is kept."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return harmless(value)
     return value

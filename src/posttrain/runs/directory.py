@@ -85,7 +85,7 @@ class RunLength(Protocol):
 
 
 class RunRecipe(Protocol):
-    """What a run needs of its recipe, whether it trains a language model or a sparse autoencoder."""
+    """The part of a recipe that a run needs, for a language model or a sparse autoencoder."""
 
     @property
     def train(self) -> RunLength: ...

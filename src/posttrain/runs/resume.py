@@ -1,4 +1,4 @@
-"""Whether a run may go on by a recipe: what has changed since its newest checkpoint, and what of its records is gone.
+"""Decide if a run may go on: compare the recipe with the newest checkpoint, and look for lost records.
 
 A checkpoint records what decided it (``settings``: the recipe without its keys of place) and the number of records.
 Before a run goes on, changes of the recipe and missing records are named, and it goes on with them only where that is

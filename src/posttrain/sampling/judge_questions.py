@@ -1,4 +1,4 @@
-"""What a judge is asked: to score one answer, or to name the better of two; and how its reply is read.
+"""The questions to a judge (score one answer, or name the better of two), and reading its reply.
 
 A judged text was written by a model in training, which is paid by the judge, so it may hold orders ("give this a 10").
 Every text that is not ours is quoted between two marks with a digest of all these texts: no text holds its own digest,

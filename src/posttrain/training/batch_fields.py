@@ -267,7 +267,9 @@ def needed_fields(entry: Entry, options: Mapping[str, object], has_rollouts: boo
     Raises:
         RecipeError: a supervised recipe with an objective that needs rollouts, or an unknown need.
     """
-    default = ("advantages", "old_logprobs") if has_rollouts else ()
+    default: tuple[str, ...] = ()
+    if has_rollouts:
+        default = ("advantages", "old_logprobs")
     needs = set(entry.traits.get("needs", default))
     needs |= {
         field_name for option, field_name in entry.traits.get("optional_needs", {}).items() if options.get(option)
@@ -335,8 +337,11 @@ class BatchFields:
                     f"batch field {entry.name!r} is filled before each step, and what a teacher sees is known once per "
                     "rollout batch; ask for 'batch' instead of 'seen'"
                 )
-            (self._each_step if waits else self._once).append(entry)
-            late.update(_fills(entry) if waits else ())
+            if waits:
+                self._each_step.append(entry)
+                late.update(_fills(entry))
+            else:
+                self._once.append(entry)
 
     @property
     def fixed(self) -> list[str]:

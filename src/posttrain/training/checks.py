@@ -106,8 +106,10 @@ def resolve_components(recipe: Recipe) -> Components:
         selection = registry.find("selection", rollout.select.name, "rollout.select")
     kl = recipe.regularize.kl_coef if recipe.regularize is not None else 0.0
     needs = needed_fields(objective, recipe.objective.options, rollout is not None, kl)
-    needs |= {"ref_logprobs"} if recipe.kl_in_reward is not None else set()
-    needs |= {"correction"} if recipe.correction is not None else set()
+    if recipe.kl_in_reward is not None:
+        needs |= {"ref_logprobs"}
+    if recipe.correction is not None:
+        needs |= {"correction"}
     components = Components(
         recipe=recipe,
         objective=objective,

@@ -295,7 +295,9 @@ class Shards:
             self.forward = ActorCritic(self._of_model(whole.policy, self.model), critic)
         else:
             self.forward = self._of_model(whole, self.model)
-        for module, sharded in modules if self.keeps_whole else ():
+        if not self.keeps_whole:
+            return
+        for module, sharded in modules:
             pairs = zip(module.parameters(), sharded.parameters(), strict=True)
             self._pairs += [(plain, shard) for plain, shard in pairs if plain.requires_grad]
 

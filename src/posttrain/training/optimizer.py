@@ -215,8 +215,10 @@ def build_optimizer(
     head_parameters = [
         (f"{name}.{n}", p) for name, m in heads.items() for n, p in m.named_parameters() if p.requires_grad
     ]
+    if not head_parameters:
+        return [*named], optimizer
     of_parameter = {id(p): n for n, p in head_parameters}
-    for group in build(head_parameters, recipe.train.lr).param_groups if head_parameters else ():
+    for group in build(head_parameters, recipe.train.lr).param_groups:
         assert recipe.head is not None
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio

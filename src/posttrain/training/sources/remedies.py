@@ -53,9 +53,11 @@ class Trial:
         by_template = self._best(lambda template: count(template, data.train_on))
         if by_template:
             return by_template
-        for train_on in _TRAIN_ON if shape == "demonstration" else ():
-            if taken := count(self.template, train_on):
-                return f". Set data.train_on: {train_on}, which takes {taken} of the first {len(self.tried)}"
+        if shape == "demonstration":
+            for train_on in _TRAIN_ON:
+                taken = count(self.template, train_on)
+                if taken:
+                    return f". Set data.train_on: {train_on}, which takes {taken} of the first {len(self.tried)}"
         return self._of_both(shape, limit, prompt_limit)
 
     def of_prompts(self) -> str:
@@ -68,8 +70,12 @@ class Trial:
             n = max(fitting)
             return f". Set prompt.max_prompt_tokens: {n}, which takes {len(fitting)} of the first {len(self.tried)}"
         by_template = self._best(lambda template: sum(n <= limit for n in self._prompt_lengths(template)))
-        shortest = f" (the shortest prompt has {min(lengths):,})" if lengths else ""
-        return by_template or f". The model's context has {self.context_tokens:,} tokens{shortest}; take a longer one"
+        if by_template:
+            return by_template
+        shortest = ""
+        if lengths:
+            shortest = f" (the shortest prompt has {min(lengths):,})"
+        return f". The model's context has {self.context_tokens:,} tokens{shortest}; take a longer one"
 
     def _of_both(self, shape: Shape, limit: int, prompt_limit: int) -> str:
         """The template that takes rows once there is room for them, with the key that makes it."""
@@ -81,7 +87,9 @@ class Trial:
             except PosttrainError:
                 continue
             rows = [row for unit in units for row in unit]
-            room = self._of_lengths(rows, len(units), limit, prompt_limit) if rows else ""
+            if not rows:
+                continue
+            room = self._of_lengths(rows, len(units), limit, prompt_limit)
             if room.startswith(". Set "):
                 return f". Set prompt.template: {name} and{room.removeprefix('. Set')}"
         return ""
@@ -97,8 +105,12 @@ class Trial:
             keys.append(f"data.max_length: {max(within)}")
         if self.recipe.prompt.max_prompt_tokens and prompt > prompt_limit:
             keys.append(f"prompt.max_prompt_tokens: {prompt}")
-        taken = f"which takes {len(within)} of the first {len(rows)} rows" if len(rows) == num_units else "which fits"
-        return f". Set {' and '.join(keys)}, {taken}" if keys else ""
+        if not keys:
+            return ""
+        taken = "which fits"
+        if len(rows) == num_units:
+            taken = f"which takes {len(within)} of the first {len(rows)} rows"
+        return f". Set {' and '.join(keys)}, {taken}"
 
     def _best(self, count: Callable[[Template], int]) -> str:
         """The template that takes the most rows."""

@@ -421,23 +421,23 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
     graded = [r for r in rollouts if r.outcome != "ungraded"]
     correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
     wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
-    info = {
-        "reward": fmean(r.reward for r in rollouts),
-        **({"accuracy": len(correct) / len(graded)} if graded else {}),
-        **({"format": fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
-        "completion_length": fmean(r.completion.num_own for r in rollouts),
-        "truncated": fmean(float(r.completion.is_truncated) for r in rollouts),
-        "uniform_groups": fmean(float(len({r.reward for r in g}) == 1) for g in groups),
-    }
+    info = {"reward": fmean(r.reward for r in rollouts)}
+    if graded:
+        info["accuracy"] = len(correct) / len(graded)
+    if format_part:
+        info["format"] = fmean(float(r.parts[format_part] > 0) for r in rollouts)
+    info["completion_length"] = fmean(r.completion.num_own for r in rollouts)
+    info["truncated"] = fmean(float(r.completion.is_truncated) for r in rollouts)
+    info["uniform_groups"] = fmean(float(len({r.reward for r in g}) == 1) for g in groups)
     names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
     info |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
     failures = sum(r.outcome in FAILURES for r in rollouts)
-    info |= {"grading_failures": failures / len(rollouts)} if failures else {}
-    info |= {
-        name: fmean(of)
-        for name, of in (("completion_length_correct", correct), ("completion_length_wrong", wrong))
-        if of
-    }
+    if failures:
+        info["grading_failures"] = failures / len(rollouts)
+    if correct:
+        info["completion_length_correct"] = fmean(correct)
+    if wrong:
+        info["completion_length_wrong"] = fmean(wrong)
     return info | _describe_turns(rollouts, everything)
 
 
