@@ -32,12 +32,13 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MODEL = "smollm2-135m"
 PROMPT = ["--template", "chat", "--template.system", "Answer with the number alone."]
 HELD_OUT = {
-    "grpo-sums": ["--task", "sums", "--task.split", "test", "--max-tokens", "16"],
+    "grpo-sums": ["--task", "sums", "--task.split", "test"],
     "grpo-chain-sum": [
-        *("--task", "reasoning_gym", "--task.dataset", "chain_sum", "--task.split", "test", "--max-tokens", "24"),
+        *("--task", "reasoning_gym", "--task.dataset", "chain_sum", "--task.split", "test"),
         *("--task.options", "{min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 1}"),
     ],
 }
+MAX_TOKENS = {"grpo-sums": "16", "grpo-chain-sum": "24"}
 QUESTION = "What is 47 + 38?"
 NUM_ANSWERS = 5
 ROOM = "48"
@@ -138,10 +139,11 @@ def metrics_of(folder: Path, wanted: str) -> list[tuple[int, float]]:
 
 def grpo(part: str, seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
     """GRPO, seed by seed: the model before and after on the same distinct questions of the test split."""
-    asked = [*HELD_OUT[part], *PROMPT]
+    questions = [*HELD_OUT[part], *PROMPT]
+    asked = [*questions, "--max-tokens", MAX_TOKENS[part]]
     base, base_items, base_seconds = evaluate(settings.model, asked, settings)
     # How much is form: the same model with room to come to an answer.
-    roomy, _, _ = evaluate(settings.model, [*asked, "--max-tokens", ROOM], settings)
+    roomy, _, _ = evaluate(settings.model, [*questions, "--max-tokens", ROOM], settings)
     rows = []
     for seed in seeds:
         folder = train(part, seed, settings)
