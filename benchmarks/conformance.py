@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 from test_zoo import ZOO, findings_about  # noqa: E402
 
 from posttrain.conformance.findings import worst  # noqa: E402
-from posttrain.conformance.run import Report, check_module, largest_of, load_module  # noqa: E402
+from posttrain.conformance.run import ConformanceReport, check_module, largest_of, load_module  # noqa: E402
 
 
 def record_module(name: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def record_module(name: str) -> dict[str, Any]:
     return recorded
 
 
-def rows_of(report: Report) -> list[dict[str, Any]]:
+def rows_of(report: ConformanceReport) -> list[dict[str, Any]]:
     """Return a row for each case: how many checks, the largest gap, and what is no equation."""
     cases: dict[tuple[str, str], list[Any]] = {}
     for one in report.findings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.interpret.features.features import Report
+from posttrain.interpret.features.features import FeatureReport
 
 EVIL = [
     "</script><script>document.title='taken'</script>",
@@ -13,7 +13,7 @@ EVIL = [
 ]
 
 
-def report_of(count: int) -> Report:
+def report_of(count: int) -> FeatureReport:
     """Features 0 … count − 1; feature i is active on token i % 5 and has density (i + 1) / 10000."""
     context = {"activation": 2.0, "position": 1, "start": 0, "activations": [0.0, 2.0, None]}
     features = [

@@ -212,7 +212,7 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_model_states_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter([HOSTILE]))
+    monkeypatch.setattr("posttrain.commands.chat.conversation.ChatSession.reply", lambda *_: iter([HOSTILE]))
     assert show(["chat", "tiny", "--max-tokens", "2"]).count(SEEN) >= 2
 
 

@@ -13,7 +13,7 @@ from hostile_text import HOSTILE, leaks
 from posttrain.evaluation.tables import TextTable
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import render
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
+from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 from posttrain.reports.sweeps import render_sweep
 from posttrain.store.metric_names import Metric
 from posttrain.sweeps.results import SweepPart, SweepResults
@@ -44,11 +44,11 @@ def make_pages(text: str) -> dict[str, str]:
     sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text])
     panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)
     chapter = Chapter(text, text, [panel], text, info)
-    answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
-    stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
-    free = Answer(text, text, None, text, 1, reward=0.5)
+    answer = TranscriptAnswer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
+    stage = ReportStage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
+    free = TranscriptAnswer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
-    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
+    report = RunReport(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
     with patch("posttrain.reports.sweeps._part_panels", return_value=[panel]):
         page_of_sweep = render_sweep(sweep)
     return {"sweep": page_of_sweep, "report": render_report(report), "shell": render("page.jinja", title=text)}

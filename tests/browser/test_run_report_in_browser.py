@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import write_html
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
+from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 
 pytestmark = pytest.mark.browser
 EVIL = "a\x1b[31mred\x00\u202egnp.exe" + "x" * 900 + "<img src=http://127.0.0.1:9/x>"
@@ -22,12 +22,15 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
     """A report of hostile texts; it asks the network for nothing and reports no problem."""
     results = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "format": 1.0, "shows_reasoning": 0.5}
     results |= {"completion_length": 96.0, "truncated": 0.1}
-    answers = [Answer("before", ARABIC, False, ARABIC, 900, True), Answer("after", EVIL, True, "3", 1)]
+    answers = [
+        TranscriptAnswer("before", ARABIC, False, ARABIC, 900, True),
+        TranscriptAnswer("after", EVIL, True, "3", 1),
+    ]
     panel = Panel("Reward", "mean", [Series("training", [1.0, 2.0], [1e-13, 2e-13])])
-    report = Report(
+    report = RunReport(
         "A" * 200,
         "b" * 400,
-        stages=[Stage("before training", "stories/validation, n = 32", results)],
+        stages=[ReportStage("before training", "stories/validation, n = 32", results)],
         transcripts=[Transcript(ARABIC, "m" * 300, answers), Transcript(EVIL, "3", answers, (("user", EVIL),))],
         chapters=[Chapter("Training", EVIL, [panel], EVIL, [("name", EVIL)])],
         environment={"command": "y" * 300},

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.commands.chat import conversation as module
-from posttrain.commands.chat.conversation import Controls, Conversation
+from posttrain.commands.chat.conversation import ChatSession, Controls
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
@@ -24,11 +24,11 @@ def sampler():
 
 
 @pytest.fixture
-def conversation(sampler) -> Conversation:
-    return Conversation(sampler, Controls(temperature=1.0, max_tokens=12))
+def conversation(sampler) -> ChatSession:
+    return ChatSession(sampler, Controls(temperature=1.0, max_tokens=12))
 
 
-def message(conversation: Conversation, content: str) -> str:
+def message(conversation: ChatSession, content: str) -> str:
     return "".join(conversation.reply(content))
 
 

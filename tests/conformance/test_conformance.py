@@ -23,13 +23,13 @@ from posttrain.conformance.cases import OBJECTIVES, Config, acting_options, all_
 from posttrain.conformance.findings import largest_gap
 from posttrain.conformance.losses import check_loss
 from posttrain.conformance.reference import reference_loss
-from posttrain.conformance.run import Report, check_module, load_module, table_lines
+from posttrain.conformance.run import ConformanceReport, check_module, load_module, table_lines
 from torch_alone import run_with_torch_alone
 
 PACKAGE = Path(own.__file__).parents[1]
 
 
-def statuses(report: Report, function: str, check: str) -> set[str]:
+def statuses(report: ConformanceReport, function: str, check: str) -> set[str]:
     return {one.status for one in report.findings if one.function == function and one.check == check}
 
 

@@ -20,7 +20,7 @@ from looped_attention import looped
 from posttrain.models.forward import attention
 from posttrain.models.forward.forward import Forward, gpu_memory_of, max_logit_elements
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
-from posttrain.models.forward.packing import Packing, Run
+from posttrain.models.forward.packing import PackedRun, Packing
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import load_recipe
@@ -92,11 +92,11 @@ def test_kernel_is_right_on_long_ragged_runs(head_dim: int) -> None:
     """Outputs and gradients, against the scores written out: behind a shared prompt, and beyond 512 tokens."""
     dtype = torch.bfloat16
     assert attention.is_correct(attention.varlen, DEVICE, dtype, 8, 2, head_dim)
-    runs, at = [Run(0, 300)], 300
+    runs, at = [PackedRun(0, 300)], 300
     for length in (1, 700, 33, 128, 900):
-        runs.append(Run(at, length, 0, 300))
+        runs.append(PackedRun(at, length, 0, 300))
         at += length
-    runs.append(Run(at, 650))
+    runs.append(PackedRun(at, 650))
     tokens = torch.zeros(-(-(at + 650) // 128) * 128, dtype=torch.long, device=DEVICE)
     packing = Packing(tokens, tokens, at + 650, tuple(runs), tokens, None, tokens, 0, tokens)
     rng = torch.Generator().manual_seed(0)

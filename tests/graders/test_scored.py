@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.graders.grading import Submission, grade
-from posttrain.graders.sandbox.workers import Limits, Result
+from posttrain.graders.sandbox.workers import Limits, WorkerResult
 from posttrain.graders.scored import WorkerScorer, score_answers, task_score
 
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=15.0, memory_bytes=128 * 2**20)
@@ -59,7 +59,7 @@ def test_equal_answers_to_a_question_are_scored_once_and_in_order() -> None:
         (one, "3"),
     ]
     results = score_answers(request)
-    assert results[:1] + results[2:4] + results[5:] == [Result("value", value) for value in (0.5, 2.0, 0.5, 3.0)]
+    assert results[:1] + results[2:4] + results[5:] == [WorkerResult("value", value) for value in (0.5, 2.0, 0.5, 3.0)]
     assert results[1] == results[4]
     assert calls == ["2"]
 

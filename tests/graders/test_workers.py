@@ -19,7 +19,7 @@ import pytest
 from other_processes import is_alive, wait_until
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox import workers
-from posttrain.graders.sandbox.workers import Limits, Result, WorkerPool, shared_pool
+from posttrain.graders.sandbox.workers import Limits, WorkerPool, WorkerResult, shared_pool
 
 TARGET = "worker_functions:answer"
 LIMITS = Limits(cpu_seconds=0.3, wall_seconds=15.0, memory_bytes=128 * 2**20)
@@ -36,7 +36,7 @@ def echo(*values: Any) -> list[list[Any]]:
     return [["echo", value] for value in values]
 
 
-def values(results: list[Result]) -> list[Any]:
+def values(results: list[WorkerResult]) -> list[Any]:
     assert [result.kind for result in results] == ["value"] * len(results), results
     return [result.value for result in results]
 
@@ -137,7 +137,7 @@ def test_a_worker_has_no_effects(pool: WorkerPool, kind: str, tmp_path: Path) ->
 def test_a_worker_runs_no_text(pool: WorkerPool) -> None:
     texts = ("1", "__import__('os').getcwd()", "open('/tmp/x', 'w')")
     results = pool.run([[kind, text] for kind in ("eval", "exec", "compile") for text in texts])
-    assert results == [Result("crash", reason="PermissionError: a worker compiles no text")] * 9
+    assert results == [WorkerResult("crash", reason="PermissionError: a worker compiles no text")] * 9
 
 
 def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPool) -> None:

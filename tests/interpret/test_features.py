@@ -22,7 +22,7 @@ from posttrain.interpret.activations.shards import (
 )
 from posttrain.interpret.features.features import (
     NUM_BINS,
-    Report,
+    FeatureReport,
     check_features,
     describe_features,
     find_contexts,
@@ -174,7 +174,7 @@ def sae() -> SparseAutoencoder:
     return coordinates(3)  # the third is silent
 
 
-def describe(sae: SparseAutoencoder, store: ActivationStore, **options) -> Report:
+def describe(sae: SparseAutoencoder, store: ActivationStore, **options) -> FeatureReport:
     unembedding = torch.zeros(40, 3)
     unembedding[33, 0], unembedding[34, 0], unembedding[35, 1] = 2.0, -1.0, 8.0
     lens = Lens(unembedding, torch.tensor([1.0, 0.5, 1.0]), centres=False)

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from closeness import allclose, approx, assert_close
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.packing import MIN_TOKENS, Run, pack, plan_buckets
+from posttrain.models.forward.packing import MIN_TOKENS, PackedRun, pack, plan_buckets
 from posttrain.types import Batch, Sample, collate
 
 
-def stream_of(prefixes: list[int], rows: list[tuple[int, int]]) -> list[Run]:
+def stream_of(prefixes: list[int], rows: list[tuple[int, int]]) -> list[PackedRun]:
     """Prefixes of these lengths, then rows (own length, index of the prefix or -1), one behind the other."""
     runs, at = [], 0
     for n in prefixes:
-        runs.append(Run(at, n))
+        runs.append(PackedRun(at, n))
         at += n
     for n, parent in rows:
-        runs.append(Run(at, n) if parent < 0 else Run(at, n, runs[parent].start, runs[parent].length))
+        runs.append(PackedRun(at, n) if parent < 0 else PackedRun(at, n, runs[parent].start, runs[parent].length))
         at += n
     return runs
 
@@ -30,7 +30,7 @@ RAGGED = stream_of([3, 400, 40], [(900, -1), (5, 0), (300, 1), (2, 1), (0, 1), (
 
 def test_worked_by_hand():
     """A prefix of two tokens, and behind it a run of two and a run of one: small, so one rectangle for both."""
-    buckets, order = plan_buckets([Run(0, 2), Run(2, 2, 0, 2), Run(4, 1, 0, 2)])
+    buckets, order = plan_buckets([PackedRun(0, 2), PackedRun(2, 2, 0, 2), PackedRun(4, 1, 0, 2)])
     assert order is None
     prompt, behind = buckets
     assert (prompt.num_runs, prompt.queries.tolist(), prompt.keys.tolist()) == (1, [0, 1], [0, 1])
@@ -47,7 +47,7 @@ def test_worked_by_hand():
 def test_long_and_short_runs_part_and_the_waste_is_bounded():
     lengths = [2000, 1900, *[100] * 40, *[10] * 100]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    buckets, _ = plan_buckets([Run(s, n) for s, n in zip(starts, lengths, strict=True)])
+    buckets, _ = plan_buckets([PackedRun(s, n) for s, n in zip(starts, lengths, strict=True)])
     # ten of the short ones fill up what the forty may waste: 50 * 100^2 <= 1.25 * (40 * 100^2 + 10 * 10^2)
     assert [b.num_runs for b in buckets] == [2, 50, 90]
     worst = stream_of([], [(n, -1) for n in range(1, 300)])
@@ -56,7 +56,7 @@ def test_long_and_short_runs_part_and_the_waste_is_bounded():
     assert needed < padded < 1.25 * needed + 4 * MIN_TOKENS * 30, "the last bucket may be small and ragged"
 
 
-def attention_of_each_run(runs: list[Run], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention_of_each_run(runs: list[PackedRun], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``[N, H, D]``, one run at a time, with a mask written out."""
     out = torch.zeros_like(q)
     for r in runs:

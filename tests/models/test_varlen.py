@@ -19,7 +19,7 @@ from closeness import allclose, approx, assert_close
 from looped_attention import looped
 from posttrain.models.forward import attention
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.packing import Packing, Run, plan_spans
+from posttrain.models.forward.packing import PackedRun, Packing, plan_spans
 from posttrain.types import Batch
 
 
@@ -37,7 +37,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
     return calls
 
 
-def packing_of(runs: list[Run], num_tokens: int) -> Packing:
+def packing_of(runs: list[PackedRun], num_tokens: int) -> Packing:
     stream = torch.zeros(-(-num_tokens // 128) * 128, dtype=torch.long)
     return Packing(stream, stream, num_tokens, tuple(runs), stream, None, stream, 0, stream)
 
@@ -50,14 +50,14 @@ def sides_of(length: int, heads: int, key_heads: int, dtype: torch.dtype = torch
 
 def test_spans_worked_by_hand():
     """A prompt of two tokens, answers of two, none and one behind it, and a row alone."""
-    runs = [Run(0, 2), Run(2, 2, 0, 2), Run(4, 0, 0, 2), Run(4, 1, 0, 2), Run(5, 3)]
+    runs = [PackedRun(0, 2), PackedRun(2, 2, 0, 2), PackedRun(4, 0, 0, 2), PackedRun(4, 1, 0, 2), PackedRun(5, 3)]
     spans = plan_spans(runs)
     assert spans.query_starts.tolist() == [0, 2, 4, 5, 8]
     assert spans.key_starts.tolist() == [0, 2, 6, 9, 12]
     assert spans.keys is not None
     assert spans.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7]
     assert (spans.most_queries, spans.most_keys) == (3, 4)
-    alone = plan_spans([Run(0, 2), Run(2, 5)])
+    alone = plan_spans([PackedRun(0, 2), PackedRun(2, 5)])
     assert alone.keys is None
     assert torch.equal(alone.query_starts, alone.key_starts)
 
@@ -141,7 +141,7 @@ def test_a_window_that_rows_outgrow_takes_the_padded_path(fake_kernel: list[Pack
     assert len(fake_kernel) == 1
     q, k, v = sides_of(128, 4, 2)
     with pytest.raises(AssertionError, match="longer than the attention window"):
-        attention.attend(packing_of([Run(0, 4), Run(4, 11, 0, 4)], 15), q, k, v, None, 0.0, 14)
+        attention.attend(packing_of([PackedRun(0, 4), PackedRun(4, 11, 0, 4)], 15), q, k, v, None, 0.0, 14)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

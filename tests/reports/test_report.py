@@ -9,7 +9,7 @@ from closeness import approx
 from posttrain.reports.charts import Panel, Series, axis_range
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import fact_lines, render, write_html
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
+from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report, turns_of
 from posttrain.store.metric_names import REWARD, choose_primary_metric
 from posttrain.store.metrics import MetricsRow
 
@@ -57,7 +57,7 @@ class Page(HTMLParser):
         self.words += data
 
 
-def full_report() -> Report:
+def full_report() -> RunReport:
     results = {
         "n": 500.0,
         "accuracy": 0.25,
@@ -67,14 +67,14 @@ def full_report() -> Report:
         "completion_length": 41.6,
     }
     answers = [
-        Answer("base", NASTY, False, None, 40, is_cut=True),
-        Answer("after GRPO", "<think> 1 + 1 = 2. </think> <answer> 2 </answer>", True, "2", 12),
-        Answer("after SFT", "<answer> 3 </answer>", False, "3<b>", 9),
+        TranscriptAnswer("base", NASTY, False, None, 40, is_cut=True),
+        TranscriptAnswer("after GRPO", "<think> 1 + 1 = 2. </think> <answer> 2 </answer>", True, "2", 12),
+        TranscriptAnswer("after SFT", "<answer> 3 </answer>", False, "3<b>", 9),
     ]
-    return Report(
+    return RunReport(
         title="Title & more",
         lead=NASTY,
-        stages=[Stage("base", NASTY, results)],
+        stages=[ReportStage("base", NASTY, results)],
         chapters=[Chapter("Chapter", NASTY, choose_panels(rows()), f"model: {NASTY}", [("steps", "4")])],
         transcripts=[Transcript(NASTY, "2", answers)],
         environment={"python": "3.11", "versions": {"torch": NASTY}},
@@ -119,7 +119,7 @@ def test_a_report_is_whole_escaped_and_loads_nothing_from_outside() -> None:
 def test_report_is_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    assert write_html(render_report(Report("New", "lead")), path) == path
+    assert write_html(render_report(RunReport("New", "lead")), path) == path
     assert "<h1>New</h1>" in path.read_text(encoding="utf-8")
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
@@ -151,14 +151,17 @@ def evaluated(step: int, **results: float) -> MetricsRow:
 
 
 def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
-    answers = [Answer("before", "No.", None, "No.", 2, reward=-0.25), Answer("after", "Yes.", None, None, 2)]
+    answers = [
+        TranscriptAnswer("before", "No.", None, "No.", 2, reward=-0.25),
+        TranscriptAnswer("after", "Yes.", None, None, 2),
+    ]
     dialogue = "user: Hello <b>.\n\nassistant: Good day.\n\nuser: user: is no turn"
     results = {"n": 8.0, "reward": 0.7, "reward_low": 0.6, "reward_high": 0.8, "kl_initial": 2.31}
-    report = Report(
+    report = RunReport(
         "HH",
         "lead",
         primary=REWARD,
-        stages=[Stage("after", "hh/validation, n = 8", results), Stage("before", "", {"reward": -0.1})],
+        stages=[ReportStage("after", "hh/validation, n = 8", results), ReportStage("before", "", {"reward": -0.1})],
         transcripts=[Transcript(dialogue, None, answers, turns_of(dialogue))],
     )
     text = render_report(report)

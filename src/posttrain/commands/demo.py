@@ -30,7 +30,7 @@ from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, map_tasks
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
-from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
+from posttrain.reports.run import ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 from posttrain.reports.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult
@@ -53,7 +53,7 @@ Results = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Story:
+class DemoStory:
     """The models of one story: a base model, the same after demonstrations, and that after reinforcement learning.
 
     ``sft``, ``grpo``: recipes; their runs are called ``run``-sft and ``run``-grpo. Without ``sft`` reinforcement
@@ -117,8 +117,8 @@ def sums_outcome(before: Results, after: Results) -> str:
     return f"In this run accuracy did not change by more than its intervals: {change}."
 
 
-STORIES: Mapping[str, Story] = {
-    "reasoning": Story(
+STORIES: Mapping[str, DemoStory] = {
+    "reasoning": DemoStory(
         run="demo",
         sft="tiny/sft",
         grpo="tiny/grpo-demo",
@@ -144,7 +144,7 @@ STORIES: Mapping[str, Story] = {
         },
         outcome=reasoning_outcome,
     ),
-    "tools": Story(
+    "tools": DemoStory(
         run="demo-tools",
         sft="tiny/sft-calculator",
         grpo="tiny/grpo-calculator",
@@ -177,7 +177,7 @@ STORIES: Mapping[str, Story] = {
         },
         options=" --story tools",
     ),
-    "smollm2": Story(
+    "smollm2": DemoStory(
         run="demo-smollm2",
         sft=None,
         grpo="smollm2/grpo-sums",
@@ -209,7 +209,7 @@ TITLES = {BASE: "The base model", AFTER_SFT: "Demonstrations (SFT)", AFTER_GRPO:
 class Plan:
     """The runs of one demo, by the label of the model that each leaves: folders and resolved recipes."""
 
-    story: Story
+    story: DemoStory
     folders: Mapping[str, Path]
     recipes: Mapping[str, Recipe]
 
@@ -264,7 +264,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(root: Path, seed: int, story: Story) -> Plan:
+def make_plan(root: Path, seed: int, story: DemoStory) -> Plan:
     """Choose fresh names, or those of the newest demo of the same recipes that did not finish."""
     for count in itertools.count(1):
         plan = _plan_of(root, seed, story, "" if count == 1 else f"-{count}")
@@ -278,7 +278,7 @@ def make_plan(root: Path, seed: int, story: Story) -> Plan:
     return plan
 
 
-def _plan_of(root: Path, seed: int, story: Story, suffix: str) -> Plan:
+def _plan_of(root: Path, seed: int, story: DemoStory, suffix: str) -> Plan:
     """Return the plan whose runs have this suffix."""
     seeded = ("train.seed", str(seed))
     grpo, starts = root / f"{story.run}-grpo{suffix}", []
@@ -318,7 +318,7 @@ def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
     return evaluation
 
 
-def _line(label: str, r: Results, story: Story) -> str:
+def _line(label: str, r: Results, story: DemoStory) -> str:
     parts = [f"{r[key]:.0%} {description}" for key, description in story.shares.items() if key in r]
     worked = f", {r['shows_reasoning']:.0%} show their working" if "shows_reasoning" in r else ""
     return (
@@ -337,7 +337,7 @@ def side_by_side(stages: Mapping[str, Evaluation], recipe: Recipe) -> list[Trans
         answers = []
         for label, rollouts in by_id.items():
             rollout = rollouts[key]
-            answer = Answer(
+            answer = TranscriptAnswer(
                 label=label,
                 text=show_turns(rollout.turns, rollout.failures) or rollout.text,
                 is_correct=rollout.parts["correct"] == 1.0,
@@ -365,10 +365,10 @@ def write_story(
         start = str(plan.folders[AFTER_SFT])
         chapters.append(chapter_of(plan.folders[AFTER_SFT], "The demonstrations before it", story.texts[AFTER_SFT]))
         commands.append(("ask the one that guesses", f"posttrain generate {start}"))
-    report = Report(
+    report = RunReport(
         title=story.title,
         lead=story.lead + outcome(story, stages),
-        stages=[Stage(label, text, results[label]) for label, text in story.descriptions.items()],
+        stages=[ReportStage(label, text, results[label]) for label, text in story.descriptions.items()],
         stages_note=f"{about}, the same for all; greedy decoding. {OTHER_PROBLEMS}",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
@@ -384,7 +384,7 @@ def write_story(
     return write_html(render_report(report), plan.grpo / "report.html")
 
 
-def outcome(story: Story, stages: Mapping[str, Evaluation]) -> str:
+def outcome(story: DemoStory, stages: Mapping[str, Evaluation]) -> str:
     """Return the effect of reinforcement learning in one sentence that follows the figures."""
     return story.outcome(stages[story.before].results, stages[AFTER_GRPO].results)
 

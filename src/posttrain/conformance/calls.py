@@ -21,7 +21,7 @@ LONGEST_REASON = 200  # letters of what a function raised
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class LossResult:
     """A loss and its gradients ``[B, T, ...]`` by leaf, 0 where none reaches it."""
 
     value: Tensor
@@ -32,21 +32,21 @@ class Result:
         """All gradients as one vector."""
         return torch.cat([one.flatten() for one in self.gradients.values()])
 
-    def of_rows(self, rows: Sequence[int]) -> Result:
+    def of_rows(self, rows: Sequence[int]) -> LossResult:
         """Return the result with the gradients of some rows, in order."""
-        return Result(self.value, {name: one[list(rows)] for name, one in self.gradients.items()})
+        return LossResult(self.value, {name: one[list(rows)] for name, one in self.gradients.items()})
 
-    def of_columns(self, columns: Sequence[int]) -> Result:
+    def of_columns(self, columns: Sequence[int]) -> LossResult:
         """Return the result with the gradients of some columns, in order."""
-        return Result(self.value, {name: one[:, list(columns)] for name, one in self.gradients.items()})
+        return LossResult(self.value, {name: one[:, list(columns)] for name, one in self.gradients.items()})
 
-    def scaled(self, factor: float) -> Result:
+    def scaled(self, factor: float) -> LossResult:
         """Return a multiple of it."""
-        return Result(self.value * factor, {name: one * factor for name, one in self.gradients.items()})
+        return LossResult(self.value * factor, {name: one * factor for name, one in self.gradients.items()})
 
-    def __add__(self, other: Result) -> Result:
+    def __add__(self, other: LossResult) -> LossResult:
         summed = {name: one + other.gradients[name] for name, one in self.gradients.items()}
-        return Result(self.value + other.value, summed)
+        return LossResult(self.value + other.value, summed)
 
 
 def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
@@ -67,7 +67,7 @@ def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
         raise BadResult(shown[:LONGEST_REASON]) from error
 
 
-def run_loss(loss: Loss, batch: Batch, config: Config, micro_batches: MicroBatches | None = None) -> Result:
+def run_loss(loss: Loss, batch: Batch, config: Config, micro_batches: MicroBatches | None = None) -> LossResult:
     """Return value and gradients of a loss under test; all rows are one micro-batch by default.
 
     Raises:
@@ -79,14 +79,14 @@ def run_loss(loss: Loss, batch: Batch, config: Config, micro_batches: MicroBatch
     leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
     given = {name: x.clone() for name, x in batch.items()} | leaves
     value = check_tensor(call_safely(loss, given, config, split), (), "one number, a tensor of shape ()")
-    return Result(value.detach(), _gradients(value, leaves))
+    return LossResult(value.detach(), _gradients(value, leaves))
 
 
-def run_reference(batch: Batch, config: Config) -> Result:
+def run_reference(batch: Batch, config: Config) -> LossResult:
     """Return value and gradients of the reference."""
     leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
     value = reference_loss(dict(batch) | leaves, config)
-    return Result(value.detach(), _gradients(value, leaves))
+    return LossResult(value.detach(), _gradients(value, leaves))
 
 
 def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ MIXED = "rounds to float32 on the way"
 Status = Literal["ok", "convention", "fails", "bad"]
 
 
-Answer = tuple[Status, float | None, str]  # status, gap and note of a check
-Trial = TypeVar("Trial")
+CheckResult = tuple[Status, float | None, str]  # status, gap and note of a check
+AnyTrial = TypeVar("AnyTrial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def limit_for(*results: Tensor) -> float:
     return LIMIT if all(one.dtype == torch.float64 for one in results) else SINGLE_LIMIT
 
 
-def in_precision(answer: Answer, result: Tensor) -> Answer:
+def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
     """Return the answer of a first check; one that is right in another precision than float64 is a convention."""
     status, gap, note = answer
     if status == "fails" or result.dtype == torch.float64:
@@ -105,7 +105,7 @@ def check_tensor(value: object, shape: Sequence[int], wanted: str) -> Tensor:
 
 
 def run_checks(
-    function: str, case: str, checks: Mapping[str, Callable[[Trial], Answer]], trial: Trial
+    function: str, case: str, checks: Mapping[str, Callable[[AnyTrial], CheckResult]], trial: AnyTrial
 ) -> Iterator[Finding]:
     """Yield what each check of a function finds; nothing where the first one is declined.
 

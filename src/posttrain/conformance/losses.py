@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from posttrain.conformance.calls import Loss, Result, run_loss, run_reference
+from posttrain.conformance.calls import Loss, LossResult, run_loss, run_reference
 from posttrain.conformance.cases import (
     AGGREGATIONS,
     OBJECTIVES,
@@ -33,7 +33,7 @@ from posttrain.conformance.cases import (
 from posttrain.conformance.findings import (
     MIXED,
     MIXED_LIMIT,
-    Answer,
+    CheckResult,
     Finding,
     in_precision,
     largest_gap,
@@ -48,7 +48,7 @@ FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LossTrial:
     """A loss under test in one configuration, with the batches that its checks share."""
 
     loss: Loss
@@ -71,13 +71,13 @@ class Trial:
         """Return the rows of some units."""
         return [unit * self.each + row for unit in numbers for row in range(self.each)]
 
-    def run(self, batch: Batch, micro_batches: MicroBatches | None = None, **changed: object) -> Result:
+    def run(self, batch: Batch, micro_batches: MicroBatches | None = None, **changed: object) -> LossResult:
         """Run the loss; ``changed`` are options."""
         config = replace(self.config, **changed)  # type: ignore[arg-type]
         return run_loss(self.loss, batch, config, micro_batches)
 
 
-def same(found: Result, expected: Result) -> tuple[bool, float]:
+def same(found: LossResult, expected: LossResult) -> tuple[bool, float]:
     """Return whether value and gradient are equal up to rounding, and the largest gap."""
     gap = max(
         largest_gap(found.value.reshape(1), expected.value.reshape(1)), largest_gap(found.gradient, expected.gradient)
@@ -85,18 +85,18 @@ def same(found: Result, expected: Result) -> tuple[bool, float]:
     return gap <= limit_for(found.value), gap
 
 
-def judged(found: Result, expected: Result, wrong: str) -> Answer:
+def judged(found: LossResult, expected: LossResult, wrong: str) -> CheckResult:
     """Return ``ok``, or ``fails`` with what is wrong."""
     is_same, gap = same(found, expected)
     return ("ok", gap, "") if is_same else failure(gap, wrong)
 
 
-def failure(gap: float, wrong: str) -> Answer:
+def failure(gap: float, wrong: str) -> CheckResult:
     """Return ``fails`` with what is wrong; a gap as of numbers that were float32 in between is a convention."""
     return ("convention", gap, MIXED) if gap <= MIXED_LIMIT else ("fails", gap, wrong)
 
 
-def check_value(trial: Trial) -> Answer:
+def check_value(trial: LossTrial) -> CheckResult:
     """The loss of rows of one length."""
     batch = trial.even()
     found, expected = trial.run(batch).value, run_reference(batch, trial.config).value
@@ -106,7 +106,7 @@ def check_value(trial: Trial) -> Answer:
     return failure(gap, f"is {float(found):.6g}, and by the equation {float(expected):.6g}")
 
 
-def check_gradient(trial: Trial) -> Answer:
+def check_gradient(trial: LossTrial) -> CheckResult:
     """Its gradient, which is what trains."""
     batch = trial.even()
     found, expected = trial.run(batch), run_reference(batch, trial.config)
@@ -116,7 +116,7 @@ def check_gradient(trial: Trial) -> Answer:
     return failure(gap, _explain_gradient(found, expected))
 
 
-def _explain_gradient(found: Result, expected: Result) -> str:
+def _explain_gradient(found: LossResult, expected: LossResult) -> str:
     size, wanted = float(found.gradient.norm()), float(expected.gradient.norm())
     if size == 0.0:
         return "no gradient reaches the log-probabilities"
@@ -126,7 +126,7 @@ def _explain_gradient(found: Result, expected: Result) -> str:
     return f"has the norm {size:.6g}, and by the equation {wanted:.6g}"
 
 
-def check_direction(trial: Trial) -> Answer:
+def check_direction(trial: LossTrial) -> CheckResult:
     """A step along the gradient improves what the objective improves."""
     batch = trial.even()
     found, expected = trial.run(batch).gradients, run_reference(batch, trial.config).gradients
@@ -137,7 +137,7 @@ def check_direction(trial: Trial) -> Answer:
     return "ok", None, ""
 
 
-def check_on_policy(trial: Trial) -> Answer:
+def check_on_policy(trial: LossTrial) -> CheckResult:
     """At the weights that sampled, where every ratio is 1, the gradient is that of REINFORCE."""
     batch = trial.even()
     batch["old_logprobs"] = batch["logprobs"].clone()
@@ -146,7 +146,7 @@ def check_on_policy(trial: Trial) -> Answer:
     return judged(trial.run(batch), expected, "with equal policies it is not −A / N for each token")
 
 
-def check_zero_advantages(trial: Trial) -> Answer:
+def check_zero_advantages(trial: LossTrial) -> CheckResult:
     """Without an advantage there is nothing to learn."""
     batch = trial.even()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
@@ -154,7 +154,7 @@ def check_zero_advantages(trial: Trial) -> Answer:
     return judged(trial.run(batch), run_reference(batch, trial.config), "advantages of 0 leave something")
 
 
-def check_lengths(trial: Trial) -> Answer:
+def check_lengths(trial: LossTrial) -> CheckResult:
     """Rows of other lengths: what the loss divides by."""
     batch = trial.uneven()
     found, expected = trial.run(batch), run_reference(batch, trial.config)
@@ -167,7 +167,7 @@ def check_lengths(trial: Trial) -> Answer:
     return failure(gap, "rows of other lengths are weighted otherwise")
 
 
-def _compare_split(trial: Trial, batch: Batch, split: MicroBatches, accumulation: int) -> Answer:
+def _compare_split(trial: LossTrial, batch: Batch, split: MicroBatches, accumulation: int) -> CheckResult:
     whole = trial.run(batch, accumulation=1)
     found = trial.run(batch, split, accumulation=accumulation)
     is_same, gap = same(found, whole)
@@ -182,7 +182,7 @@ def _compare_split(trial: Trial, batch: Batch, split: MicroBatches, accumulation
     return failure(gap, f"the gradient is {_ratio(found, whole)} times that of the whole batch")
 
 
-def _terms_by_means(found: Result, whole: Result, means: Result) -> list[str]:
+def _terms_by_means(found: LossResult, whole: LossResult, means: LossResult) -> list[str]:
     """Return the leaves whose gradient is the mean of means, if every other one's is that of the whole batch."""
     limit = limit_for(found.value)
     named = []
@@ -195,45 +195,45 @@ def _terms_by_means(found: Result, whole: Result, means: Result) -> list[str]:
     return named
 
 
-def _mean_of_means(trial: Trial, batch: Batch, split: MicroBatches) -> Result:
+def _mean_of_means(trial: LossTrial, batch: Batch, split: MicroBatches) -> LossResult:
     """Return the mean of the losses that micro-batches have each for itself, with gradients of the whole batch."""
-    total: Result | None = None
+    total: LossResult | None = None
     for rows in split:
         own = trial.run(select_rows(batch, rows), accumulation=1)
         spread = {}
         for name, one in own.gradients.items():
             spread[name] = torch.zeros_like(batch[name])
             spread[name][list(rows)] = one
-        part = Result(own.value / len(split), {name: one / len(split) for name, one in spread.items()})
+        part = LossResult(own.value / len(split), {name: one / len(split) for name, one in spread.items()})
         total = part if total is None else total + part
     assert total is not None, "a split has micro-batches"
     return total
 
 
-def _ratio(found: Result, whole: Result) -> str:
+def _ratio(found: LossResult, whole: LossResult) -> str:
     size, wanted = float(found.gradient.norm()), float(whole.gradient.norm())
     return "many" if wanted == 0.0 else f"{size / wanted:.3g}"
 
 
-def check_equal_split(trial: Trial) -> Answer:
+def check_equal_split(trial: LossTrial) -> CheckResult:
     """Two micro-batches of as many rows, which differ in tokens."""
     split = [trial.units(0, 1), trial.units(2, 3)]
     return _compare_split(trial, trial.uneven(), split, len(split))
 
 
-def check_unequal_split(trial: Trial) -> Answer:
+def check_unequal_split(trial: LossTrial) -> CheckResult:
     """Three micro-batches of different numbers of rows."""
     split = [trial.units(0), trial.units(1, 2), trial.units(3)]
     return _compare_split(trial, trial.uneven(), split, len(split))
 
 
-def check_last_window(trial: Trial) -> Answer:
+def check_last_window(trial: LossTrial) -> CheckResult:
     """The last step of an epoch: two micro-batches where four are configured."""
     split = [trial.units(0, 1), trial.units(2, 3)]
     return _compare_split(trial, trial.even(), split, 4)
 
 
-def check_row_order(trial: Trial) -> Answer:
+def check_row_order(trial: LossTrial) -> CheckResult:
     """The order of the rows."""
     batch = trial.uneven()
     order = trial.units(2, 0, 3, 1)
@@ -241,14 +241,14 @@ def check_row_order(trial: Trial) -> Answer:
     return judged(found, trial.run(batch).of_rows(order), "the order of the rows changes it")
 
 
-def check_padding(trial: Trial) -> Answer:
+def check_padding(trial: LossTrial) -> CheckResult:
     """Other numbers at places that are not trained."""
     batch = trial.uneven()
     found = trial.run(with_padding(batch, STRANGE))
     return judged(found, trial.run(batch), "numbers at places that are not trained are read")
 
 
-def check_nan_padding(trial: Trial) -> Answer:
+def check_nan_padding(trial: LossTrial) -> CheckResult:
     """NaN, and log-probabilities of −1e10 and −inf, at places that are not trained."""
     batch = trial.uneven()
     expected = trial.run(batch)
@@ -261,7 +261,7 @@ def check_nan_padding(trial: Trial) -> Answer:
     return "ok", worst_gap, ""
 
 
-def check_width(trial: Trial) -> Answer:
+def check_width(trial: LossTrial) -> CheckResult:
     """More padding behind all rows."""
     batch = trial.uneven()
     width = batch["mask"].shape[1]
@@ -269,14 +269,14 @@ def check_width(trial: Trial) -> Answer:
     return judged(found, trial.run(batch), "more columns of padding change it")
 
 
-def check_hole(trial: Trial) -> Answer:
+def check_hole(trial: LossTrial) -> CheckResult:
     """Tokens between trained ones that are not trained, such as a tool's answer."""
     batch = trial.even()
     found = trial.run(with_hole(batch, 2, 3)).of_columns([0, 1, 5, 6])
     return judged(found, trial.run(batch), "tokens that are not trained, between trained ones, change it")
 
 
-def check_empty_row(trial: Trial) -> Answer:
+def check_empty_row(trial: LossTrial) -> CheckResult:
     """A row of which no token is trained."""
     batch = trial.uneven()
     rows = batch["mask"].shape[0]
@@ -290,7 +290,7 @@ def check_empty_row(trial: Trial) -> Answer:
     return failure(gap, "a row without trained tokens changes it")
 
 
-def check_square(trial: Trial) -> Answer:
+def check_square(trial: LossTrial) -> CheckResult:
     """As many rows as columns, where a number per row spreads along the wrong axis without an error."""
     rows = 4 * trial.each
     batch = made_batch([rows - 1, rows, *([2, 3] * rows)][:rows], width=rows)
@@ -298,7 +298,7 @@ def check_square(trial: Trial) -> Answer:
     return judged(trial.run(batch), expected, "with as many rows as tokens it is another number")
 
 
-def check_arguments(trial: Trial) -> Answer:
+def check_arguments(trial: LossTrial) -> CheckResult:
     """Every argument is used: the micro-batches, the mask and each batch field that the equation reads."""
     batch = trial.even()
     whole = trial.run(batch)
@@ -319,7 +319,7 @@ def check_arguments(trial: Trial) -> Answer:
     return "ok", None, ""
 
 
-def check_options(trial: Trial) -> Answer:
+def check_options(trial: LossTrial) -> CheckResult:
     """Every option acts as in the equation."""
     batch = trial.even()
     whole = trial.run(batch)
@@ -338,7 +338,7 @@ def check_options(trial: Trial) -> Answer:
     return "ok", largest, ""
 
 
-Check = Callable[[Trial], Answer]
+Check = Callable[[LossTrial], CheckResult]
 CHECKS: dict[str, Check] = {
     "value": check_value,
     "gradient": check_gradient,
@@ -387,4 +387,4 @@ def check_losses(loss: Loss) -> Iterator[Finding]:
 def check_loss(loss: Loss, config: Config) -> Iterator[Finding]:
     """Yield the findings of one configuration."""
     checks = {name: CHECKS[name] for name in checks_of(config)}
-    yield from run_checks("loss", config.label, checks, Trial(loss, config))
+    yield from run_checks("loss", config.label, checks, LossTrial(loss, config))

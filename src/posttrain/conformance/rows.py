@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from posttrain.conformance.calls import call_safely
-from posttrain.conformance.findings import Answer, BadResult, Declined, Finding, describe, run_checks
+from posttrain.conformance.findings import BadResult, CheckResult, Declined, Finding, describe, run_checks
 
 Rows = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], int, int], Any]
 PAD, END = 0, 9
@@ -19,7 +19,7 @@ ANSWERS = [[3, 4, END], [1, 2, 3, 4, 5, END], [6, 7, 8], [END]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RowsTrial:
     """A function under test that makes rows."""
 
     function: Rows
@@ -48,7 +48,7 @@ class Trial:
         return tokens.long(), mask != 0
 
 
-def _wrong_row(trial: Trial, answers: Sequence[Sequence[int]], pad: int, end: int) -> str:
+def _wrong_row(trial: RowsTrial, answers: Sequence[Sequence[int]], pad: int, end: int) -> str:
     """Return what is wrong with the trained tokens of the first wrong row, or nothing."""
     tokens, mask = trial.run(PROMPTS, answers, pad, end)
     for number, answer in enumerate(answers):
@@ -58,16 +58,16 @@ def _wrong_row(trial: Trial, answers: Sequence[Sequence[int]], pad: int, end: in
     return ""
 
 
-def _judged(wrong: str) -> Answer:
+def _judged(wrong: str) -> CheckResult:
     return ("fails", None, wrong) if wrong else ("ok", None, "")
 
 
-def check_trained_tokens(trial: Trial) -> Answer:
+def check_trained_tokens(trial: RowsTrial) -> CheckResult:
     """Trained is the answer with its end token, and nothing else."""
     return _judged(_wrong_row(trial, ANSWERS, PAD, END))
 
 
-def check_prompt(trial: Trial) -> Answer:
+def check_prompt(trial: RowsTrial) -> CheckResult:
     """In front of the answer stands the prompt, whole."""
     tokens, mask = trial.run(PROMPTS, ANSWERS)
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
@@ -79,30 +79,30 @@ def check_prompt(trial: Trial) -> Answer:
     return "ok", None, ""
 
 
-def check_pad_is_end(trial: Trial) -> Answer:
+def check_pad_is_end(trial: RowsTrial) -> CheckResult:
     """A pad token that is the end token, as many models have it: the end of the answer is trained, padding is not."""
     return _judged(_wrong_row(trial, ANSWERS, END, END))
 
 
-def check_pad_inside(trial: Trial) -> Answer:
+def check_pad_inside(trial: RowsTrial) -> CheckResult:
     """An answer in which the pad token occurs."""
     answers = [[3, PAD, 4, END], *ANSWERS[1:]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
-def check_cut_off(trial: Trial) -> Answer:
+def check_cut_off(trial: RowsTrial) -> CheckResult:
     """Answers that were cut off: no end token is added."""
     answers = [[3, 4], [1, 2, 3, 4, 5], [6, 7, 8], [2]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
-def check_end_inside(trial: Trial) -> Answer:
+def check_end_inside(trial: RowsTrial) -> CheckResult:
     """An answer of several turns, with end tokens inside."""
     answers = [[3, END, 4, END], *ANSWERS[1:]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
-def check_padding(trial: Trial) -> Answer:
+def check_padding(trial: RowsTrial) -> CheckResult:
     """The pad token is at every place that is neither prompt nor answer."""
     tokens = trial.run(PROMPTS, ANSWERS, 11)[0]
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
@@ -116,7 +116,7 @@ def check_padding(trial: Trial) -> Answer:
     return "ok", None, ""
 
 
-def check_row_order(trial: Trial) -> Answer:
+def check_row_order(trial: RowsTrial) -> CheckResult:
     """The order of the rows is that of the prompts."""
     order = [2, 0, 3, 1]
     tokens, mask = trial.run([PROMPTS[row] for row in order], [ANSWERS[row] for row in order])
@@ -126,20 +126,20 @@ def check_row_order(trial: Trial) -> Answer:
     return "ok", None, ""
 
 
-def check_single_row(trial: Trial) -> Answer:
+def check_single_row(trial: RowsTrial) -> CheckResult:
     """One row by itself."""
     tokens, mask = trial.run(PROMPTS[:1], ANSWERS[:1])
     trained = tokens[0][mask[0]].tolist()
     return _judged("" if trained == ANSWERS[0] else f"it trains {trained}, and the answer is {ANSWERS[0]}")
 
 
-def check_first_token(trial: Trial) -> Answer:
+def check_first_token(trial: RowsTrial) -> CheckResult:
     """Nothing predicts the first token of a row, which is never trained."""
     mask = trial.run(PROMPTS, ANSWERS)[1]
     return _judged("a row's first token is trained" if bool(mask[:, 0].any()) else "")
 
 
-CHECKS: dict[str, Callable[[Trial], Answer]] = {
+CHECKS: dict[str, Callable[[RowsTrial], CheckResult]] = {
     "trained_tokens": check_trained_tokens,
     "prompt": check_prompt,
     "pad_is_end": check_pad_is_end,
@@ -155,4 +155,4 @@ CHECKS: dict[str, Callable[[Trial], Answer]] = {
 
 def check_rows(function: Rows) -> Iterator[Finding]:
     """Yield the findings about a function that makes rows."""
-    yield from run_checks("rows", "prompts and answers", CHECKS, Trial(function))
+    yield from run_checks("rows", "prompts and answers", CHECKS, RowsTrial(function))

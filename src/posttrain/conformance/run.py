@@ -37,7 +37,7 @@ NUMBERS = (2, 3)  # columns of the table that are set to the right
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConformanceReport:
     """The findings about a module, in the order of the checks."""
 
     module: str
@@ -67,7 +67,7 @@ class Report:
         }
 
 
-def check_module(module: str | ModuleType | Mapping[str, Callable[..., Any]]) -> Report:
+def check_module(module: str | ModuleType | Mapping[str, Callable[..., Any]]) -> ConformanceReport:
     """Check a trainer's functions: a module, its name, a Python file, or the functions by name.
 
     Raises:
@@ -89,7 +89,7 @@ def check_module(module: str | ModuleType | Mapping[str, Callable[..., Any]]) ->
         if not callable(function):
             raise UsageError(f"{name}: {kind}: {type(function).__name__} is no function. Give one of {wanted}")
         findings += KINDS[kind][1](function)
-    return Report(name, tuple(findings))
+    return ConformanceReport(name, tuple(findings))
 
 
 def load_module(name: str) -> ModuleType:
@@ -133,7 +133,7 @@ def _import_file(name: str) -> ModuleType:
     return module
 
 
-def table_lines(report: Report) -> list[str]:
+def table_lines(report: ConformanceReport) -> list[str]:
     """Return the table as lines of text: a line for each case, then what is not as in the equations."""
     cases: dict[tuple[str, str], list[Finding]] = {}
     for one in report.findings:
@@ -180,7 +180,7 @@ def _exceptions(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _summary(report: Report) -> str:
+def _summary(report: ConformanceReport) -> str:
     named = (("convention", "conventions"), ("fails", "fail"), ("bad", "cannot be compared"))
     others = [f"{report.count(status)} {text}" for status, text in named if report.count(status)]
     parts = [f"{report.count('ok')} of {len(report.findings)} checks as in the equations", *others]

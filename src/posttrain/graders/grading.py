@@ -58,7 +58,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredReward:
     """A reward that is a number, with further numbers (as ``Verdict.info``).
 
     ``failure``: the answer could not be measured; it is the outcome of an answer that nothing else grades.

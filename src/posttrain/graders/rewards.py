@@ -1,9 +1,9 @@
 """Rewards, and how they are called: each asks by parameter name for what it reads.
 
-A reward is any function that returns a number, a ``Verdict`` or ``Measured``. Its positional parameters are names from
-``AVAILABLE``; its keyword-only parameters are options of the recipe. One that is registered with ``batched=True`` is
-called once for many completions: each parameter is then a sequence, and so is the result. One in TRL's form,
-``(completions, **columns) -> list[float]``, is called so, too.
+A reward is any function that returns a number, a ``Verdict`` or ``MeasuredReward``. Its positional parameters are
+names from ``AVAILABLE``; its keyword-only parameters are options of the recipe. One that is registered with
+``batched=True`` is called once for many completions: each parameter is then a sequence, and so is the result. One in
+TRL's form, ``(completions, **columns) -> list[float]``, is called so, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
-from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
+from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade, is_blank
 from posttrain.option_types import shown_with_type
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
@@ -44,7 +44,7 @@ AVAILABLE: dict[str, str] = {
     "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
-RewardResult = float | Verdict | Measured
+RewardResult = float | Verdict | MeasuredReward
 MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
 
 
@@ -258,7 +258,7 @@ def _requested_arguments(
 
 
 def _check_result(value: object, place: str) -> RewardResult:
-    if not isinstance(value, Verdict | Measured):
+    if not isinstance(value, Verdict | MeasuredReward):
         return _check_number(value, place)
     for number in (value.value, *value.info.values()):
         _check_number(number, place)

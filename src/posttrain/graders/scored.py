@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.graders.grading import Outcome, Submission, Verdict, is_blank
-from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, WorkerResult, count_cpus, shared_pool
 from posttrain.registry import register
 
 MAX_WORKERS = 4
@@ -76,19 +76,19 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
     return verdicts
 
 
-def _score(result: Result | None) -> float:
+def _score(result: WorkerResult | None) -> float:
     if result is not None and result.kind == "value":
         return result.value
     return 0.0
 
 
-def score_answers(to_score: Sequence[tuple[AnswerScorer | None, str | None]]) -> list[Result | None]:
+def score_answers(to_score: Sequence[tuple[AnswerScorer | None, str | None]]) -> list[WorkerResult | None]:
     """The result of scoring each answer, in order: its ``value`` is the score, a float.
 
     None of a blank answer, and without a scorer. Equal answers to the same question are scored once. A plain function
     may raise what it likes.
     """
-    outcomes: list[Result | None] = [None] * len(to_score)
+    outcomes: list[WorkerResult | None] = [None] * len(to_score)
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
     for place, (scorer, answer) in enumerate(to_score):
         if scorer is None or answer is None or is_blank(answer):
@@ -97,7 +97,7 @@ def score_answers(to_score: Sequence[tuple[AnswerScorer | None, str | None]]) ->
             places = pooled.setdefault((scorer.target, scorer.limits), {})
             places.setdefault((id(scorer.subject), answer), []).append(place)
         else:
-            outcomes[place] = Result("value", value=float(scorer(answer)))
+            outcomes[place] = WorkerResult("value", value=float(scorer(answer)))
     for (target, limits), places in pooled.items():
         pool = shared_pool(target, min(count_cpus(), MAX_WORKERS), limits)
         scorers = [to_score[own[0]][0] for own in places.values()]

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.interpret.features.features import Report
+from posttrain.interpret.features.features import FeatureReport
 from posttrain.reports.page import render
 
 NUM_LEVELS = 255  # shades of an activation, from 0 to the largest of its feature
 _DROPPED = -1
 
 
-def render_features(report: Report) -> str:
+def render_features(report: FeatureReport) -> str:
     """Return the whole page as HTML."""
     title = f"Features of {report['about'].get('dictionary') or 'a dictionary'}"
     return render("features.jinja", title=title, about=report["about"], content=_compact(report))
 
 
-def _compact(report: Report) -> dict[str, Any]:
+def _compact(report: FeatureReport) -> dict[str, Any]:
     """The data of the script: every text once, tokens by their place in that list, activations as levels."""
     places: dict[str, int] = {}
 

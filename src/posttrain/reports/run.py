@@ -18,7 +18,7 @@ _OF_A_PART = ("accuracy", "called")
 
 
 @dataclass(frozen=True)
-class Stage:
+class ReportStage:
     """One model of the story with its held-out results (``evaluation/generation.py``)."""
 
     label: str
@@ -27,7 +27,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TranscriptAnswer:
     """One model's text for a problem. ``extracted``: the answer found in it, None for none.
 
     ``is_correct`` is None where there is no gold answer; then the ``reward`` is shown, if there is one.
@@ -66,7 +66,7 @@ class Transcript:
 
     question: str
     gold: str | None
-    answers: Sequence[Answer]
+    answers: Sequence[TranscriptAnswer]
     turns: Sequence[tuple[str, str]] = ()
 
 
@@ -90,12 +90,12 @@ class Chapter:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """The content of the page. ``commands``: (purpose, command). ``primary``: the primary metric of the stages."""
 
     title: str
     lead: str
-    stages: Sequence[Stage] = ()
+    stages: Sequence[ReportStage] = ()
     stages_note: str = ""
     chapters: Sequence[Chapter] = ()
     transcripts: Sequence[Transcript] = ()
@@ -105,7 +105,7 @@ class Report:
     primary: Metric = ACCURACY
 
 
-def render_report(report: Report) -> str:
+def render_report(report: RunReport) -> str:
     """The whole page as HTML."""
     names = [*report.primary.further, *_COLUMNS]
     measured = dict.fromkeys(key for stage in report.stages for key in stage.results)

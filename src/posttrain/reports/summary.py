@@ -16,7 +16,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
+from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report, turns_of
 from posttrain.runs.directory import RunDirectory, State
 from posttrain.runs.listing import seconds_of
 from posttrain.runs.models import read_run_recipe
@@ -52,7 +52,7 @@ def write_summary(folder: str | Path) -> Path:
     write_results(run, recipe, rows, points)
     lead = [describe_settings(recipe)]
     lead += [f"Warning: {warning}." for warning in learning_warnings(rows).values()]
-    report = Report(
+    report = RunReport(
         title=title,
         lead=" ".join(lead),
         primary=primary,
@@ -187,7 +187,7 @@ def note_on(points: Sequence[EvaluationPoint], primary: Metric) -> str:
     return f"Held-out {primary.of}{but}. Before the first update and after the last."
 
 
-def _stages(points: Sequence[EvaluationPoint], primary: Metric) -> list[Stage]:
+def _stages(points: Sequence[EvaluationPoint], primary: Metric) -> list[ReportStage]:
     measured = [point for point in points if primary.value(point.results) is not None]
     stages = []
     for task, own in _by_task(measured).items():
@@ -198,7 +198,7 @@ def _stages(points: Sequence[EvaluationPoint], primary: Metric) -> list[Stage]:
             description = task
             if "n" in point.results:
                 description = f"{task}, n = {point.results['n']:.0f}"
-            stages.append(Stage(_label(point.step), description, point.results))
+            stages.append(ReportStage(_label(point.step), description, point.results))
     return stages
 
 
@@ -252,7 +252,7 @@ def _before_and_after(
 
 def answer_of(
     label: str, row: RecordedRollout, extract: Callable[[str], str | None], tells_reward: bool = False
-) -> Answer:
+) -> TranscriptAnswer:
     """Return a recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
     is_correct = None
     if row.outcome != "ungraded":
@@ -260,7 +260,7 @@ def answer_of(
     reward = None
     if tells_reward:
         reward = row.reward
-    return Answer(
+    return TranscriptAnswer(
         label=label,
         text=row.transcript,
         is_correct=is_correct,

@@ -19,7 +19,7 @@ from posttrain.reports.charts import (
     show_tick,
 )
 from posttrain.reports.page import render, write_html
-from posttrain.reports.run import Answer, Transcript, turns_of
+from posttrain.reports.run import Transcript, TranscriptAnswer, turns_of
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen, MethodCurve
@@ -75,7 +75,7 @@ def _transcripts(part: SweepPart) -> list[Transcript]:
     transcripts = []
     for question, answers in part.samples:
         prompt = fit(question)
-        columns = [Answer(who, fit(text), None, None, reward=score) for who, text, score in answers]
+        columns = [TranscriptAnswer(who, fit(text), None, None, reward=score) for who, text, score in answers]
         transcripts.append(Transcript(prompt, None, columns, turns_of(prompt)))
     return transcripts
 

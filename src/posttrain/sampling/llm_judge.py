@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationError
 
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
-from posttrain.graders.grading import Measured
+from posttrain.graders.grading import MeasuredReward
 from posttrain.option_types import LARGEST_COUNT, LOOPBACK, key_for
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.registry import find, register
@@ -324,7 +324,7 @@ def judge(
     retries: Annotated[int, Field(ge=0, le=20)] = 4,
     timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
-) -> list[Measured]:
+) -> list[MeasuredReward]:
     """Let a language model judge the answer by a rubric: ``r = (score − lowest) / (highest − lowest)``, from 0 to 1.
 
     An unjudged answer gets the mean of the others to its prompt; its outcome is ``timeout`` or ``crash`` where no gold
@@ -362,7 +362,7 @@ def judge(
     return _measured(judged, [one.id for one in example], text)
 
 
-def _measured(judged: Sequence[Opinion], ids: Sequence[str], texts: Sequence[str]) -> list[Measured]:
+def _measured(judged: Sequence[Opinion], ids: Sequence[str], texts: Sequence[str]) -> list[MeasuredReward]:
     of_prompt: dict[str, list[float]] = {}
     for name, opinion in zip(ids, judged, strict=True):
         known = of_prompt.setdefault(name, [])
@@ -392,7 +392,7 @@ def _measured(judged: Sequence[Opinion], ids: Sequence[str], texts: Sequence[str
             "judge_tokens_out": float(opinion.tokens_out),
             "judge_length": correlation,
         }
-        measured.append(Measured(value, info, opinion.failure))
+        measured.append(MeasuredReward(value, info, opinion.failure))
     return measured
 
 

@@ -14,7 +14,7 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.data.render.encoding import decode_ids
-from posttrain.graders.grading import Measured, Verdict
+from posttrain.graders.grading import MeasuredReward, Verdict
 from posttrain.graders.rewards import BoundReward, RewardResult, bind_reward, check_size, format_part, reward_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
@@ -118,7 +118,7 @@ def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | N
             values[name] = reward.value
             info |= reward.info
         total += weight * values[name]
-        if isinstance(reward, Measured):
+        if isinstance(reward, MeasuredReward):
             failure = reward.failure or failure
         if isinstance(reward, Verdict) and name == "correct":
             outcome = reward.outcome

@@ -41,7 +41,7 @@ class Controls:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """Messages with one model. A reply is a function of the messages, the controls and how many replies there were.
 
     ``steering``: a change of the model's activations while it replies. ``text``, ``logprobs``, ``finish``: the newest
@@ -154,7 +154,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     for source in sources:
         own = complete_template(template, source)
         say_template(source, own)
-        conversations.append(Conversation(open_model(source, own), controls))
+        conversations.append(ChatSession(open_model(source, own), controls))
     console = open_console()
     for conversation in conversations:
         conversation.set_system(arguments.system or "")
@@ -179,7 +179,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             speak(console, conversations, line)
 
 
-def speak(console: Console, conversations: Sequence[Conversation], content: str) -> None:
+def speak(console: Console, conversations: Sequence[ChatSession], content: str) -> None:
     """Print every model's reply, one below the other; a model that cannot reply says why."""
     for conversation in conversations:
         label = conversation.sampler.label

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.chat.conversation import Controls, Conversation
+from posttrain.commands.chat.conversation import ChatSession, Controls
 from posttrain.commands.chat.fields import NOBODY, read_chat, read_text, read_whole
 from posttrain.commands.interpret.steering import has_sae, read_steering
 from posttrain.commands.options import refuse_open_host
@@ -225,7 +225,7 @@ def check_offered(name: str, offered: Collection[str], kind: str) -> str:
 class Side:
     """One side of the chat: a conversation with its replies so far, and facts about the newest."""
 
-    conversation: Conversation
+    conversation: ChatSession
     history: list[dict[str, str]] = field(default_factory=list)
     info: str = ""
 
@@ -268,7 +268,7 @@ def answer(
     if sides is not None:
         current = list(sides)
     if [side.conversation.sampler for side in current] != opened:
-        current = [Side(Conversation(model, controls)) for model in opened]
+        current = [Side(ChatSession(model, controls)) for model in opened]
     sae, features, steered = steering
     chosen = ""
     if sae != NOBODY:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.commands.exercises import answers, policy_gradients
-from posttrain.commands.exercises.exercise import Answer, Exercise
+from posttrain.commands.exercises.exercise import Exercise, ReturnValue
 
 EXERCISES = {
     "response_mask": answers.RESPONSE_MASK,
@@ -97,7 +97,7 @@ def _known_mistake(exercise: Exercise, given: list[object]) -> str:
     return ""
 
 
-def differ(expected: Answer, given: object) -> str:
+def differ(expected: ReturnValue, given: object) -> str:
     """Describe how an answer differs from the one expected; empty if it does not."""
     if isinstance(expected, tuple):
         if not isinstance(given, tuple | list) or len(given) != len(expected):

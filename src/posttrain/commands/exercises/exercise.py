@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.types import Batch
 
-Answer: TypeAlias = Tensor | float | str | tuple[Tensor, ...] | None
+ReturnValue: TypeAlias = Tensor | float | str | tuple[Tensor, ...] | None
 Lists: TypeAlias = list[float] | list[list[float]]
 
 
@@ -29,9 +29,9 @@ class Exercise:
     library: str
     signature: str
     task: str
-    reference: Callable[..., Answer]
+    reference: Callable[..., ReturnValue]
     cases: Mapping[str, tuple[object, ...]]
-    mistakes: Mapping[str, Callable[..., Answer]]
+    mistakes: Mapping[str, Callable[..., ReturnValue]]
     needs_torch: bool = True
 
     @property

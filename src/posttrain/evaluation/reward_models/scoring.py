@@ -27,7 +27,7 @@ from posttrain.data.render.template import build_template
 from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
 from posttrain.evaluation.generation import held_out
 from posttrain.evaluation.statistics import sigmoid
-from posttrain.graders.grading import Measured
+from posttrain.graders.grading import MeasuredReward
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
@@ -365,7 +365,7 @@ def prepare_reward_model(*, run: str, normalize: bool = False, **_: object) -> N
 @register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare_reward_model)
 def reward_model(
     example: Sequence[Example], text: Sequence[str], finish: Sequence[str], *, run: str, normalize: bool = False
-) -> list[Measured]:
+) -> list[MeasuredReward]:
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 
     ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
@@ -393,9 +393,9 @@ def reward_model(
     rewards = []
     for score in scores:
         if score is None:
-            rewards.append(Measured((lowest - mean) / std, {"unscored": 1.0}))
+            rewards.append(MeasuredReward((lowest - mean) / std, {"unscored": 1.0}))
         else:
-            rewards.append(Measured((score - mean) / std, {"unscored": 0.0}))
+            rewards.append(MeasuredReward((score - mean) / std, {"unscored": 0.0}))
     return rewards
 
 

@@ -10,7 +10,7 @@ from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
-from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, WorkerResult, count_cpus, shared_pool
 from posttrain.graders.signs import fold_signs
 from posttrain.registry import register
 from posttrain.signatures import Range
@@ -85,7 +85,7 @@ def math(
     return verdicts
 
 
-def _outcome_of(result: Result) -> Outcome:
+def _outcome_of(result: WorkerResult) -> Outcome:
     """The outcome of a comparison in a worker."""
     if result.kind != "value":
         return result.kind

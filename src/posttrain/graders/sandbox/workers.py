@@ -62,7 +62,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class WorkerResult:
     """Outcome of an item: its ``value``; or a time-out or a crash, with the ``reason``."""
 
     kind: Literal["value", "timeout", "crash"]
@@ -91,14 +91,14 @@ class WorkerPool:
         self._owner = os.getpid()
         atexit.register(self._kill)
 
-    def run(self, items: Sequence[object]) -> list[Result]:
+    def run(self, items: Sequence[object]) -> list[WorkerResult]:
         """Return one result for each item (anything that JSON can hold), in order.
 
         Raises:
             RunFailure: no worker can be started.
         """
         waiting = deque(enumerate(items))
-        results: dict[int, Result] = {}
+        results: dict[int, WorkerResult] = {}
         failures: list[RunFailure] = []
         size = min(self.num_workers, len(items))
         shared = (waiting, results, failures)
@@ -157,7 +157,9 @@ class _Worker:
         self.is_stopped = False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def serve(self, waiting: deque[tuple[int, object]], results: dict[int, Result], failures: list[RunFailure]) -> None:
+    def serve(
+        self, waiting: deque[tuple[int, object]], results: dict[int, WorkerResult], failures: list[RunFailure]
+    ) -> None:
         """Take items until none is left, and note their results."""
         try:
             while not self.is_stopped:
@@ -169,7 +171,7 @@ class _Worker:
             failures.append(error)
             waiting.clear()
 
-    def _answer(self, item: object) -> Result:
+    def _answer(self, item: object) -> WorkerResult:
         answer: dict[str, Any] = {"code": 0}
         for _ in range(NUM_ATTEMPTS):
             if self.is_stopped:
@@ -180,14 +182,14 @@ class _Worker:
             if answer.get("last"):
                 self.end()
             if "crash" in answer:
-                return Result("crash", reason=str(answer["crash"]))
+                return WorkerResult("crash", reason=str(answer["crash"]))
             if "value" in answer:
-                return Result("value", value=answer["value"])
+                return WorkerResult("value", value=answer["value"])
             if answer["code"] == -signal.SIGPROF:
-                return Result("timeout", reason=f"over {self.limits.cpu_seconds:g} s of CPU time")
+                return WorkerResult("timeout", reason=f"over {self.limits.cpu_seconds:g} s of CPU time")
             if answer["is_late"] or answer["code"] == -signal.SIGALRM:
-                return Result("timeout", reason=f"over {self.limits.wall_seconds:g} s elapsed")
-        return Result("crash", reason=_describe_end(answer["code"]))
+                return WorkerResult("timeout", reason=f"over {self.limits.wall_seconds:g} s elapsed")
+        return WorkerResult("crash", reason=_describe_end(answer["code"]))
 
     def _start(self) -> None:
         if sys.platform == "win32":

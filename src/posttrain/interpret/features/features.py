@@ -36,7 +36,7 @@ CONTEXT_CONVENTION = (
     "the strongest activations of all recorded rows: of each document the strongest token, and of documents that agree "
     "up to that token the first"
 )
-Report = dict[str, Any]  # ``about``, and ``features``, each as in ``features.json``
+FeatureReport = dict[str, Any]  # ``about``, and ``features``, each as in ``features.json``
 
 
 class FeatureStatistics:
@@ -226,7 +226,7 @@ def describe_features(
     lens: Lens | None = None,
     tokenizer: Tokenizer | None = None,
     about: dict[str, object] | None = None,
-) -> Report:
+) -> FeatureReport:
     """Describe the features of a dictionary on raw activations, from one pass over rows.
 
     For each feature: ``density``, the share of rows at which it is active; ``mean`` of its activations there, and
@@ -268,7 +268,7 @@ def _describe(
     store: ActivationStore,
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None,
     tokenizer: Tokenizer,
-) -> list[Report]:
+) -> list[FeatureReport]:
     def texts(tokens: Sequence[int]) -> list[str]:
         if tokenizer is None:
             return [f"<{token}>" for token in tokens]
@@ -310,7 +310,7 @@ def _describe(
 
 def _contexts(
     found: FeatureStatistics, store: ActivationStore, texts: Callable[[Sequence[int]], list[str]]
-) -> list[list[Report]]:
+) -> list[list[FeatureReport]]:
     """Return the contexts of each feature, in the order of the columns."""
     rows = found.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
@@ -318,7 +318,7 @@ def _contexts(
     positions = store.positions(flat).view_as(rows).tolist()
     values = found.top.T.tolist()
     windows = found.windows.transpose(0, 1).tolist()
-    contexts: list[list[Report]] = [[] for _ in values]
+    contexts: list[list[FeatureReport]] = [[] for _ in values]
     for i, column in enumerate(values):
         for value, document, position, window in zip(column, documents[i], positions[i], windows[i], strict=True):
             if value <= 0:
@@ -345,7 +345,7 @@ def _contexts(
     return contexts
 
 
-def write_features(report: Report, path: str | Path) -> Path:
+def write_features(report: FeatureReport, path: str | Path) -> Path:
     """Write ``features.json``: ``about``, then one feature on each line with its address on the page."""
     place = Path(path)
     page = place.with_suffix(".html").name
@@ -374,7 +374,7 @@ def read_features(
     features: Sequence[int] | None = None,
     contexts: int = 10,
     with_lens: bool = True,
-) -> Report:
+) -> FeatureReport:
     """Describe the features of a stored dictionary; ``about["notices"]`` has notes on rows of another model.
 
     ``resolve`` returns what is loaded for the name of a model; ``model`` and ``source`` are by default the dictionary's

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posttrain.models.config import Model
-from posttrain.models.forward.packing import ROUND_TOKENS, Packing, Run
+from posttrain.models.forward.packing import ROUND_TOKENS, PackedRun, Packing
 
 # (packing, q [N, H, D], k and v [N, K, D], scale) -> [N, H, D], with K a divisor of H
 Kernel = Callable[[Packing, Tensor, Tensor, Tensor, float | None], Tensor]
@@ -228,7 +228,7 @@ def is_correct(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> bool:
     """Return True if ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
-    runs = (Run(0, 40), Run(40, 130, 0, 40), Run(170, 3, 0, 40), Run(173, 30))
+    runs = (PackedRun(0, 40), PackedRun(40, 130, 0, 40), PackedRun(170, 3, 0, 40), PackedRun(173, 30))
     nothing = torch.zeros(2 * ROUND_TOKENS, dtype=torch.long, device=device)
     packing = Packing(nothing, nothing, 203, runs, nothing, None, nothing, 0, nothing)
     coarse = dtype.itemsize < 4 or (device.type == "cuda" and torch.get_float32_matmul_precision() != "highest")

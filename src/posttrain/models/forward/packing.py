@@ -46,7 +46,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PackedRun:
     """``length`` tokens from ``start`` on, after the ``prefix_length`` tokens from ``prefix_start`` on."""
 
     start: int
@@ -60,11 +60,11 @@ class Run:
         return self.length * (self.prefix_length + self.length)
 
 
-def plan_buckets(runs: Sequence[Run], device: Any = None) -> tuple[tuple[Bucket, ...], Tensor | None]:
+def plan_buckets(runs: Sequence[PackedRun], device: Any = None) -> tuple[tuple[Bucket, ...], Tensor | None]:
     """The buckets of all runs with tokens, which follow one another in the stream without gaps, and the place of each
     token of the stream in their joined outputs ``int64 [N]``, None where the order is the same."""
     ordered = sorted((r for r in runs if r.length > 0), key=lambda r: (r.prefix_length > 0, -r.work, r.start))
-    pieces: list[list[Run]] = []
+    pieces: list[list[PackedRun]] = []
     for run in ordered:
         if not pieces or not _fits(pieces[-1], run):
             pieces.append([])
@@ -96,7 +96,7 @@ class Spans:
     most_keys: int
 
 
-def plan_spans(runs: Sequence[Run], device: Any = None) -> Spans:
+def plan_spans(runs: Sequence[PackedRun], device: Any = None) -> Spans:
     """The spans of all runs with tokens, which follow one another in the stream without gaps."""
     filled = [r for r in runs if r.length > 0]
     lengths = np.array([r.length for r in filled], dtype=np.int32)
@@ -110,7 +110,7 @@ def plan_spans(runs: Sequence[Run], device: Any = None) -> Spans:
     return Spans(torch.from_numpy(queries).to(device), torch.from_numpy(seen).to(device), keys, *most)
 
 
-def _fits(runs: list[Run], run: Run) -> bool:
+def _fits(runs: list[PackedRun], run: PackedRun) -> bool:
     if (runs[0].prefix_length > 0) != (run.prefix_length > 0):
         return False
     if sum(r.length for r in runs) < MIN_TOKENS:
@@ -120,7 +120,7 @@ def _fits(runs: list[Run], run: Run) -> bool:
     return len(together) * width * (prefix + width) <= MAX_WASTE * sum(r.work for r in together)
 
 
-def _bucket(runs: list[Run], device: Any) -> Bucket:
+def _bucket(runs: list[PackedRun], device: Any) -> Bucket:
     starts, lengths, prefix_starts, prefix_lengths = (
         np.array([getattr(r, name) for r in runs], dtype=np.int64)
         for name in ("start", "length", "prefix_start", "prefix_length")
@@ -163,7 +163,7 @@ class Packing:
     tokens: Tensor
     positions: Tensor
     num_tokens: int
-    runs: tuple[Run, ...]
+    runs: tuple[PackedRun, ...]
     predictors: Tensor
     readers: Tensor | None
     targets: Tensor
@@ -182,9 +182,9 @@ class Packing:
         return plan_buckets(self.runs, self.tokens.device)
 
     @property
-    def filled_runs(self) -> list[Run]:
+    def filled_runs(self) -> list[PackedRun]:
         """The runs, with one more for the tokens that fill the stream up: kernels write every output."""
-        return [*self.runs, Run(self.num_tokens, len(self.tokens) - self.num_tokens)]
+        return [*self.runs, PackedRun(self.num_tokens, len(self.tokens) - self.num_tokens)]
 
     @cached_property
     def spans(self) -> Spans:
@@ -218,10 +218,10 @@ def pack(batch: Batch, reads: Reads = "before") -> Packing:
     pieces = [(row, 0, int(prefixes[row])) for row in prompt_rows]  # row, first token, end
     pieces += zip(range(len(lengths)), own_start.tolist(), own_end.tolist(), strict=True)
     starts = np.cumsum([0, *(end - start for _, start, end in pieces)])
-    runs, parents = list[Run](), [-1] * len(prompt_rows) + parent.tolist()
+    runs, parents = list[PackedRun](), [-1] * len(prompt_rows) + parent.tolist()
     for at, (_, start, end), above in zip(starts[:-1].tolist(), pieces, parents, strict=True):
         prompt = (0, 0) if above < 0 else (runs[above].start, runs[above].length)
-        runs.append(Run(at, end - start, *prompt))
+        runs.append(PackedRun(at, end - start, *prompt))
     rows_at, columns_at = np.nonzero(mask)
     readers = starts[len(prompt_rows) : -1][rows_at] + columns_at - own_start[rows_at]
     is_behind_prompt = (parent[rows_at] >= 0) & (columns_at == own_start[rows_at])

@@ -116,7 +116,7 @@ class TrainingVllmEngine(VllmEngine):
             self._prepare()
         self.process_group.tell(None, "a server that waits for weights")
         self._send_weights(label)
-        result: tuple[str, list[Scores], str | None] = (label, [], None)
+        result: tuple[str, list[ServerScores], str | None] = (label, [], None)
         if self.process_group.is_main:
             result = (label, self.server.session(self._scores), self.server.base)
         self.label, scores, base = self.process_group.tell(result, "the server's scores")
@@ -276,12 +276,12 @@ class TrainingVllmEngine(VllmEngine):
             for file in self._folder.glob("model-*.safetensors"):
                 file.unlink()
 
-    async def _scores(self) -> list[Scores]:
+    async def _scores(self) -> list[ServerScores]:
         """Return the server's log-probabilities of a fixed batch."""
         served = await self._connect()
         size = self.vocab_size or 1
 
-        async def score(body: dict[str, Any]) -> Scores:
+        async def score(body: dict[str, Any]) -> ServerScores:
             read = partial(read_scores, prompt=body["prompt"], vocab_size=size)
             return await self._ask(body, read, "the probe")
 
@@ -316,7 +316,7 @@ HALF_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ServerScores:
     """A server's view of one prompt: ids of prompt and answer, and at places in them log-probabilities by token id."""
 
     ids: tuple[int, ...]
@@ -337,7 +337,7 @@ def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dic
     return bodies
 
 
-def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) -> Scores:
+def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) -> ServerScores:
     """Return the scores of an answer to one of ``probe_bodies``.
 
     Raises:
@@ -358,10 +358,10 @@ def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) 
         raise Unreadable("no log-probabilities of a probe")
     named = [token for tokens in places.values() for token in tokens]
     check_vocabulary([*ids, *named], vocab_size)
-    return Scores(ids, places)
+    return ServerScores(ids, places)
 
 
-def largest_difference(model: PreTrainedModel, within: Within, scored: Sequence[Scores]) -> float:
+def largest_difference(model: PreTrainedModel, within: Within, scored: Sequence[ServerScores]) -> float:
     """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
 
     ``within``: gathers a sharded model around its forward passes.
