@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from posttrain.data.base import Task
-from posttrain.data.reader import Dropped, TestSplit, collect, reads_rows
+from posttrain.data.reader import Dropped, TestSplit, collect_examples, reads_rows
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import RecipeError, UnknownComponent, UsageError
 from posttrain.graders.answers import tagged_response
@@ -524,7 +524,7 @@ def task(*, split: TestSplit = "test", path: str = "hf:google/IFEval@train") -> 
             raise Dropped(problem)
         return example
 
-    return collect(read_file(path), read, path).as_task("ifeval", path, split)
+    return collect_examples(read_file(path), read, path).as_task("ifeval", path, split)
 
 
 def read_example(row: Row) -> tuple[Example, str | None]:

@@ -14,7 +14,7 @@ from posttrain.interpret.differences.recipe import load_diff_recipe
 from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.recipes.document import complete_component, known_keys, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.sweeps.file import sweep_names
+from posttrain.sweeps.file import shipped_sweeps
 from posttrain.sweeps.plan import load_sweep
 from posttrain.untrusted import declare_code
 
@@ -229,7 +229,7 @@ def _check_keys(namespace: object, folder: Path) -> None:
         _check_training(recipe, overrides)
     elif command == "sweep":
         given = {"over": about["over"], "rows": about["rows"]}
-        if recipe in recipe_names() or recipe in [name.rpartition("/")[2] for name in sweep_names()]:
+        if recipe in recipe_names() or recipe in [name.rpartition("/")[2] for name in shipped_sweeps()]:
             assert load_sweep(recipe, overrides, folder="unused", **given).trials
     elif command == "sae" and action == "train" and recipe in recipe_names():
         load_sae_recipe(recipe, overrides).resolve()

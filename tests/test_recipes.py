@@ -18,12 +18,12 @@ from posttrain.runs.launch import launch
 from posttrain.store.metric_names import find_metric
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from posttrain.sweeps.file import sweep_names, training_recipe_names
+from posttrain.sweeps.file import shipped_sweeps, training_recipe_names
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
 PACKAGE = Path(posttrain.__file__).parent
 # Those of `posttrain sae` and `posttrain sweep` have tests of their own.
-OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *sweep_names())}
+OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *shipped_sweeps())}
 FILES = sorted(
     path for path in (PACKAGE / "recipes").rglob("*.yaml") if str(path.relative_to(PACKAGE / "recipes")) not in OTHERS
 )
@@ -92,7 +92,7 @@ def coin(text: str) -> float:
 
 def test_the_package_finds_every_file() -> None:
     assert training_recipe_names() == NAMES
-    others = {*sweep_names(), *interpretation_names()}
+    others = {*shipped_sweeps(), *interpretation_names()}
     assert set(recipe_names()) == {*NAMES, *others}
     assert {"sae-qwen3-14b-layer20", "tiny/sae"} <= set(interpretation_names())
     assert {"grpo-gsm8k", "grpo-math", "sft-math", "tiny/pretrain", "tiny/sft", "tiny/grpo"} <= set(NAMES)

@@ -40,9 +40,9 @@ from posttrain.commands.options import (
     nonnegative_float,
     option,
     positive,
+    proportion,
     runs_dir,
     seed_of,
-    share,
     shown,
 )
 from posttrain.commands.typed import (
@@ -184,7 +184,7 @@ def _options_of(name: str, command: Command) -> CommandOptions | None:
 
 _QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")
 _TRUNCATED = (
-    option("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)"),
+    option("--top-p", type=proportion, default=1.0, help="only the likeliest tokens of this mass (default: 1)"),
     option("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)"),
 )
 _LISTED = option("action", nargs="?", choices=("list", "show"), default="list")

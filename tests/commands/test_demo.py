@@ -76,12 +76,12 @@ def test_the_story_is_rendered_and_written_down(tmp_path: Path, capsys: pytest.C
     assert (recipe["train"]["seed"], RunDirectory(tmp_path / "demo-sft").read_recipe()["train"]["seed"]) == (3, 3)
     # the next one has fresh names, unless this one is unfinished and of the same seed
     directory = RunDirectory(tmp_path / "demo-grpo")
-    assert demo.make_plan(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo-2"
+    assert demo.plan_demo(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo-2"
     status = directory.read_status()
     assert status is not None
     directory.write_status(replace(status, state="interrupted"))
-    assert demo.make_plan(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo"
-    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"
+    assert demo.plan_demo(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo"
+    assert demo.plan_demo(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"
 
 
 def test_the_outcome_follows_the_figures() -> None:

@@ -12,11 +12,11 @@ import torch
 from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
-from posttrain.commands.chat.studio import Library, answer
+from posttrain.commands.chat.studio import Library, stream_replies
 from posttrain.commands.interpret.steering import read_steering
 from posttrain.commands.options import read_changes
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.record import record
+from posttrain.interpret.activations.record import record_activations
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
 from posttrain.models.load import load_tokenizer
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("features")
     run = root / "runs" / "sae"
     documents = [load_tokenizer("tiny").encode(text) for text in TEXTS]
-    store = record("tiny", documents, ["resid.2"], run / "activations", dtype="fp32", outliers=0)
+    store = record_activations("tiny", documents, ["resid.2"], run / "activations", dtype="fp32", outliers=0)
     metadata = {
         "model_name": "tiny",
         "site": "resid.2",
@@ -166,7 +166,9 @@ def test_one_side_of_the_studio_is_steered() -> None:
     controls = Controls(0.0, max_tokens=6)
 
     def replies(features: str) -> list[str]:
-        *_, sides = answer(library, None, TEXTS[0], ["tiny", "tiny"], controls, steering=("sae", features, "left"))
+        *_, sides = stream_replies(
+            library, None, TEXTS[0], ["tiny", "tiny"], controls, steering=("sae", features, "left")
+        )
         return [side.conversation.text for side in sides]
 
     left, right = replies("")

@@ -13,7 +13,7 @@ import pytest
 
 from closeness import approx
 from posttrain.cli import main
-from posttrain.commands.demo import AFTER_SFT, STORIES, make_plan
+from posttrain.commands.demo import AFTER_SFT, STORIES, plan_demo
 from posttrain.commands.interpret.sae import find_model, find_pair
 from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
 from posttrain.recipes.recipe import load_recipe
@@ -211,7 +211,7 @@ def _plain(status: Any) -> dict[str, Any]:
 
 def test_what_did_rl_change_after_the_demo_takes_the_runs_of_the_demo(tmp_path: Path) -> None:
     """A later run of the same SFT recipe, from which no run of GRPO began, is not taken in place of the demo's."""
-    plan = make_plan(tmp_path, 0, STORIES["reasoning"])
+    plan = plan_demo(tmp_path, 0, STORIES["reasoning"])
     later = tmp_path / "tiny-sft"
     sft_recipe = plan.recipes[AFTER_SFT]
     for folder, of in ((plan.folders[AFTER_SFT], sft_recipe), (plan.grpo, plan.grpo_recipe), (later, sft_recipe)):

@@ -17,7 +17,7 @@ from posttrain.cli import main
 from posttrain.commands.chat import studio
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.fields import NOBODY, read_chat, read_number, read_whole
-from posttrain.commands.chat.studio import TRAINING, Library, Side, answer
+from posttrain.commands.chat.studio import TRAINING, Library, Side, stream_replies
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import Component
@@ -51,13 +51,15 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def last(library: Library, sides: Sequence[Side] | None, models: list[str], judge: str = NOBODY, **controls: float):
-    *_, sides = answer(library, sides, QUESTION, models, Controls(**controls), judge=judge)
+    *_, sides = stream_replies(library, sides, QUESTION, models, Controls(**controls), judge=judge)
     return sides
 
 
 def test_two_models_answer_in_steps_and_keep_their_conversations(library: Library) -> None:
     greedy = Controls(temperature=0.0, max_tokens=6)
-    lengths = [len(sides[0].conversation.logprobs) for sides in answer(library, None, QUESTION, ["one", "two"], greedy)]
+    lengths = [
+        len(sides[0].conversation.logprobs) for sides in stream_replies(library, None, QUESTION, ["one", "two"], greedy)
+    ]
     assert lengths == sorted(lengths)
     assert len(lengths) >= 2
     sides = last(library, None, ["one", "two"], temperature=0.0, max_tokens=6)
@@ -73,7 +75,7 @@ def test_two_models_answer_in_steps_and_keep_their_conversations(library: Librar
 
 
 def test_reply_that_fails_states_why_and_a_reward_stands_in_the_facts(library: Library) -> None:
-    *_, (side,) = answer(library, None, "word " * 3000, ["one"], Controls(max_tokens=2))
+    *_, (side,) = stream_replies(library, None, "word " * 3000, ["one"], Controls(max_tokens=2))
     assert "no room" in side.info or "context" in side.info
 
     def score(examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[Finish]) -> list[float]:
@@ -102,14 +104,14 @@ def test_names_that_are_not_offered_are_refused(
     library = Library([], tmp_path)
     models = models if models != ["one"] else ["tiny"]
     with pytest.raises(UsageError, match="this page offers no"):
-        list(answer(library, None, QUESTION, models, Controls(max_tokens=1), judge=judge, steering=steering))
+        list(stream_replies(library, None, QUESTION, models, Controls(max_tokens=1), judge=judge, steering=steering))
 
 
 def test_answer_without_a_model_or_a_text_is_refused(library: Library) -> None:
     with pytest.raises(UsageError, match=r"^model:"):
-        list(answer(library, None, QUESTION, [NOBODY], Controls()))
+        list(stream_replies(library, None, QUESTION, [NOBODY], Controls()))
     with pytest.raises(UsageError, match="some text"):
-        list(answer(library, None, " \n", ["one"], Controls()))
+        list(stream_replies(library, None, " \n", ["one"], Controls()))
 
 
 def test_rollouts_are_rows_by_step_kind_and_text(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

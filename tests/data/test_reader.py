@@ -15,7 +15,15 @@ from closeness import approx
 from posttrain import registry
 from posttrain.data.base import build_task, held_out_task
 from posttrain.data.jsonl import jsonl
-from posttrain.data.reader import CollectedExamples, Dropped, FileSplit, _places, choose_split, collect, prompt_hash
+from posttrain.data.reader import (
+    CollectedExamples,
+    Dropped,
+    FileSplit,
+    _places,
+    choose_split,
+    collect_examples,
+    prompt_hash,
+)
 from posttrain.data.reading import Row
 from posttrain.data.verifiable.suites import gsm8k
 from posttrain.errors import DataError, DataNotThere, RecipeError
@@ -137,7 +145,7 @@ def read(row: Row) -> Example:
 
 
 def test_what_is_left_keeps_its_order_and_the_rest_is_counted() -> None:
-    found = collect(rows(3, -1, 2, 0, -5), read, "f", name="e")
+    found = collect_examples(rows(3, -1, 2, 0, -5), read, "f", name="e")
     assert [example.id for example in found.examples] == ["e/1", "e/3"]
     assert found.dropped == {"negative": 2, "zero": 1}
 
@@ -146,13 +154,13 @@ def test_nothing_left_is_refused_with_the_reasons() -> None:
     with pytest.raises(
         DataError, match=r"^f: no row can be used: 2 × negative, 1 × zero\. `posttrain explain` with the "
     ):
-        collect(rows(-1, 0, -2), read, "f")
-    assert collect(rows(), read, "f").examples == []  # an empty file is for the splits to refuse
+        collect_examples(rows(-1, 0, -2), read, "f")
+    assert collect_examples(rows(), read, "f").examples == []  # an empty file is for the splits to refuse
     CollectedExamples(dropped=Counter()).require_examples("f")
     with pytest.raises(
         DataError, match=r"^f: no usable examples in it; give a file with rows$"
     ):  # a task without splits
-        collect(rows(), read, "f").as_task("x", "f")
+        collect_examples(rows(), read, "f").as_task("x", "f")
 
 
 # --- splits: disjoint by prompt, chosen by its text alone ---

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.data.verifiable.reasoning_gym import REFUSED, examples_of, make_scorer, reasoning_gym, split_of
+from posttrain.data.verifiable.reasoning_gym import (
+    REFUSED,
+    examples_on_demand,
+    make_scorer,
+    reasoning_gym,
+    split_of_question,
+)
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
@@ -71,11 +77,11 @@ def test_no_question_stands_in_two_splits() -> None:
 
 def test_too_few_questions_for_a_split_are_refused() -> None:
     same = {}, [{"question": "1 + 1?", "answer": "2"}]
-    held = split_of("1 + 1?")
+    held = split_of_question("1 + 1?")
     other = "test" if held != "test" else "train"
-    assert examples_of("same", held, 1, same, lambda _: same)[0].answer == "2"
+    assert examples_on_demand("same", held, 1, same, lambda _: same)[0].answer == "2"
     with pytest.raises(UsageError, match=r"same asks too few distinct questions .* split of its own"):
-        examples_of("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
+        examples_on_demand("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
 
 
 def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
@@ -118,7 +124,7 @@ SLOW = {
 
 
 def test_entry_of_tuples_sets_and_dates_is_decoded_as_it_was() -> None:
-    from posttrain.data.verifiable.reasoning_gym_scoring import decode, encode
+    from posttrain.data.verifiable.reasoning_gym_scoring import dump_plain, load_plain
 
     entry = {
         "a": (1, [2.5, None]),
@@ -127,23 +133,23 @@ def test_entry_of_tuples_sets_and_dates_is_decoded_as_it_was() -> None:
         "d": {1: "x", (1, 2): True},
         "#e": frozenset("f"),
     }
-    assert str(types_of(decode(encode(entry)))) == str(types_of(entry))
-    assert decode(encode(entry)) == entry
+    assert str(types_of(load_plain(dump_plain(entry)))) == str(types_of(entry))
+    assert load_plain(dump_plain(entry)) == entry
     with pytest.raises(TypeError, match="an entry holds object, which JSON has not"):
-        encode([object()])
+        dump_plain([object()])
 
 
 @pytest.mark.slow
 def test_entries_travel_as_they_are_and_the_gold_answer_is_right_in_a_worker() -> None:
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    from posttrain.data.verifiable.reasoning_gym_scoring import decode, encode
+    from posttrain.data.verifiable.reasoning_gym_scoring import dump_plain, load_plain
 
     answers, metas = [], []
     for name in sorted(set(DATASETS) - SLOW - REFUSED.keys()):
         settings = {"seed": 7, "size": 2}
         entry = create_dataset(name, **settings)[1]
-        back = decode(encode(entry))
+        back = load_plain(dump_plain(entry))
         assert (back, str(types_of(back))) == (entry, str(types_of(entry))), name
         if name not in NO_GOLD:
             answers.append(str(entry["answer"]))

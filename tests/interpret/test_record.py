@@ -25,7 +25,7 @@ from posttrain.interpret.activations.record import (
     plan_shards,
     read_documents,
     read_rollouts,
-    record,
+    record_activations,
 )
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import weights_hash
@@ -69,7 +69,9 @@ def states(model, ids: list[int], layer: int) -> torch.Tensor:
 
 def test_record_rows_are_the_hidden_states_without_first_tokens(tiny, tmp_path: Path) -> None:
     documents = [*some_documents(), [0, 5, 6]]  # 0 is the token that begins a text
-    store = record("tiny", documents, ["resid.2", "resid.3"], tmp_path / "s", dtype="fp32", rows_per_shard=40)
+    store = record_activations(
+        "tiny", documents, ["resid.2", "resid.3"], tmp_path / "s", dtype="fp32", rows_per_shard=40
+    )
     assert len(store.index.shards) > 2
     assert store.index.dropped == {"first_token": 12}
     assert store.num_rows == sum(map(len, documents)) - 12
@@ -97,7 +99,7 @@ def test_record_an_adapters_folder_with_its_adapter(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     loaded.tokenizer.save_pretrained(tmp_path / "adapter")
     ids = some_documents()[0]
-    store = record(str(tmp_path / "adapter"), [ids], ["resid.2"], tmp_path / "s", dtype="fp32")
+    store = record_activations(str(tmp_path / "adapter"), [ids], ["resid.2"], tmp_path / "s", dtype="fp32")
     found = store.gather(torch.arange(store.num_rows))
     assert_close(found, states(model, ids, 2)[1:], rtol=1e-5, atol=1e-5)
     with model.disable_adapter():
@@ -109,8 +111,10 @@ def test_record_pairs_are_the_same_tokens_in_both_models(
     tiny, other: str, small_tokenizer: Any, tmp_path: Path
 ) -> None:
     documents = some_documents()
-    both = record(["tiny", other], documents, ["resid.2"], tmp_path / "both", dtype="fp32", rows_per_shard=50)
-    alone = record(other, documents, ["resid.2"], tmp_path / "alone", dtype="fp32", rows_per_shard=50)
+    both = record_activations(
+        ["tiny", other], documents, ["resid.2"], tmp_path / "both", dtype="fp32", rows_per_shard=50
+    )
+    alone = record_activations(other, documents, ["resid.2"], tmp_path / "alone", dtype="fp32", rows_per_shard=50)
     rows = torch.arange(both.num_rows)
     assert torch.equal(both.tokens(rows), alone.tokens(rows))
     assert torch.equal(both.gather(rows, source="post"), alone.gather(rows))
@@ -122,13 +126,15 @@ def test_record_pairs_are_the_same_tokens_in_both_models(
     tiny.save_pretrained(tmp_path / "m")
     small_tokenizer.save_pretrained(tmp_path / "m")
     with pytest.raises(UsageError, match="have different tokenizers, so no token stands for the same"):
-        record(["tiny", str(tmp_path / "m")], [[1, 2]], ["resid.2"], tmp_path / "none")
+        record_activations(["tiny", str(tmp_path / "m")], [[1, 2]], ["resid.2"], tmp_path / "none")
 
 
 def test_record_outliers_are_rows_above_so_many_medians_in_any_source(other: str, tmp_path: Path) -> None:
     documents = some_documents(30)
     options = {"dtype": "fp32", "rows_per_shard": 10_000}
-    whole = record(["tiny", other], documents, ["resid.2", "resid.1"], tmp_path / "all", outliers=0, **options)
+    whole = record_activations(
+        ["tiny", other], documents, ["resid.2", "resid.1"], tmp_path / "all", outliers=0, **options
+    )
     assert whole.index.limits == {}
     rows = torch.arange(whole.num_rows)
     over = torch.zeros(len(rows), dtype=torch.bool)
@@ -137,7 +143,9 @@ def test_record_outliers_are_rows_above_so_many_medians_in_any_source(other: str
             norms = whole.gather(rows, site, source).double().norm(dim=1)
             over |= norms > 1.4 * norms.median()
     assert 3 < int(over.sum()) < 0.5 * len(rows)
-    kept = record(["tiny", other], documents, ["resid.2", "resid.1"], tmp_path / "kept", outliers=1.4, **options)
+    kept = record_activations(
+        ["tiny", other], documents, ["resid.2", "resid.1"], tmp_path / "kept", outliers=1.4, **options
+    )
     assert kept.index.dropped == {"first_token": 30, "outlier": int(over.sum())}
     assert torch.equal(kept.tokens(torch.arange(kept.num_rows)), whole.tokens(rows[~over]))
     for source in whole.sources:
@@ -147,8 +155,10 @@ def test_record_outliers_are_rows_above_so_many_medians_in_any_source(other: str
 
 def test_record_the_limit_is_that_of_the_first_shard(tmp_path: Path) -> None:
     documents = some_documents(30)
-    whole = record("tiny", documents, ["resid.2"], tmp_path / "all", dtype="fp32", outliers=0)
-    kept = record("tiny", documents, ["resid.2"], tmp_path / "kept", dtype="fp32", outliers=1.2, rows_per_shard=60)
+    whole = record_activations("tiny", documents, ["resid.2"], tmp_path / "all", dtype="fp32", outliers=0)
+    kept = record_activations(
+        "tiny", documents, ["resid.2"], tmp_path / "kept", dtype="fp32", outliers=1.2, rows_per_shard=60
+    )
     first = plan_shards([len(ids) for ids in documents], 60)[0]
     rows = torch.arange(whole.num_rows)
     norms = whole.gather(rows).norm(dim=1)
@@ -164,7 +174,7 @@ class Stop(Exception):
 def test_record_an_interrupted_recording_goes_on_and_is_the_same_to_the_byte(tmp_path: Path) -> None:
     documents, folder = some_documents(40), tmp_path / "parts"
     options = {"rows_per_shard": 60, "outliers": 1.5}
-    record("tiny", documents, ["resid.2"], tmp_path / "whole", **options)
+    record_activations("tiny", documents, ["resid.2"], tmp_path / "whole", **options)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert len(expected) > 6
     for number in (0, 1, 4):
@@ -174,18 +184,18 @@ def test_record_an_interrupted_recording_goes_on_and_is_the_same_to_the_byte(tmp
                 raise Stop
 
         with pytest.raises(Stop):
-            record("tiny", documents, ["resid.2"], folder, **options, observe=stop)
+            record_activations("tiny", documents, ["resid.2"], folder, **options, observe=stop)
         (folder / f"shard-{number:05d}.safetensors").write_bytes(b"half of a sha")  # a shard that no index names yet
-    record("tiny", documents, ["resid.2"], folder, **options)
+    record_activations("tiny", documents, ["resid.2"], folder, **options)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
     times = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    record("tiny", documents, ["resid.2"], folder, **options)
+    record_activations("tiny", documents, ["resid.2"], folder, **options)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == times  # nothing is done twice
 
 
 def test_record_other_settings_or_documents_do_not_go_on(other: str, tmp_path: Path) -> None:
     documents = some_documents(5)
-    record("tiny", documents, ["resid.2"], tmp_path / "s")
+    record_activations("tiny", documents, ["resid.2"], tmp_path / "s")
     for changes, key in (
         ({"outliers": 3.0}, "outliers"),
         ({"dtype": "fp32"}, "dtype"),
@@ -196,7 +206,7 @@ def test_record_other_settings_or_documents_do_not_go_on(other: str, tmp_path: P
     ):
         request = {"models": "tiny", "documents": documents, "sites": ["resid.2"], **changes}
         with pytest.raises(UsageError, match=f"recorded with another `{key}`"):
-            record(folder=tmp_path / "s", **request)
+            record_activations(folder=tmp_path / "s", **request)
 
 
 def test_plans_of_shards_and_batches() -> None:

@@ -15,7 +15,7 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import find_source
-from posttrain.runs.paths import Place, every_run_name, locate, locate_all, refuse_absent, sweep_names, trial_names
+from posttrain.runs.paths import Place, every_run_name, locate, locate_all, refuse_absent, started_sweeps, trial_names
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_names_of_runs_and_sweeps(root: Path) -> None:
-    assert sweep_names(root) == ["sweep-x"]
+    assert started_sweeps(root) == ["sweep-x"]
     values = ["sweep-x/start", "sweep-x/cells/dapo-seed0", "sweep-x/cells/grpo-seed0"]
     assert trial_names(root, "sweep-x") == values
     assert every_run_name(root) == ["a", "b.2", *values]
-    assert every_run_name(root / "nowhere") == sweep_names(root / "nowhere") == []
+    assert every_run_name(root / "nowhere") == started_sweeps(root / "nowhere") == []
 
 
 def test_a_name_may_be_what_a_shell_completes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_no_name_leads_out_of_the_runs_folder(name: str, root: Path, tmp_path: P
         real = Path(os.path.realpath(place.path))
         assert real.is_relative_to(os.path.realpath(root))
         assert real != Path(os.path.realpath(root))
-        assert place.name in {*every_run_name(root), *sweep_names(root)}
+        assert place.name in {*every_run_name(root), *started_sweeps(root)}
 
 
 @pytest.mark.parametrize("command", ["delete --yes --force", "prune --yes --keep 1", "resume"])

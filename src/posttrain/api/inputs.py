@@ -280,7 +280,7 @@ def _whole_key(name: str) -> str:
     raise RecipeError(f"{name}: no section of a recipe has this key.{hint} `posttrain explain` describes them")
 
 
-def check_arguments(
+def check_inputs(
     needed: Mapping[str, object],
     optional: Mapping[str, object],
     others: Mapping[str, object] = _NONE,

@@ -21,7 +21,7 @@ from posttrain.api.arguments import (
     plain_text,
     reading,
 )
-from posttrain.api.inputs import Data, Model, Place, check_arguments, data_word, model_name
+from posttrain.api.inputs import Data, Model, Place, check_inputs, data_word, model_name
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import decode_response, encode_prompt
@@ -188,9 +188,7 @@ def evaluate(
         (0.82, (0.73, 0.89), 100)
     """
     stop_import()
-    check_arguments(
-        {"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE
-    )
+    check_inputs({"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE)
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     drawn = {"samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     rest = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
@@ -289,7 +287,7 @@ def generate(
         7
     """
     stop_import()
-    check_arguments({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
+    check_inputs({"samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_GENERATE)
     _refuse_none(temperature=temperature, top_p=top_p)
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     samples, max_tokens, seed = map(plain_number, (samples, max_tokens, seed))

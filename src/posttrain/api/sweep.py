@@ -15,7 +15,7 @@ from posttrain.api.inputs import (
     Model,
     Place,
     Rewards,
-    check_arguments,
+    check_inputs,
     overrides_of,
     refuse_repeats,
     without_command_line,
@@ -95,7 +95,7 @@ def sweep(
         only = plain_names("rows", only)
     repeats = content.get("seeds")
     row_key = _read_over(content.get("over"))
-    check_arguments({}, {"seeds": repeats, "jobs": jobs})
+    check_inputs({}, {"seeds": repeats, "jobs": jobs})
     varied = None
     if row_key is not None:
         varied = row_key[0]

@@ -19,7 +19,7 @@ from posttrain.api.inputs import (
     Model,
     Place,
     Rewards,
-    check_arguments,
+    check_inputs,
     overrides_of,
     plain_recipe,
     without_command_line,
@@ -123,7 +123,7 @@ class Trainer:
             >>> [example.answer for example in trainer.prompts(1)]
             ['34', '8']
         """
-        check_arguments({"step": step}, {})
+        check_inputs({"step": step}, {})
         return [self.source.task.examples[self.source.kept[place]] for place in self.source.order.turn(step - 1).places]
 
     def sample(
@@ -149,7 +149,7 @@ class Trainer:
             >>> groups = trainer.sample(["What is 3 plus 4?"], samples=2)
             >>> [rollout.text for rollout in groups[0]]
         """
-        check_arguments({}, {"samples": samples, "max_tokens": max_tokens}, others, _OF_SAMPLE)
+        check_inputs({}, {"samples": samples, "max_tokens": max_tokens}, others, _OF_SAMPLE)
         source = self.source
         step = self.step + 1
         template = source.grader.template

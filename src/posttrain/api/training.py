@@ -277,13 +277,13 @@ def carry_out(
         name=run,
         recipe_name=called,
         observer=observer,
-        summarize=summarize,
+        summarize=write_run_summary,
         **options,
     )
     return result, result.folder / "report.html"
 
 
-def summarize(folder: Path) -> None:
+def write_run_summary(folder: Path) -> None:
     """Draw the curves of a run that has ended, and write its results and report."""
     from posttrain.reports.summary import write_summary  # it draws, which training does not need
 

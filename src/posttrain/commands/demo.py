@@ -237,7 +237,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     """Measure, train, measure, train, measure, show."""
     started, console = time.monotonic(), open_console()
     root, story = Path(arguments.runs_dir), STORIES[arguments.story]
-    plan = make_plan(root, arguments.seed, story)
+    plan = plan_demo(root, arguments.seed, story)
     component = plan.grpo_recipe.task
     task = build_task(map_tasks(component, lambda one: Component(name=one.name, **(one.options | {"split": "test"}))))
     stages: dict[str, Evaluation] = {}
@@ -257,14 +257,14 @@ def run_demo(arguments: argparse.Namespace) -> int:
     transcripts = side_by_side(stages, plan.grpo_recipe)
     report = write_story(plan, stages, transcripts, arguments.seed, seconds)
     _show_end(console, plan, stages, transcripts)
-    console.print(Text(f"\n{outcome(story, stages)} {show_duration(seconds)} in all."))
+    console.print(Text(f"\n{describe_outcome(story, stages)} {show_duration(seconds)} in all."))
     # What is to be opened or typed stays on one line, however narrow the terminal.
     console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
     console.print(Text("Now ask it yourself:  ").append(f"posttrain generate {plan.grpo}", "bold cyan"), soft_wrap=True)
     return 0
 
 
-def make_plan(root: Path, seed: int, story: DemoStory) -> Plan:
+def plan_demo(root: Path, seed: int, story: DemoStory) -> Plan:
     """Choose fresh names, or those of the newest demo of the same recipes that did not finish."""
     for count in itertools.count(1):
         plan = _plan_of(root, seed, story, "" if count == 1 else f"-{count}")
@@ -367,7 +367,7 @@ def write_story(
         commands.append(("ask the one that guesses", f"posttrain generate {start}"))
     report = RunReport(
         title=story.title,
-        lead=story.lead + outcome(story, stages),
+        lead=story.lead + describe_outcome(story, stages),
         stages=[ReportStage(label, text, results[label]) for label, text in story.descriptions.items()],
         stages_note=f"{about}, the same for all; greedy decoding. {OTHER_PROBLEMS}",
         transcripts=transcripts,
@@ -384,7 +384,7 @@ def write_story(
     return write_html(render_report(report), plan.grpo / "report.html")
 
 
-def outcome(story: DemoStory, stages: Mapping[str, Evaluation]) -> str:
+def describe_outcome(story: DemoStory, stages: Mapping[str, Evaluation]) -> str:
     """Return the effect of reinforcement learning in one sentence that follows the figures."""
     return story.outcome(stages[story.before].results, stages[AFTER_GRPO].results)
 

@@ -206,7 +206,7 @@ def nonnegative_float(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
+def proportion(text: str) -> float:
     """A number above 0 and at most 1."""
     value = nonnegative_float(text)
     if not 0 < value <= 1:

@@ -10,8 +10,8 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.sweeps.file import sweep_names, training_recipe_names
-from posttrain.terminal.console import Text, open_console, plain_table, print_rows, write_json
+from posttrain.sweeps.file import shipped_sweeps, training_recipe_names
+from posttrain.terminal.console import Text, open_console, plain_table, print_json, print_rows
 
 _SIZE = re.compile(r"(?i)\b(\d+(?:\.\d+)?)([bm])\b")
 _END_OF_SENTENCE = re.compile(r"(?<!\bal)(?<!\bDr)\.\s+(?=[A-Z])")
@@ -37,7 +37,7 @@ def run_recipes(arguments: argparse.Namespace) -> int:
         print(recipe_text(arguments.name)[1].rstrip())
         return 0
     console, groups = open_console(), recipe_groups()
-    if write_json([{"title": title, "rows": rows} for title, rows in groups]):
+    if print_json([{"title": title, "rows": rows} for title, rows in groups]):
         return 0
     for title, rows in groups:
         common = {label: rows[0][label] for label in COLUMNS[1:-1] if len({row[label] for row in rows}) == 1}
@@ -66,7 +66,7 @@ def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
     for title, names in (
         ("dictionaries of features: posttrain sae train NAME", interpretation_names("dictionary")),
         ("what training changed: posttrain sae diff NAME", interpretation_names("changes")),
-        ("sweeps: posttrain sweep NAME", sweep_names()),
+        ("sweeps: posttrain sweep NAME", shipped_sweeps()),
     ):
         groups[title] = [_other_row(name, parse_yaml(recipe_text(name)[1], name)[0]) for name in names]
     return [(title, rows) for title, rows in groups.items() if rows]

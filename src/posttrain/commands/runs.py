@@ -31,7 +31,7 @@ from posttrain.runs.listing import (
     summarize_run,
     summarize_sweep,
 )
-from posttrain.runs.paths import Place, every_run_name, fits, locate, locate_all, runs_of, sweep_names
+from posttrain.runs.paths import Place, every_run_name, fits, locate, locate_all, runs_of, started_sweeps
 from posttrain.runs.removal import (
     check_steps,
     check_unused,
@@ -45,17 +45,17 @@ from posttrain.runs.removal import (
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metric_names import ACCURACY, METRICS, metric_of
 from posttrain.store.metrics import MetricsLog, MetricsRow
-from posttrain.store.reading import read_text
+from posttrain.store.reading import read_text_file
 from posttrain.store.rollouts import RolloutStore
 from posttrain.terminal.console import (
     Text,
-    counted,
     open_console,
     plain_table,
+    pluralize,
+    print_json,
     print_rows,
     say,
     show_bytes,
-    write_json,
 )
 from posttrain.terminal.training import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.untrusted import fitting, harmless
@@ -86,8 +86,8 @@ def run_list(arguments: argparse.Namespace) -> int:
     is_filtered = bool(arguments.names or arguments.state)
     sweeps = []
     if not is_filtered:
-        sweeps = [summarize_sweep(root, name) for name in sweep_names(root)]
-    if write_json({"runs": [asdict(run) for run in runs], "sweeps": [asdict(sweep) for sweep in sweeps]}):
+        sweeps = [summarize_sweep(root, name) for name in started_sweeps(root)]
+    if print_json({"runs": [asdict(run) for run in runs], "sweeps": [asdict(sweep) for sweep in sweeps]}):
         return 0
     if not runs and not sweeps:
         hint = "yet. Start one: posttrain train tiny/grpo"
@@ -147,7 +147,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         raise UsageError(f"give the run's name: posttrain runs show NAME. {list_names(run_names(root))} in {root}")
     name = arguments.name.rstrip("/").removeprefix(f"{arguments.runs_dir}/")
-    if name in sweep_names(root):
+    if name in started_sweeps(root):
         _show_sweep(console, root, name)
         return 0
     folder = find_run(root, arguments.name)
@@ -158,7 +158,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         root = folder.parent
     links = [link for link in find_links(root) if name in (link.child, link.parent)]
     info = show_run(folder) | {"name": name, "links": [asdict(link) for link in links]}
-    if not write_json(info):
+    if not print_json(info):
         _print_run(console, folder, info, links)
     return 0
 
@@ -166,16 +166,16 @@ def run_show(arguments: argparse.Namespace) -> int:
 def _show_sweep(console: Console, root: Path, name: str) -> None:
     sweep = summarize_sweep(root, name)
     runs = list_runs(root, patterns=[f"{name}/*", f"{name}/cells/*"])
-    if write_json(asdict(sweep) | {"runs": [asdict(run) for run in runs]}):
+    if print_json(asdict(sweep) | {"runs": [asdict(run) for run in runs]}):
         return
     state = "not running"
     if sweep.is_running:
         state = "running"
-    say(console, f"{name}: {state}, {sweep.num_finished} of {counted(sweep.num_runs, 'run')} finished\n", "bold")
+    say(console, f"{name}: {state}, {sweep.num_finished} of {pluralize(sweep.num_runs, 'run')} finished\n", "bold")
     table = sweep.path / "table.md"
     if table.is_file():
         try:
-            say(console, f"{read_text(table).rstrip()}\n")
+            say(console, f"{read_text_file(table).rstrip()}\n")
         except DataError as error:  # the runs are shown all the same
             say(console, str(error), "red")
     print_runs(console, runs)
@@ -254,7 +254,7 @@ def _last_episode(folder: Path) -> list[str]:
     if not newest or not newest[0].turns:
         return []
     row = newest[0]
-    turns = counted(len(row.turns), "turn")
+    turns = pluralize(len(row.turns), "turn")
     about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
     fit = fitting([row.prompt, row.transcript])
     return [about, *fit(row.prompt).splitlines(), *fit(row.transcript).splitlines()]
@@ -281,7 +281,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
     side_by_side = put_side_by_side([find_run(root, name) for name in names])
-    if not write_json(to_data(side_by_side, names)):
+    if not print_json(to_data(side_by_side, names)):
         _print_side_by_side(open_console(), side_by_side, names)
     return 0
 
@@ -428,7 +428,7 @@ def _prune_all(
         best = best_step(folder)
         if best in steps:
             say(console, f"{run.name}: {best} is the best checkpoint; the run's name means its newest one without it")
-    what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
+    what = f"{pluralize(count, 'checkpoint')} of {pluralize(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
         console.print("there is nothing to prune")
     elif _may_delete(console, what, arguments):
@@ -477,7 +477,7 @@ def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments
     kind = "run"
     if sweeps:
         kind = "sweep"
-    what = f"{counted(len(places), kind)}, {show_bytes(sum(sizes))}"
+    what = f"{pluralize(len(places), kind)}, {show_bytes(sum(sizes))}"
     if _may_delete(console, what, arguments):
         for place in places:
             delete(root, place)
@@ -486,7 +486,7 @@ def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments
 
 def _describe_place(root: str, place: Place) -> str:
     if place.is_sweep:
-        return f"a sweep with {counted(len(runs_of(root, place)), 'run')}"
+        return f"a sweep with {pluralize(len(runs_of(root, place)), 'run')}"
     run = summarize_run(place.path)
     about = f"{run.state} at step {run.step} of {run.steps}"
     if run.result:

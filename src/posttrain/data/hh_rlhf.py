@@ -15,7 +15,7 @@ from posttrain.data.reader import (
     CollectedExamples,
     Share,
     choose_split,
-    collect,
+    collect_examples,
     drop_if,
     prompt_hash,
     reads_rows,
@@ -108,8 +108,8 @@ def _read(path: str | None, source: str, subset: Subset, split: str, strip_think
         rows = _hub_rows(source, subset)
     else:
         rows = _file_rows(path, subset)
-    read = partial(read_example, strip_thinking=strip_thinking)
-    collected = collect(rows, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
+    read = partial(read_pair, strip_thinking=strip_thinking)
+    collected = collect_examples(rows, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
         raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
     return collected
@@ -163,7 +163,7 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(merged)
 
 
-def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
+def read_pair(row: Row, *, strip_thinking: bool = False) -> Example:
     """One row as a pair.
 
     Raises:

@@ -29,7 +29,7 @@ from posttrain.data.messages import (
     read_variables,
     refuse_two_replies,
 )
-from posttrain.data.reader import CollectedExamples, FileSplit, Share, collect, reads_rows
+from posttrain.data.reader import CollectedExamples, FileSplit, Share, collect_examples, reads_rows
 from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
@@ -133,7 +133,7 @@ def _collect(
     rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)))
     if layout.first_index is not None and layout.choices is None:
         raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
-    collected = collect(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
+    collected = collect_examples(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
     return collected, layout
 

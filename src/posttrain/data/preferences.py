@@ -20,7 +20,7 @@ from posttrain.data.messages import (
     read_variables,
     refuse_two_replies,
 )
-from posttrain.data.reader import FileSplit, Share, collect, drop_if, reads_rows, row_task
+from posttrain.data.reader import FileSplit, Share, collect_examples, drop_if, reads_rows, row_task
 from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import register, suggest
@@ -202,7 +202,9 @@ def preferences(
     name = f"preferences/{split}"
     ignored = ignore_keys or ()
     silenced = meta or ()
-    collected = collect(rows, reader.read, path, dropped, name=name, carries=True, ignored=ignored, silenced=silenced)
+    collected = collect_examples(
+        rows, reader.read, path, dropped, name=name, carries=True, ignored=ignored, silenced=silenced
+    )
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
     task = collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
     return replace(task, warnings=(*task.warnings, *collected.unshown.describe(PROMPT)))

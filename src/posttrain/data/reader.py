@@ -134,7 +134,7 @@ def row_task(
             place = path or f"{HUB}{hub}@{there[split]}"
             if takes_split:
                 options["split"] = split
-            collected = collect(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
+            collected = collect_examples(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
             return collected.as_task(name, place, split, validation_share)
 
         shared = _options(split=(splits, default), path=(str | None, None))
@@ -358,7 +358,7 @@ def _may_be_slip(key: str, name: str) -> bool:
     return name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2
 
 
-def collect(
+def collect_examples(
     rows: Iterable[Row],
     read: Callable[[Row], Example],
     place: str,

@@ -187,7 +187,7 @@ def prm800k(
     for name, place in files.items():
         for row in _join_steps(read_file(place), collected):
             try:
-                example = read_solution(row, classes, rated, collected.dropped)
+                example = read_rated_solution(row, classes, rated, collected.dropped)
             except Dropped as reason:
                 collected.dropped[str(reason)] += 1
                 continue
@@ -282,7 +282,9 @@ def _rating(row: Row, value: Any) -> int | None:
     return int(value)
 
 
-def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]) -> Example:
+def read_rated_solution(
+    row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]
+) -> Example:
     """One published line of PRM800K; ``rated`` remembers the steps that had a label, ``dropped`` counts candidates.
 
     Raises:

@@ -23,7 +23,7 @@ from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.metric_names import REWARD, Metric
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, learning_warnings
-from posttrain.store.reading import read_text
+from posttrain.store.reading import read_text_file
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.terminal.training import show_duration
 from posttrain.untrusted import allow_code_options, fitting
@@ -159,7 +159,7 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     if peak:
         info.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
     panels = choose_panels(rows, RunDirectory(folder).primary_metric())
-    recipe = read_text(folder / "recipe.yaml")
+    recipe = read_text_file(folder / "recipe.yaml")
     return Chapter(title, text, panels, recipe, info)
 
 

@@ -38,7 +38,7 @@ class Place:
     is_sweep: bool = False
 
 
-def sweep_names(root: str | Path) -> list[str]:
+def started_sweeps(root: str | Path) -> list[str]:
     """Return the names of the sweeps under ``root``, in alphabetical order."""
     return folders_with(root, PLAN)
 
@@ -55,7 +55,7 @@ def trial_names(root: str | Path, sweep: str) -> list[str]:
 def every_run_name(root: str | Path) -> list[str]:
     """Return the names of all runs under ``root``, those of sweeps included."""
     names = run_names(root)
-    for sweep in sweep_names(root):
+    for sweep in started_sweeps(root):
         names += trial_names(root, sweep)
     return names
 
@@ -82,7 +82,7 @@ def locate(root: str | Path, name: str) -> Place:
         UsageError: a name that could lead elsewhere, a link, or nothing of that name.
     """
     folder = Path(root)
-    sweeps = sweep_names(root)
+    sweeps = started_sweeps(root)
     known = [*every_run_name(root), *sweeps]
     relative = name.rstrip("/")
     if relative not in known and PurePosixPath(relative).is_relative_to(folder.as_posix()):
@@ -115,7 +115,7 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
     for name in names:
         matching = [name]
         if any(sign in name for sign in _PATTERN):
-            known = [*every_run_name(root), *sweep_names(root)]
+            known = [*every_run_name(root), *started_sweeps(root)]
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
                 raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names(known)}; give a name of one")
@@ -135,7 +135,7 @@ def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> 
     """
     path = Path(name)
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
-    if inside in sweep_names(root):
+    if inside in started_sweeps(root):
         trials = trial_names(root, inside)
         if trials:
             raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")

@@ -64,7 +64,7 @@ def refuse_link_out(path: Path) -> None:
         raise DataError(path, "this is a link to another folder; put the file itself in its place (cp -L)")
 
 
-def read_text(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """Return the text of a file of at most a megabyte that is only shown; bytes that are no text show as such.
 
     Raises:

@@ -126,14 +126,14 @@ class SweepRow:
     needs: tuple[str, ...] = ()
 
 
-def sweep_names() -> list[str]:
+def shipped_sweeps() -> list[str]:
     """Names of the sweeps that ship, such as ``sweep/ppo-grpo-dpo``."""
     return recipe_names(SHELF)
 
 
 def training_recipe_names() -> list[str]:
     """Names of the shipped recipes that ``posttrain train`` takes."""
-    others = {*sweep_names(), *interpretation_names()}
+    others = {*shipped_sweeps(), *interpretation_names()}
     return [name for name in recipe_names() if name not in others]
 
 
@@ -151,7 +151,7 @@ def read_sweep(
         RecipeError: with file, line and key.
         UsageError: an override of a row that the file does not have.
     """
-    if f"{SHELF}{name_or_path}" in sweep_names() and not Path(name_or_path).is_file():
+    if f"{SHELF}{name_or_path}" in shipped_sweeps() and not Path(name_or_path).is_file():
         name_or_path = f"{SHELF}{name_or_path}"
     document = Document.load(SweepFile, name_or_path, shelf=SHELF)
     if "rows" not in document.content and document.content.keys() & {"objective", "extends"}:

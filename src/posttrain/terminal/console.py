@@ -97,7 +97,7 @@ class OutputConsole(Console):
         raise BrokenPipeError
 
 
-def counted(number: int, what: str) -> str:
+def pluralize(number: int, what: str) -> str:
     """``1 run``, ``2 runs``."""
     if number == 1:
         return f"{number} {what}"
@@ -120,7 +120,7 @@ def show_bytes(count: int) -> str:
 def tables_as_json() -> Iterator[None]:
     """Collect tables, send all else to standard error, and write them as JSON at the end.
 
-    They become a list of ``{"title", "rows"}``, unless ``write_json`` was given something else.
+    They become a list of ``{"title", "rows"}``, unless ``print_json`` was given something else.
     """
     collected = CollectedTables()
     output = sys.stdout
@@ -136,7 +136,7 @@ def tables_as_json() -> Iterator[None]:
     output.write(harmless_json(json.dumps(sayable(content), indent=1, default=str, allow_nan=False)) + "\n")
 
 
-def write_json(content: object) -> bool:
+def print_json(content: object) -> bool:
     """With ``--format json``, write this instead of tables; return whether it is asked for."""
     collected = _COLLECTED.get()
     if collected is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from posttrain.api.parts.arguments import (
     bind_arguments,
-    check_options,
+    check_part_options,
     checked_mask,
     checked_numbers,
     option_parameters,
@@ -63,7 +63,7 @@ def _advantage(name: str) -> Callable[..., Any]:
         where = f"advantages.{name}"
         arguments = bind_arguments(where, signature, given, named)
         options = {one.name: arguments[one.name] for one in option_parameters(entry.function)}
-        check_options(where, entry.function, options)
+        check_part_options(where, entry.function, options)
         try:
             return compute(where, entry, arguments, options)
         except ValueError as error:

@@ -20,7 +20,7 @@ from functools import cache
 
 from torch import Tensor
 
-from posttrain.api.parts.arguments import bind_arguments, check_options, checked_mask, option_parameters
+from posttrain.api.parts.arguments import bind_arguments, check_part_options, checked_mask, option_parameters
 from posttrain.errors import UnknownComponent, UsageError
 from posttrain.registry import find, names
 from posttrain.types import with_float64
@@ -56,7 +56,7 @@ def _aggregation(name: str) -> Callable[..., Tensor]:
         arguments = bind_arguments(where, signature, given, named)
         mask = checked_mask(where, "mask", arguments["mask"])
         chosen = {one.name: arguments[one.name] for one in options}
-        check_options(where, entry.function, chosen)
+        check_part_options(where, entry.function, chosen)
         try:
             weights: Tensor = entry.function(with_float64(mask), **chosen)
         except ValueError as error:

@@ -46,7 +46,7 @@ def option_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-def check_options(where: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
+def check_part_options(where: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
     """Refuse an option of another type or outside of its range.
 
     Raises:

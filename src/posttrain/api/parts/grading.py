@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from posttrain.api.parts.arguments import check_options
+from posttrain.api.parts.arguments import check_part_options
 from posttrain.errors import UsageError
 from posttrain.graders.grading import Submission, Verdict
 from posttrain.registry import find
@@ -36,7 +36,7 @@ def grade(answer: str | None, gold: str | float, *, grader: Grader = "math", **o
         >>> pt.grade("so it is \\\\boxed{\\\\frac{1}{2}}", 0.5).outcome, bool(pt.grade("x = 3", "4"))
         ('right', False)
     """
-    check_options("grade", grade, {"grader": grader})
+    check_part_options("grade", grade, {"grader": grader})
     if answer is not None and not isinstance(answer, str):
         raise UsageError(f"grade: answer: {type(answer).__name__} is no text. Give what the model wrote")
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
@@ -47,7 +47,7 @@ def grade(answer: str | None, gold: str | float, *, grader: Grader = "math", **o
         if name not in known:
             listed = ", ".join(known) or "none"
             raise UsageError(f"grade: {name}: the grader {grader!r} has no such option. Its options: {listed}")
-    check_options("grade", entry.function, options)
+    check_part_options("grade", entry.function, options)
     extracted = answer if grader != "math" else None
     submission = Submission(answer or "", extracted, str(gold))
     if entry.traits.get("batched"):

@@ -26,7 +26,7 @@ from torch import Tensor
 from posttrain.algorithms.objectives import surrogate
 from posttrain.api.parts.arguments import (
     bind_arguments,
-    check_options,
+    check_part_options,
     checked_mask,
     checked_numbers,
     option_parameters,
@@ -113,7 +113,7 @@ def _signature(entry: Entry) -> inspect.Signature:
 def _compute(entry: Entry, arguments: Mapping[str, Any]) -> Loss:
     where = f"losses.{entry.name}"
     options = {one.name: arguments[one.name] for one in option_parameters(entry.function)}
-    check_options(where, entry.function, options)
+    check_part_options(where, entry.function, options)
     mask = checked_mask(where, "mask", arguments["mask"])
     rows_per_unit = 1
     if entry.traits["level"] == "pair":
@@ -198,7 +198,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, *, mask: Tensor, estimator: surro
         UsageError: a tensor of another shape or device, or an unknown estimator.
     """
     where = "losses.kl"
-    check_options(where, kl, {"estimator": estimator})
+    check_part_options(where, kl, {"estimator": estimator})
     trained = checked_mask(where, "mask", mask)
     policy = _read(where, "logprobs", logprobs, trained)
     reference = _read(where, "ref_logprobs", ref_logprobs, trained)
@@ -227,8 +227,8 @@ def regularize(
         UsageError: a coefficient without its tensors, or a tensor of another shape or device.
     """
     where = "losses.regularize"
-    check_options(where, surrogate.with_regularizers, {"kl_coef": kl_coef, "kl_estimator": kl_estimator})
-    check_options(where, surrogate.with_regularizers, {"entropy_coef": entropy_coef})
+    check_part_options(where, surrogate.with_regularizers, {"kl_coef": kl_coef, "kl_estimator": kl_estimator})
+    check_part_options(where, surrogate.with_regularizers, {"entropy_coef": entropy_coef})
     trained = checked_mask(where, "mask", mask)
     fields: dict[str, Tensor] = {}
     policy = torch.zeros_like(loss.values)

@@ -242,7 +242,7 @@ class Side:
             self.info = str(error)
 
 
-def answer(
+def stream_replies(
     library: Library,
     sides: Sequence[Side] | None,
     question: str,
@@ -365,8 +365,8 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         try:
             form = read_chat(values)
             about = (form.system, form.judge, (form.sae, form.features, form.side))
-            for current in answer(library, sides, form.question, form.models, form.controls, *about):
-                yield current, *shown(current), ""
+            for current in stream_replies(library, sides, form.question, form.models, form.controls, *about):
+                yield current, *page_contents(current), ""
         except PosttrainError as error:  # the message stays, to be sent again
             yield keep, keep, keep, str(error), keep, keep
 
@@ -385,7 +385,7 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         listen(lambda: (None, None, None, "", "", ""), None, outputs)
 
 
-def shown(sides: Sequence[Side]) -> list[object]:
+def page_contents(sides: Sequence[Side]) -> list[object]:
     """Return what both columns and both lines of facts show."""
     histories: list[object] = [None, None]
     facts: list[object] = ["", ""]

@@ -14,8 +14,8 @@ from posttrain.commands.options import (
     option,
     positive,
     positives,
+    proportion,
     seed_of,
-    share,
 )
 from posttrain.evaluation import DEFAULT_BATCH
 
@@ -64,7 +64,7 @@ OPTIONS = CommandOptions(
             option(
                 "--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)"
             ),
-            option("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)"),
+            option("--top-p", type=proportion, help="draw from the likeliest tokens of this mass (default: 1)"),
             option("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)"),
             MAX_TOKENS,
             seed_of(),

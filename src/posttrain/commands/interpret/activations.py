@@ -86,7 +86,7 @@ OPTIONS = CommandOptions(
 
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
-    from posttrain.interpret.activations.record import record
+    from posttrain.interpret.activations.record import record_activations
     from posttrain.interpret.activations.sites import check_layers
     from posttrain.runs.models import find_source
     from posttrain.terminal.console import open_console
@@ -108,7 +108,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
         check_layers(source.path, sites)  # before texts are read
     documents = _read_documents(arguments, sources[0])
     options: dict[str, Any] = {key: getattr(arguments, key) for key in ("dtype", "outliers", "batch")}
-    store = record(
+    store = record_activations(
         [source.section(arguments.weights, arguments.device) for source in sources],
         documents,
         sites,

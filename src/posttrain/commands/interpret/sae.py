@@ -309,7 +309,7 @@ def find_model(
     """
     if compared.recipe is None:
         return compared.name
-    from posttrain.api.training import summarize
+    from posttrain.api.training import write_run_summary
     from posttrain.recipes.recipe import load_recipe
     from posttrain.runs.launch import find_or_train
     from posttrain.terminal.training import choose_progress
@@ -325,7 +325,7 @@ def find_model(
         recipe_name=name,
         observing=lambda: choose_progress(name, quiet),
         say=say,
-        summarize=summarize,
+        summarize=write_run_summary,
     )
     if result is not None and result.reason != "finished":
         return None

@@ -30,11 +30,11 @@ HAS_WORKERS = sys.platform != "win32"
 CPU_SECONDS = 5.0  # for a text
 MEMORY_BYTES = 2**30
 MAX_RESULT_BYTES = 2**27
-_RENDER = "posttrain.data.render.template_worker:render"
+_RENDER = "posttrain.data.render.template_worker:render_conversation"
 # A template writes its own text and those of the conversation, schemas of tools perhaps at each turn, as JSON in JSON.
 _OWN_CHARS = 2**17
 _GROWTH = 64
-_SPLIT = "posttrain.data.render.tokenizer_worker:split"
+_SPLIT = "posttrain.data.render.tokenizer_worker:run_patterns"
 _REFUSED: dict[str, str] = {}  # by the content of a template or of a tokenizer's steps, what happened
 _MAY_REPEAT = re.compile(r"[*+?{(|]")
 

@@ -27,7 +27,7 @@ def _raised(error: BaseException) -> BaseException:
     return error
 
 
-def render(item: dict[str, Any]) -> dict[str, str | int]:
+def render_conversation(item: dict[str, Any]) -> dict[str, str | int]:
     """Return the ``text`` of a conversation; the ``length`` of one that is too long; or the ``error`` of the template.
 
     ``item``: ``template``, the special ``tokens`` by name, ``given`` (messages and variables as JSON), ``prompt``,

@@ -15,7 +15,7 @@ _MAX_KEPT = 4
 _MADE: OrderedDict[str, Tokenizer] = OrderedDict()
 
 
-def split(item: dict[str, Any]) -> dict[str, str]:
+def run_patterns(item: dict[str, Any]) -> dict[str, str]:
     """Run the patterns of a tokenizer over a ``text`` or over ``tokens``; return the ``error``, or nothing.
 
     ``item``: ``key`` of the tokenizer and, where this process does not know it (the answer ``unknown``), its ``parts``

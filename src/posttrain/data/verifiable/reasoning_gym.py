@@ -98,7 +98,7 @@ def reasoning_gym(
         first = make_round(0)
     except (AssertionError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(f"task reasoning_gym: {dataset} does not accept {gym_options}: {error}") from error
-    return Task("reasoning_gym", split, examples_of(dataset, split, size, first, make_round))
+    return Task("reasoning_gym", split, examples_on_demand(dataset, split, size, first, make_round))
 
 
 def _load_factory(dataset: str, options: Mapping[str, object]) -> Callable[..., Any]:
@@ -123,13 +123,13 @@ def _load_factory(dataset: str, options: Mapping[str, object]) -> Callable[..., 
 
 def make_scorer(dataset: str, settings: Mapping[str, object], entry: Mapping[str, object]) -> WorkerScorer:
     """The data set's own scorer of one entry; ``settings`` made the data set (``seed``, ``size`` and options)."""
-    from posttrain.data.verifiable.reasoning_gym_scoring import TARGET, encode
+    from posttrain.data.verifiable.reasoning_gym_scoring import TARGET, dump_plain
 
     limits = Limits(compiles=dataset in EVALUATES_QUESTIONS)
-    return WorkerScorer(TARGET, [dataset, encode(settings), encode(entry)], limits)
+    return WorkerScorer(TARGET, [dataset, dump_plain(settings), dump_plain(entry)], limits)
 
 
-def split_of(question: str) -> Split:
+def split_of_question(question: str) -> Split:
     """The one split that may hold a question: 60 % train, 20 % validation, 20 % test."""
     bucket = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()[0] * 5 // 256
     if bucket < 3:
@@ -139,7 +139,7 @@ def split_of(question: str) -> Split:
     return "test"
 
 
-def examples_of(
+def examples_on_demand(
     name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]
 ) -> ExamplesOnDemand:
     """A sequence whose item i is entry i of the first data set whose entry i belongs to the split.
@@ -156,7 +156,7 @@ def examples_of(
             settings, made = rounds[number]
             entry: dict[str, object] = made[item]
             question = str(entry["question"])
-            if split_of(question) == split:
+            if split_of_question(question) == split:
                 round_of[item] = number
                 answer = None if entry["answer"] is None else str(entry["answer"])
                 meta = {"dataset": name, "entry": entry, "score": make_scorer(name, settings, entry)}

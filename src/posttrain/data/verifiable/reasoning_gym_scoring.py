@@ -14,14 +14,14 @@ from typing import Any
 
 from reasoning_gym.factory import create_dataset
 
-TARGET = "posttrain.data.verifiable.reasoning_gym_scoring:score"
+TARGET = "posttrain.data.verifiable.reasoning_gym_scoring:score_entry"
 _MARKS: dict[str, Any] = {
     "#dict": dict, "#tuple": tuple, "#set": set, "#frozenset": frozenset,
     "#date": date.fromisoformat, "#datetime": datetime.fromisoformat,
 }  # fmt: skip
 
 
-def score(item: list[Any]) -> float:
+def score_entry(item: list[Any]) -> float:
     """The data set's own score of an answer; ``item`` is ``[[data set, settings, entry], answer]``, these as JSON.
 
     Raises:
@@ -29,7 +29,7 @@ def score(item: list[Any]) -> float:
         Exception: any error of the data set's scorer.
     """
     (name, settings, entry), answer = item
-    value = float(_make(name, settings).score_answer(answer=answer, entry=decode(entry)))
+    value = float(_make(name, settings).score_answer(answer=answer, entry=load_plain(entry)))
     if not math.isfinite(value):
         raise ValueError(f"the score is {value}")
     return value
@@ -37,11 +37,11 @@ def score(item: list[Any]) -> float:
 
 @lru_cache(maxsize=32)  # a split draws from several seeds
 def _make(name: str, settings: str) -> Any:
-    return create_dataset(name, **decode(settings))
+    return create_dataset(name, **load_plain(settings))
 
 
-def encode(value: object) -> str:
-    """Plain values as JSON; ``decode`` gives them back, with their types.
+def dump_plain(value: object) -> str:
+    """Plain values as JSON; ``load_plain`` gives them back, with their types.
 
     Raises:
         TypeError: something else is among them.
@@ -49,8 +49,8 @@ def encode(value: object) -> str:
     return json.dumps(_mark(value))
 
 
-def decode(text: str) -> Any:
-    """The value that ``encode`` was given."""
+def load_plain(text: str) -> Any:
+    """The value that ``dump_plain`` was given."""
     return json.loads(text, object_hook=_unmark)
 
 

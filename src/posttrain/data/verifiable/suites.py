@@ -14,7 +14,7 @@ from posttrain.data.base import Task
 from posttrain.data.choices import lettered_lines
 from posttrain.data.golds import golds_of
 from posttrain.data.messages import read_prompt
-from posttrain.data.reader import TestSplit, collect, drop_if, reads_rows, row_task, strip_calculations
+from posttrain.data.reader import TestSplit, collect_examples, drop_if, reads_rows, row_task, strip_calculations
 from posttrain.data.reading import Row, read_file
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.behaviour import KINDS
@@ -441,7 +441,7 @@ def refusals(*, path: str | None = None) -> Task:
         return Example(f"refusals/{row.line}", messages, meta=meta, grader="refusal")
 
     place = path or str(resources.files("posttrain") / "data" / "prompts" / "refusals.jsonl")
-    task = collect(read_file(place), read, place).as_task("refusals", place)
+    task = collect_examples(read_file(place), read, place).as_task("refusals", place)
     return replace(task, shares=refusal_shares)
 
 

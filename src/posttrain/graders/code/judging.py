@@ -43,10 +43,10 @@ def judge_all(submissions: Sequence[tuple[str, Checks]], walls: Walls, num_worke
         RunFailure: a sandbox cannot be set up.
     """
     with ThreadPoolExecutor(max(1, min(num_workers, len(submissions)))) as pool:
-        return list(pool.map(lambda pair: judge(pair[0], pair[1], walls), submissions))
+        return list(pool.map(lambda pair: judge_program(pair[0], pair[1], walls), submissions))
 
 
-def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
+def judge_program(program: str, checks: Checks, walls: Walls) -> Outcome:
     """Return ``right``, ``wrong`` or ``timeout``; ``crash``: the program ended itself; ``ungraded``: no valid tests.
 
     The tests go through a socket to a process whose memory cannot be read; they are in no file, and the program starts

@@ -45,7 +45,7 @@ OUTLIER_FACTOR = 10.0
 MAX_CONTEXT_TOKENS = 8192
 
 
-def record(
+def record_activations(
     models: str | ModelSection | Sequence[str | ModelSection],
     documents: Documents | Sequence[Sequence[int]],
     sites: Sequence[str],

@@ -20,7 +20,7 @@ from posttrain.activity import phase
 from posttrain.data.base import Task, build_task, choose_task
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evaluation.statistics import standard_error
-from posttrain.interpret.activations.record import record
+from posttrain.interpret.activations.record import record_activations
 from posttrain.interpret.activations.shards import ActivationStore, Documents
 from posttrain.interpret.activations.sites import check_layers, device_of, read_model_config
 from posttrain.interpret.differences.causal import Subject, measure_causes
@@ -249,7 +249,7 @@ def _record(work: ModelComparison, documents: Documents) -> ActivationStore:
             work.folder.mkdir(parents=True, exist_ok=True)
         replace_file(work.folder / RECIPE, work.recipe.to_yaml().encode())
 
-    store = record(
+    store = record_activations(
         [work.sources[side].section() for side in SIDES],
         documents,
         [work.site],

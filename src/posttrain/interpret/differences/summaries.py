@@ -22,7 +22,7 @@ MAX_POINTS = 4096  # features of the scatter
 WINDOW = 14  # tokens shown on either side
 
 
-def plain_number(value: float) -> float | None:
+def finite_number(value: float) -> float | None:
     """Return a number rounded to 5 significant digits; None for one that is not finite."""
     if math.isfinite(value):
         return rounded(value)
@@ -31,7 +31,7 @@ def plain_number(value: float) -> float | None:
 
 def plain_numbers(values: Tensor) -> list[float | None]:
     """Return the first ``MAX_POINTS`` of a vector as plain numbers."""
-    return [plain_number(value) for value in values[:MAX_POINTS].double().tolist()]
+    return [finite_number(value) for value in values[:MAX_POINTS].double().tolist()]
 
 
 def count_changes(changes: Changes) -> dict[str, int]:
@@ -66,7 +66,7 @@ def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, object]:
         "kind": sae.kind,
         "quality": seen.quality,
         "counts": count_changes(changes),
-        "rate_within_a_fifth": plain_number(within),
+        "rate_within_a_fifth": finite_number(within),
         "null": {name: count_changes(null) for name, null in seen.nulls.items()},
         "scaling": {"energy": plain_numbers(seen.energy), "amplification": plain_numbers(seen.amplification)},
         "rates": rates,
@@ -94,8 +94,8 @@ def describe_changed_features(
         for row, name in enumerate(MEASURES):
             for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
                 value = getattr(changes, key)[row, feature]
-                entry[f"{name}_{key}"] = plain_number(float(value))
-        entry["amplification"] = plain_number(float(seen.amplification[feature]))
+                entry[f"{name}_{key}"] = finite_number(float(value))
+        entry["amplification"] = finite_number(float(seen.amplification[feature]))
         entry["changed"] = bool(changes.changed[feature])
         entry["promotes"] = lens[index]
         entries.append(entry | contexts[index])
@@ -261,7 +261,7 @@ def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) ->
         )
         pair: dict[str, Any] = {"first": a, "second": b}
         for name, value in shared.items():
-            pair[name] = plain_number(value)
+            pair[name] = finite_number(value)
         pair["count"] = int(shared["count"])
         pairs.append(pair)
     summary: dict[str, object] = {"pairs": pairs, "share": None, "least_cosine": LEAST_COSINE}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
-from posttrain.interpret.activations.record import read_documents, record
+from posttrain.interpret.activations.record import read_documents, record_activations
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_store_index
 from posttrain.interpret.activations.sites import check_layers, layer_of
 from posttrain.interpret.saes.fitting import (
@@ -161,7 +161,7 @@ def open_or_record(
     )
     if documents.num_tokens - recipe.eval.rows < recipe.train.batch:
         raise too_few_rows(f"at most {documents.num_tokens:,}", recipe.eval.rows, recipe.train.batch)
-    return record(
+    return record_activations(
         model,
         documents,
         [section.site],

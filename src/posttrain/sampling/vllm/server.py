@@ -180,7 +180,7 @@ def served_names(model: str) -> tuple[str, ...]:
     if folder.parent.name == "checkpoints":
         label = f"{folder.parent.parent.name}-{label}"
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "model"
-    return f"{label}-{fingerprint(folder)}", source
+    return f"{label}-{weights_fingerprint(folder)}", source
 
 
 def absolute_source(model: str) -> str:
@@ -191,7 +191,7 @@ def absolute_source(model: str) -> str:
     return source
 
 
-def fingerprint(folder: Path) -> str:
+def weights_fingerprint(folder: Path) -> str:
     """Return eight hexadecimal digits of the weights in ``folder``.
 
     A run's checkpoint has the digest of every file in its manifest. Of another folder, whose files may be tens of
