@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -123,6 +123,30 @@ COMPARISONS = {
     "assert_array_almost_equal",
 }
 TINY = 1e-4  # a difference below a number of this size is a comparison too
+
+# A name means one thing. These classes share a name with a class or a type alias, each for its reason.
+DOUBLE_CLASSES = {
+    "Grader": "the public API's name for the graders that one call reaches; below it a recipe's rewards with weights",
+    "Turn": "a model's turn in a conversation, and the rows of one round of a data source",
+}
+# Functions of one name in several modules. The list may only shrink.
+DOUBLE_FUNCTIONS = {
+    # the public API's name for what a module below does
+    "evaluate",
+    "grade",
+    "regularize",
+    "train",
+    # one check of several suites of conformance, by the name that its findings have
+    "check_arguments",
+    "check_gradient",
+    "check_padding",
+    "check_row_order",
+    "check_square",
+    "check_value",
+    # the names that an adapter under test offers
+    "loss",
+    "score",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -266,6 +290,71 @@ def is_own_comparison(node: ast.AST) -> bool:
     limit = node.comparators[-1]
     is_tiny = isinstance(limit, ast.Constant) and isinstance(limit.value, float) and 0 < limit.value <= TINY
     return is_tiny and re.search(r"abs\(|difference", ast.unparse(node)) is not None
+
+
+def is_registered(node: ast.FunctionDef) -> bool:
+    """Return True for a component: its name is the key that recipes give, so that one kind may repeat another's."""
+    calls = [one.func for one in node.decorator_list if isinstance(one, ast.Call)]
+    return any(isinstance(one, ast.Name) and one.id == "register" for one in calls)
+
+
+def exported_classes(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+
+
+def exported_aliases(tree: ast.Module) -> set[str]:
+    """The names of types that a module builds from others, and of type variables."""
+    found: list[ast.expr] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found += node.targets
+        elif isinstance(node, ast.AnnAssign):
+            found.append(node.target)
+    names = {target.id for target in found if isinstance(target, ast.Name)}
+    return {name for name in names if re.fullmatch(r"[A-Z][A-Za-z]*[a-z][A-Za-z]*", name)}
+
+
+def exported_functions(tree: ast.Module) -> set[str]:
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = {node.name for node in functions if not (isinstance(node, ast.FunctionDef) and is_registered(node))}
+    return {name for name in names if name != "main" and not name.startswith("_")}
+
+
+def homes_of(exported: Callable[[ast.Module], set[str]]) -> dict[str, list[str]]:
+    """Exported name -> the modules that define it."""
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for name in exported(tree_of(path)):
+            homes.setdefault(name, []).append(module)
+    return homes
+
+
+def test_class_name_has_one_meaning() -> None:
+    """A type alias may repeat another alias (a shape, a type variable), but not a class."""
+    classes = homes_of(exported_classes)
+    aliases = homes_of(exported_aliases)
+    doubles = {name: homes + aliases.get(name, []) for name, homes in classes.items()}
+    doubles = {name: homes for name, homes in doubles.items() if len(homes) > 1}
+    assert {name: homes for name, homes in doubles.items() if name not in DOUBLE_CLASSES} == {}
+    assert set(DOUBLE_CLASSES) <= set(doubles), "a double that is gone leaves the list"
+
+
+def test_function_name_has_one_meaning() -> None:
+    doubles = {name: homes for name, homes in homes_of(exported_functions).items() if len(homes) > 1}
+    assert {name: homes for name, homes in doubles.items() if name not in DOUBLE_FUNCTIONS} == {}
+    assert set(doubles) >= DOUBLE_FUNCTIONS, "a double that is gone leaves the list"
+
+
+def test_exported_names_are_seen_and_components_are_not() -> None:
+    code = (
+        "class Row: pass\nclass _Column: pass\nShape = tuple[int, int]\nMAX = 1\nItemT: object = 1\n"
+        "def read(): pass\nasync def wait(): pass\ndef main(): pass\ndef _hidden(): pass\n"
+        "@register('grader')\ndef math(): pass\n@cache\ndef known(): pass"
+    )
+    tree = ast.parse(code)
+    assert exported_classes(tree) == {"Row"}
+    assert exported_aliases(tree) == {"Shape", "ItemT"}
+    assert exported_functions(tree) == {"read", "wait", "known"}
 
 
 def test_floats_of_two_computations_are_compared_by_one_helper() -> None:

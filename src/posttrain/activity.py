@@ -15,7 +15,7 @@ from typing import IO, TypeVar
 
 from posttrain.untrusted import harmless, note_output, seconds_since_output
 
-Piece = TypeVar("Piece", bound=Sized)
+PieceT = TypeVar("PieceT", bound=Sized)
 QUIET_SECONDS = 20.0  # without output; a line is due within 30, also where the thread gets the processor late
 
 
@@ -59,7 +59,7 @@ def phase(
         _PHASES.remove(begun)
 
 
-def each_piece(name: str, pieces: Sequence[Piece], unit: str) -> Iterator[Piece]:
+def each_piece(name: str, pieces: Sequence[PieceT], unit: str) -> Iterator[PieceT]:
     """Yield the pieces of some work (rows of a batch), and say meanwhile how many of their members are done."""
     with phase(name, sum(map(len, pieces)), unit) as work:
         for piece in pieces:

@@ -15,7 +15,15 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import find_source
-from posttrain.runs.paths import Place, every_run_name, locate, locate_all, refuse_absent, started_sweeps, trial_names
+from posttrain.runs.paths import (
+    NamedFolder,
+    every_run_name,
+    locate,
+    locate_all,
+    refuse_absent,
+    started_sweeps,
+    trial_names,
+)
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def test_names_of_runs_and_sweeps(root: Path) -> None:
 
 def test_a_name_may_be_what_a_shell_completes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "a/", f"{root}/a", f"{root}/a/"):
-        assert locate(root, name) == Place("a", root / "a")
+        assert locate(root, name) == NamedFolder("a", root / "a")
     monkeypatch.chdir(root.parent)
     assert locate("runs", "runs/sweep-x/start").path == Path("runs/sweep-x/start")
     monkeypatch.chdir(root)

@@ -17,7 +17,7 @@ from posttrain.store.metrics import MetricsLog, evaluation_points, is_evaluation
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 
 if TYPE_CHECKING:
-    from posttrain.runs.export import Weights
+    from posttrain.runs.export import WeightsKind
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Run:
             return page
         return write_summary(self.folder)
 
-    def export(self, to: str | os.PathLike[str], *, weights: Weights | None = None, merge: bool = False) -> Path:
+    def export(self, to: str | os.PathLike[str], *, weights: WeightsKind | None = None, merge: bool = False) -> Path:
         """Copy model, recipe and results to a new folder, as ``posttrain runs export`` does; return it.
 
         Args:

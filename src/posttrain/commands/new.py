@@ -15,7 +15,7 @@ from posttrain.recipes.sections import Component
 from posttrain.store.durable import storage_errors
 from posttrain.types import Example
 
-Rows = Iterator[dict[str, str]]
+RowIterator = Iterator[dict[str, str]]
 NUM_ROWS = 512
 
 _RECIPE = """\
@@ -126,12 +126,12 @@ def _stories(split: str, seed: int, responses: str = "none") -> Iterator[Example
     return iter(build_task(Component.model_validate({"name": "stories", **options}), "task").examples)
 
 
-def _demonstrations() -> Rows:
+def _demonstrations() -> RowIterator:
     for story in _stories("train", 11):
         yield {"prompt": story.messages[0].content, "solution": str(story.solution), "answer": str(story.answer)}
 
 
-def _preferences() -> Rows:
+def _preferences() -> RowIterator:
     """Yield pairs of an answer with its steps and a wrong guess."""
     for story in _stories("train", 12, "pair"):
         chosen = f"{story.solution} The answer is {story.answer}."
@@ -139,7 +139,7 @@ def _preferences() -> Rows:
         yield {"prompt": story.messages[0].content, "chosen": chosen, "rejected": guess}
 
 
-def _questions() -> Rows:
+def _questions() -> RowIterator:
     for story in _stories("validation", 13):
         yield {"prompt": story.messages[0].content, "answer": str(story.answer)}
 

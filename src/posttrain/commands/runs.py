@@ -31,7 +31,7 @@ from posttrain.runs.listing import (
     summarize_run,
     summarize_sweep,
 )
-from posttrain.runs.paths import Place, every_run_name, fits, locate, locate_all, runs_of, started_sweeps
+from posttrain.runs.paths import NamedFolder, every_run_name, fits, locate, locate_all, runs_of, started_sweeps
 from posttrain.runs.removal import (
     check_steps,
     check_unused,
@@ -359,7 +359,7 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     return lines
 
 
-def locate_run(root: str, name: str) -> Place:
+def locate_run(root: str, name: str) -> NamedFolder:
     """Return a run; a sweep is refused.
 
     Raises:
@@ -397,7 +397,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     if not arguments.names and not arguments.all:
         raise UsageError("give --all for every run, or names. Nothing was changed")
     links = find_links(root)
-    plans = list[tuple[Place, list[int]]]()
+    plans = list[tuple[NamedFolder, list[int]]]()
     for place in locate_all(root, arguments.names or every_run_name(root)):
         for run in runs_of(root, place):
             try:
@@ -413,7 +413,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _prune_all(
-    console: Console, root: str, plans: Sequence[tuple[Place, Sequence[int]]], arguments: argparse.Namespace
+    console: Console, root: str, plans: Sequence[tuple[NamedFolder, Sequence[int]]], arguments: argparse.Namespace
 ) -> None:
     count = freed = 0
     for run, steps in plans:
@@ -455,7 +455,7 @@ def run_delete(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments: argparse.Namespace) -> None:
+def _delete_runs(console: Console, root: str, places: Sequence[NamedFolder], arguments: argparse.Namespace) -> None:
     sweeps = {place.name for place in places if place.is_sweep}
     places = [place for place in places if place.is_sweep or place.name.partition("/")[0] not in sweeps]
     for place in places:
@@ -484,7 +484,7 @@ def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments
         say(console, f"deleted {what}")
 
 
-def _describe_place(root: str, place: Place) -> str:
+def _describe_place(root: str, place: NamedFolder) -> str:
     if place.is_sweep:
         return f"a sweep with {pluralize(len(runs_of(root, place)), 'run')}"
     run = summarize_run(place.path)

@@ -27,7 +27,7 @@ EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AdvantageFormula:
     """A formula of advantages: a function of the rewards of each group. ``is_local``: a group is read by itself."""
 
     name: str
@@ -82,30 +82,30 @@ def _divided(centred: Tensor, rewards: Tensor, correction: int, epsilon: float) 
     return centred / (rewards.std(correction=correction) + epsilon)
 
 
-def known_forms() -> list[Form]:
+def known_forms() -> list[AdvantageFormula]:
     """Return the formulas that are known, those of papers before their variants."""
     forms = [
-        Form("centered", _centered),
-        Form("leave_one_out", _leave_one_out),
-        Form("mean_scaled", _mean_scaled),
-        Form("raw", _raw),
+        AdvantageFormula("centered", _centered),
+        AdvantageFormula("leave_one_out", _leave_one_out),
+        AdvantageFormula("mean_scaled", _mean_scaled),
+        AdvantageFormula("raw", _raw),
     ]
     for correction in (1, 0):
         for epsilon in EPSILONS:
             about = f"ddof {correction}, ε {epsilon:g}"
             status: Status = "ok" if correction == 1 and epsilon == 1e-4 else "convention"
-            forms.append(Form(f"normalized, std with {about}", _normalized(correction, epsilon), status))
+            forms.append(AdvantageFormula(f"normalized, std with {about}", _normalized(correction, epsilon), status))
             compute = _batch_scaled(correction, epsilon, by_group=True)
-            forms.append(Form(f"group mean, std of the batch with {about}", compute, "convention", False))
+            forms.append(AdvantageFormula(f"group mean, std of the batch with {about}", compute, "convention", False))
             compute = _batch_scaled(correction, epsilon, by_group=False)
-            forms.append(Form(f"batch_normalized, std with {about}", compute, "convention", False))
+            forms.append(AdvantageFormula(f"batch_normalized, std with {about}", compute, "convention", False))
     for epsilon in EPSILONS:
         compute = _batch_normalized_groups(epsilon)
-        forms.append(Form(f"batch_normalized after the group mean, ε {epsilon:g}", compute, "ok", False))
+        forms.append(AdvantageFormula(f"batch_normalized after the group mean, ε {epsilon:g}", compute, "ok", False))
     return forms
 
 
-def _apply(form: Form, rewards: Tensor, group: Tensor) -> Tensor:
+def _apply(form: AdvantageFormula, rewards: Tensor, group: Tensor) -> Tensor:
     result = torch.empty_like(rewards)
     places = [(group == number).nonzero().flatten() for number in group.unique()]
     for rows, values in zip(places, form.compute([rewards[rows] for rows in places]), strict=True):
@@ -118,7 +118,7 @@ class AdvantagesTrial:
     """Advantages under test, with the formula that they turned out to be."""
 
     function: Advantages
-    form: Form | None = None
+    form: AdvantageFormula | None = None
 
     def run(self, rewards: Sequence[float], group: Sequence[int]) -> Tensor:
         """Return what the function gives."""

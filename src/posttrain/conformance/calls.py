@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.conformance.cases import LEAVES, Batch, Config, MicroBatches
+from posttrain.conformance.cases import LEAVES, Config, FieldTensors, MicroBatches
 from posttrain.conformance.findings import BadResult, check_tensor
 from posttrain.conformance.reference import reference_loss
 from posttrain.errors import PosttrainError, RunFailure
 from posttrain.registry import call
 from posttrain.untrusted import harmless
 
-Loss = Callable[[Batch, Config, MicroBatches], Any]
+LossFunction = Callable[[FieldTensors, Config, MicroBatches], Any]
 LONGEST_REASON = 200  # letters of what a function raised
 
 
@@ -67,7 +67,9 @@ def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
         raise BadResult(shown[:LONGEST_REASON]) from error
 
 
-def run_loss(loss: Loss, batch: Batch, config: Config, micro_batches: MicroBatches | None = None) -> LossResult:
+def run_loss(
+    loss: LossFunction, batch: FieldTensors, config: Config, micro_batches: MicroBatches | None = None
+) -> LossResult:
     """Return value and gradients of a loss under test; all rows are one micro-batch by default.
 
     Raises:
@@ -82,7 +84,7 @@ def run_loss(loss: Loss, batch: Batch, config: Config, micro_batches: MicroBatch
     return LossResult(value.detach(), _gradients(value, leaves))
 
 
-def run_reference(batch: Batch, config: Config) -> LossResult:
+def run_reference(batch: FieldTensors, config: Config) -> LossResult:
     """Return value and gradients of the reference."""
     leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
     value = reference_loss(dict(batch) | leaves, config)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 Fields = dict[str, Tensor]
-Batch = Mapping[str, Tensor]
+FieldTensors = Mapping[str, Tensor]
 # One optimizer step: the rows of each micro-batch.
 MicroBatches = Sequence[Sequence[int]]
 
@@ -85,7 +85,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class ObjectiveCase:
     """The batch fields and options of an objective. ``rows_per_unit``: 2 for pairs."""
 
     fields: tuple[str, ...]
@@ -100,18 +100,18 @@ class Objective:
 
 _RATIO = ("advantages", "old_logprobs")
 OBJECTIVES = {
-    "cross_entropy": Objective(()),
-    "reinforce": Objective(("advantages",)),
-    "grpo": Objective(_RATIO, ("clip_low", "clip_high")),
-    "gspo": Objective(_RATIO, ("clip_low", "clip_high")),
-    "cispo": Objective(_RATIO, ("clip_high",)),
-    "gmpo": Objective(_RATIO, ("clip_high",)),
-    "sapo": Objective(_RATIO, ("tau_positive", "tau_negative")),
-    "distillation": Objective(("teacher_logits",)),
-    "dpo": Objective(("ref_logprobs",), ("beta",), 2),
-    "ipo": Objective(("ref_logprobs",), ("beta",), 2),
-    "simpo": Objective((), ("beta", "gamma"), 2),
-    "orpo": Objective((), ("beta",), 2),
+    "cross_entropy": ObjectiveCase(()),
+    "reinforce": ObjectiveCase(("advantages",)),
+    "grpo": ObjectiveCase(_RATIO, ("clip_low", "clip_high")),
+    "gspo": ObjectiveCase(_RATIO, ("clip_low", "clip_high")),
+    "cispo": ObjectiveCase(_RATIO, ("clip_high",)),
+    "gmpo": ObjectiveCase(_RATIO, ("clip_high",)),
+    "sapo": ObjectiveCase(_RATIO, ("tau_positive", "tau_negative")),
+    "distillation": ObjectiveCase(("teacher_logits",)),
+    "dpo": ObjectiveCase(("ref_logprobs",), ("beta",), 2),
+    "ipo": ObjectiveCase(("ref_logprobs",), ("beta",), 2),
+    "simpo": ObjectiveCase((), ("beta", "gamma"), 2),
+    "orpo": ObjectiveCase((), ("beta",), 2),
 }
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
@@ -177,12 +177,12 @@ def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 
     return with_padding(batch, 0.0)
 
 
-def map_tokens(batch: Batch, change: Callable[[Tensor], Tensor]) -> Fields:
+def map_tokens(batch: FieldTensors, change: Callable[[Tensor], Tensor]) -> Fields:
     """Return the batch with ``change`` applied to everything that has a number for each token."""
     return {name: change(x) if x.ndim > 1 else x for name, x in batch.items()}
 
 
-def with_padding(batch: Batch, content: float) -> Fields:
+def with_padding(batch: FieldTensors, content: float) -> Fields:
     """Return the batch with multiples of ``content`` at every place that is not trained, another in each field."""
     changed = dict(batch)
     for number, name in enumerate(batch):
@@ -193,12 +193,12 @@ def with_padding(batch: Batch, content: float) -> Fields:
     return changed
 
 
-def select_rows(batch: Batch, rows: Sequence[int]) -> Fields:
+def select_rows(batch: FieldTensors, rows: Sequence[int]) -> Fields:
     """Return some rows, in order."""
     return {name: x[list(rows)] for name, x in batch.items()}
 
 
-def widened(batch: Batch, columns: int) -> Fields:
+def widened(batch: FieldTensors, columns: int) -> Fields:
     """Return the batch with columns of padding behind it."""
 
     def widen(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def widened(batch: Batch, columns: int) -> Fields:
     return map_tokens(batch, widen)
 
 
-def with_hole(batch: Batch, at: int, size: int) -> Fields:
+def with_hole(batch: FieldTensors, at: int, size: int) -> Fields:
     """Return the batch with ``size`` tokens that are not trained before token ``at`` of every row: a tool's answer."""
 
     def spread(x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def with_hole(batch: Batch, at: int, size: int) -> Fields:
     return map_tokens(batch, spread)
 
 
-def with_empty_rows(batch: Batch, count: int = 1) -> Fields:
+def with_empty_rows(batch: FieldTensors, count: int = 1) -> Fields:
     """Return the batch with rows behind it of which no token is trained."""
     rows = batch["mask"].shape[0]
     longer = select_rows(batch, [*range(rows), *range(count)])

@@ -23,7 +23,7 @@ Status = Literal["ok", "convention", "fails", "bad"]
 
 
 CheckResult = tuple[Status, float | None, str]  # status, gap and note of a check
-AnyTrial = TypeVar("AnyTrial")
+TrialT = TypeVar("TrialT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def check_tensor(value: object, shape: Sequence[int], wanted: str) -> Tensor:
 
 
 def run_checks(
-    function: str, case: str, checks: Mapping[str, Callable[[AnyTrial], CheckResult]], trial: AnyTrial
+    function: str, case: str, checks: Mapping[str, Callable[[TrialT], CheckResult]], trial: TrialT
 ) -> Iterator[Finding]:
     """Yield what each check of a function finds; nothing where the first one is declined.
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from posttrain.conformance.calls import Loss, LossResult, run_loss, run_reference
+from posttrain.conformance.calls import LossFunction, LossResult, run_loss, run_reference
 from posttrain.conformance.cases import (
     AGGREGATIONS,
     OBJECTIVES,
-    Batch,
     Config,
     Fields,
+    FieldTensors,
     MicroBatches,
     acting_options,
     all_configs,
@@ -51,7 +51,7 @@ FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
 class LossTrial:
     """A loss under test in one configuration, with the batches that its checks share."""
 
-    loss: Loss
+    loss: LossFunction
     config: Config
 
     @property
@@ -71,7 +71,7 @@ class LossTrial:
         """Return the rows of some units."""
         return [unit * self.each + row for unit in numbers for row in range(self.each)]
 
-    def run(self, batch: Batch, micro_batches: MicroBatches | None = None, **changed: object) -> LossResult:
+    def run(self, batch: FieldTensors, micro_batches: MicroBatches | None = None, **changed: object) -> LossResult:
         """Run the loss; ``changed`` are options."""
         config = replace(self.config, **changed)  # type: ignore[arg-type]
         return run_loss(self.loss, batch, config, micro_batches)
@@ -167,7 +167,7 @@ def check_lengths(trial: LossTrial) -> CheckResult:
     return failure(gap, "rows of other lengths are weighted otherwise")
 
 
-def _compare_split(trial: LossTrial, batch: Batch, split: MicroBatches, accumulation: int) -> CheckResult:
+def _compare_split(trial: LossTrial, batch: FieldTensors, split: MicroBatches, accumulation: int) -> CheckResult:
     whole = trial.run(batch, accumulation=1)
     found = trial.run(batch, split, accumulation=accumulation)
     is_same, gap = same(found, whole)
@@ -195,7 +195,7 @@ def _terms_by_means(found: LossResult, whole: LossResult, means: LossResult) -> 
     return named
 
 
-def _mean_of_means(trial: LossTrial, batch: Batch, split: MicroBatches) -> LossResult:
+def _mean_of_means(trial: LossTrial, batch: FieldTensors, split: MicroBatches) -> LossResult:
     """Return the mean of the losses that micro-batches have each for itself, with gradients of the whole batch."""
     total: LossResult | None = None
     for rows in split:
@@ -378,13 +378,13 @@ def checks_of(config: Config) -> list[str]:
     return [name for name in CHECKS if name not in left_out]
 
 
-def check_losses(loss: Loss) -> Iterator[Finding]:
+def check_losses(loss: LossFunction) -> Iterator[Finding]:
     """Yield the findings of every configuration that the loss offers; nothing for one that it declines."""
     for config in all_configs():
         yield from check_loss(loss, config)
 
 
-def check_loss(loss: Loss, config: Config) -> Iterator[Finding]:
+def check_loss(loss: LossFunction, config: Config) -> Iterator[Finding]:
     """Yield the findings of one configuration."""
     checks = {name: CHECKS[name] for name in checks_of(config)}
     yield from run_checks("loss", config.label, checks, LossTrial(loss, config))

@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.conformance.calls import call_safely
 from posttrain.conformance.findings import BadResult, CheckResult, Declined, Finding, describe, run_checks
 
-Rows = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], int, int], Any]
+RowsFunction = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], int, int], Any]
 PAD, END = 0, 9
 # Of four rows: an answer that ended, a longer one, one that was cut off (it has no end token), one of the end token.
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 1, 2, 3]]
@@ -22,7 +22,7 @@ ANSWERS = [[3, 4, END], [1, 2, 3, 4, 5, END], [6, 7, 8], [END]]
 class RowsTrial:
     """A function under test that makes rows."""
 
-    function: Rows
+    function: RowsFunction
 
     def run(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int = PAD, end: int = END
@@ -153,6 +153,6 @@ CHECKS: dict[str, Callable[[RowsTrial], CheckResult]] = {
 }
 
 
-def check_rows(function: Rows) -> Iterator[Finding]:
+def check_rows(function: RowsFunction) -> Iterator[Finding]:
     """Yield the findings about a function that makes rows."""
     yield from run_checks("rows", "prompts and answers", CHECKS, RowsTrial(function))

@@ -139,9 +139,9 @@ SCORE_KEYS = (
 VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a table of texts has them
 RATING_KEYS = ("rating", "score")  # of a judged answer; ``data.label_above`` makes a label of it
 PROMPT_KEYS = ("prompt", "conversations", "instruction", *QUESTION_KEYS)  # the first of these that a row has
-Layout = Literal["pair", "judged", "steps"]
+PreferenceLayout = Literal["pair", "judged", "steps"]
 # The keys of each layout next to the prompt; the messages of a judged conversation hold the prompt as well.
-LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
+LAYOUTS: dict[PreferenceLayout, tuple[tuple[str, str], ...]] = {
     "pair": (("chosen", "rejected"),),
     "judged": (("completion", "label"), ("messages", "label")),
     "steps": (("completions", "labels"),),
@@ -273,7 +273,7 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> ReadPa
     return read
 
 
-def _detect_layout(row: Row) -> Layout:
+def _detect_layout(row: Row) -> PreferenceLayout:
     found = [layout for layout in LAYOUTS if _has_layout(row, layout)]
     has_answer = "completion" in row.data or "messages" in row.data
     if not found and has_answer and any(key in row.data for key in RATING_KEYS):
@@ -296,7 +296,7 @@ def _detect_layout(row: Row) -> Layout:
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
-def _has_layout(row: Row, layout: Layout) -> bool:
+def _has_layout(row: Row, layout: PreferenceLayout) -> bool:
     """Return whether a row has all keys of one of the ways to write a layout."""
     return any(all(key in row.data for key in keys) for keys in LAYOUTS[layout])
 

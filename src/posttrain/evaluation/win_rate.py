@@ -33,7 +33,7 @@ from posttrain.types import Rollout
 SIMILAR_LENGTH = 0.1  # lengths that differ by at most this share of the longer one are alike
 
 # Scores answers, or compares two of them.
-Judge = Callable[[Sequence[Rollout]], Sequence[float | None]] | PairJudge
+AnswerJudge = Callable[[Sequence[Rollout]], Sequence[float | None]] | PairJudge
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
     return [float(rollout.outcome == "right") for rollout in rollouts]
 
 
-def measure_wins(pairs: Sequence[HeadToHeadItem], judge: Judge) -> WinRate:
+def measure_wins(pairs: Sequence[HeadToHeadItem], judge: AnswerJudge) -> WinRate:
     """Measure how often an answer of A is judged better than one of B; a tie counts one half.
 
     Within an item every answer of A meets every answer of B; the mean is one number per item, and the intervals count
@@ -289,7 +289,7 @@ def _choose_template(named: Component | None, model: ModelSource, other: ModelSo
 
 
 def run_head_to_head(
-    plan: HeadToHeadPlan, judges: Mapping[str, Judge], progress: EvaluationProgress | None = None
+    plan: HeadToHeadPlan, judges: Mapping[str, AnswerJudge], progress: EvaluationProgress | None = None
 ) -> tuple[WinRate, list[str]]:
     """Sample from both models, judge (the first of ``judges`` counts; none: the task's grader) and measure the KL.
 

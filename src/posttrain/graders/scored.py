@@ -27,7 +27,7 @@ class WorkerScorer:
     limits: Limits
 
 
-AnswerScorer = WorkerScorer | Callable[[str], float]
+GoldScorer = WorkerScorer | Callable[[str], float]
 
 
 @register("reward", batched=True)
@@ -82,7 +82,7 @@ def _score(result: WorkerResult | None) -> float:
     return 0.0
 
 
-def score_answers(to_score: Sequence[tuple[AnswerScorer | None, str | None]]) -> list[WorkerResult | None]:
+def score_answers(to_score: Sequence[tuple[GoldScorer | None, str | None]]) -> list[WorkerResult | None]:
     """The result of scoring each answer, in order: its ``value`` is the score, a float.
 
     None of a blank answer, and without a scorer. Equal answers to the same question are scored once. A plain function

@@ -20,7 +20,7 @@ from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
     Component,
-    Components,
+    ComponentList,
     DataSection,
     EvalSection,
     HeadSection,
@@ -122,7 +122,7 @@ class Recipe(Content):
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     scale: ScaleSection = Field(default_factory=ScaleSection)
-    track: Components = Field(default_factory=list)
+    track: ComponentList = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _reward_rollouts(self) -> Self:

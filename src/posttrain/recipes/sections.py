@@ -81,7 +81,7 @@ def as_list(value: object) -> object:
     return [value]
 
 
-Components = Annotated[list[Component], BeforeValidator(as_list)]
+ComponentList = Annotated[list[Component], BeforeValidator(as_list)]
 MIXTURE = "mixture"  # the task whose parts are tasks: {name: mixture, parts: [{task: gsm8k, weight: 2}, ...]}
 _PART_NAME = re.compile(r"[\w.+-]{1,64}")
 
@@ -529,7 +529,7 @@ class EvalSection(Section):
             engine.
     """
 
-    tasks: Components = Field(default_factory=list)
+    tasks: ComponentList = Field(default_factory=list)
     every: Every = Field(default=0, ge=0)
     num_examples: int = Field(default=256, ge=1)
     items: Literal["sample", "first"] = "sample"

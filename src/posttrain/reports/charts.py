@@ -63,7 +63,7 @@ _NOISE = re.compile(
     r'<metadata>.*?</metadata>|font-family: [^;]*; |<style type="text/css">.*?</style>| id="[A-Za-z0-9.]+_\d+"',
     re.DOTALL,
 )
-Range = tuple[float, float]
+AxisRange = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Panel:
     is_share: bool = False
     x_label: str = ""
     y_label: str = ""
-    x_range: Range | None = None
-    y_range: Range | None = None
+    x_range: AxisRange | None = None
+    y_range: AxisRange | None = None
     log_x: bool = False
     log_y: bool = False
     x_ticks: Sequence[tuple[float, str]] = ()
@@ -130,7 +130,7 @@ class Panel:
         return width, 2.5
 
 
-def axis_range(panel: Panel) -> Range:
+def axis_range(panel: Panel) -> AxisRange:
     """The vertical extent: 0 to 1 for shares (less where all are small), else the values with a little room.
 
     Whiskers are inside. The bands of lines widen it by the values' own extent at most: over two seeds they are huge.

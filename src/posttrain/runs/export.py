@@ -41,7 +41,7 @@ from posttrain.untrusted import code, harmless, paragraph, plain
 if TYPE_CHECKING:  # listing runs imports no torch
     from posttrain.recipes.sections import ModelSection
 
-Weights = Literal["best", "last", "none"]
+WeightsKind = Literal["best", "last", "none"]
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html")
 # Files of a checkpoint that only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
@@ -65,7 +65,7 @@ class Export:
 
 @phase("exporting")
 def export_run(
-    root: str | Path, folder: str | Path, target: str | Path, *, weights: Weights | None = None, merge: bool = False
+    root: str | Path, folder: str | Path, target: str | Path, *, weights: WeightsKind | None = None, merge: bool = False
 ) -> Export:
     """Copy model, recipe and results of the run in ``folder`` to a new folder.
 
@@ -115,11 +115,11 @@ def _check_target(root: Path, goal: Path) -> None:
         raise UsageError(f"--to {goal}: an export is a folder; `tar -czf` packs one")
 
 
-def _choose_step(run: Path, weights: Weights | None) -> int | None:
+def _choose_step(run: Path, weights: WeightsKind | None) -> int | None:
     folder = run / "checkpoints"
     steps = checkpoint_steps(folder)
     best = best_step(folder)
-    if weights not in (None, *get_args(Weights)):
+    if weights not in (None, *get_args(WeightsKind)):
         raise UsageError(f"--weights {weights!r}: give best, last or none")
     if weights == "none":
         return None

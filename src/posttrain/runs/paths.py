@@ -30,7 +30,7 @@ _PATTERN = "*?["
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NamedFolder:
     """A run or a sweep: its name under the runs folder, and its folder."""
 
     name: str
@@ -73,7 +73,7 @@ def sweep_of(folder: Path) -> Path | None:
     return None
 
 
-def locate(root: str | Path, name: str) -> Place:
+def locate(root: str | Path, name: str) -> NamedFolder:
     """Return the run or sweep called ``name``, for changing or deleting it.
 
     The name may begin with the runs folder itself, as a shell completes it (``runs/tiny-grpo/``).
@@ -102,16 +102,16 @@ def locate(root: str | Path, name: str) -> Place:
             )
     if relative not in known:
         raise UsageError(f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {list_names(known)}")
-    return Place(relative, path, is_sweep=relative in sweeps)
+    return NamedFolder(relative, path, is_sweep=relative in sweeps)
 
 
-def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
+def locate_all(root: str | Path, names: Sequence[str]) -> list[NamedFolder]:
     """Return the runs and sweeps called so, each once; ``tiny-*`` stands for every run and sweep that fits.
 
     Raises:
         UsageError: as ``locate``, or a pattern that nothing fits.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, NamedFolder] = {}
     for name in names:
         matching = [name]
         if any(sign in name for sign in _PATTERN):
@@ -169,7 +169,7 @@ def fits(name: str, pattern: str) -> bool:
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
-def runs_of(root: str | Path, place: Place) -> list[Place]:
+def runs_of(root: str | Path, place: NamedFolder) -> list[NamedFolder]:
     """Return the runs that a place stands for: itself, or those of the sweep."""
     if place.is_sweep:
         return [locate(root, name) for name in trial_names(root, place.name)]

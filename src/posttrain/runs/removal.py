@@ -16,7 +16,7 @@ from uuid import uuid4
 from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
 from posttrain.runs.listing import Link, find_links, steps_in_use
-from posttrain.runs.paths import Place, runs_of, sweep_of
+from posttrain.runs.paths import NamedFolder, runs_of, sweep_of
 from posttrain.store.checkpoint_files import BEST, best_step, checkpoint_steps, clean_leftovers, discard_checkpoint
 from posttrain.store.durable import ASIDE, remove_leftovers, remove_tree, sync_folder
 
@@ -25,7 +25,7 @@ _FAILED = "failed-step-*"
 _KEEP = re.compile(r"best|last|[1-9]\d*")
 
 
-def check_unused(root: str | Path, places: Sequence[Place]) -> list[Link]:
+def check_unused(root: str | Path, places: Sequence[NamedFolder]) -> list[Link]:
     """Return the links from runs that stay to runs that would go.
 
     Without its parent, a run with an adapter cannot be loaded, and none can be resumed.
@@ -36,7 +36,7 @@ def check_unused(root: str | Path, places: Sequence[Place]) -> list[Link]:
     return [link for link in find_links(root) if link.parent in going and link.child not in going]
 
 
-def refuse_live(root: str | Path, place: Place) -> None:
+def refuse_live(root: str | Path, place: NamedFolder) -> None:
     """Refuse if a process works in the run, in one of the sweep's, or in the sweep that it belongs to.
 
     Raises:
@@ -50,7 +50,7 @@ def refuse_live(root: str | Path, place: Place) -> None:
         refuse_live_folder(folder)
 
 
-def delete(root: str | Path, place: Place) -> None:
+def delete(root: str | Path, place: NamedFolder) -> None:
     """Delete a run or a sweep, and what a killed deletion left.
 
     Raises:
@@ -78,7 +78,7 @@ def parse_keep(text: str) -> tuple[str, ...]:
     return words
 
 
-def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> list[int]:
+def plan_prune(root: str | Path, run: NamedFolder, keep: Sequence[str], links: Sequence[Link] = ()) -> list[int]:
     """Return the checkpoints that would go if only the best one and those in ``keep`` stayed. Nothing is changed.
 
     A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a checkpoint that
@@ -103,14 +103,14 @@ def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequenc
     return [step for step in steps if step not in kept and step not in needed]
 
 
-def find_leftovers(run: Place) -> list[Path]:
+def find_leftovers(run: NamedFolder) -> list[Path]:
     """Return what killed writes and failed verifications left among the checkpoints; ``prune`` deletes it."""
     folder = run.path / "checkpoints"
     return sorted(item for pattern in (f"{ASIDE}*", _FAILED) for item in folder.glob(pattern))
 
 
 def check_steps(
-    root: str | Path, run: Place, chosen: Sequence[int], links: Sequence[Link] = (), *, force: bool = False
+    root: str | Path, run: NamedFolder, chosen: Sequence[int], links: Sequence[Link] = (), *, force: bool = False
 ) -> list[int]:
     """Return the checkpoints in ``chosen``, each once, if they may go, the best one or not.
 
@@ -135,14 +135,14 @@ def check_steps(
     return list(dict.fromkeys(chosen))
 
 
-def _checkpoints_of(root: str | Path, run: Place) -> Path:
+def _checkpoints_of(root: str | Path, run: NamedFolder) -> Path:
     folder = run.path / "checkpoints"
     if folder.is_symlink():
         raise UsageError(f"{folder}: this is a link to another place, and only what lies in {root} is changed")
     return folder
 
 
-def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[Link]) -> dict[int, str]:
+def _needed(root: str | Path, run: NamedFolder, steps: Sequence[int], links: Sequence[Link]) -> dict[int, str]:
     """The checkpoints that a resumption of the run, or another run, needs, each with the reason."""
     needed = {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()}
     status = RunDirectory(run.path).read_status()
@@ -151,7 +151,7 @@ def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[
     return needed
 
 
-def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:
+def prune(root: str | Path, run: NamedFolder, steps: Sequence[int]) -> None:
     """Delete checkpoints, and what killed writes and failed verifications left.
 
     Raises:
@@ -172,7 +172,7 @@ def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:
 
 
 @contextmanager
-def _held(root: Path, place: Place) -> Iterator[None]:
+def _held(root: Path, place: NamedFolder) -> Iterator[None]:
     """Hold the locks of all runs concerned, so that none is begun or resumed meanwhile."""
     refuse_live(root, place)
     with ExitStack() as locks:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from posttrain.option_types import server_address
 from posttrain.untrusted import first_fault, harmless
 
-Item = TypeVar("Item")
+ItemT = TypeVar("ItemT")
 Result = TypeVar("Result")
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_SECONDS = 0.5
@@ -179,7 +179,7 @@ def describe_fault(error: ValidationError) -> str:
     return f"{first_fault(error)}; got {given!r:.80}"
 
 
-async def all_of(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
+async def all_of(work: Callable[[ItemT], Awaitable[Result]], items: Iterable[ItemT]) -> list[Result]:
     """Return the results for all items, in order; the first failure cancels all others."""
     tasks = [asyncio.ensure_future(work(item)) for item in items]
     try:

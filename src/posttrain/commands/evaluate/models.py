@@ -33,7 +33,7 @@ from posttrain.evaluation.tables import (
     results_table,
     write_comparison,
 )
-from posttrain.evaluation.win_rate import Judge, plan_head_to_head, run_head_to_head, write_head_to_head
+from posttrain.evaluation.win_rate import AnswerJudge, plan_head_to_head, run_head_to_head, write_head_to_head
 from posttrain.reports.evaluation import (
     NOTES,
     by_evaluation,
@@ -187,7 +187,7 @@ def run_against(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -> Judge:
+def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -> AnswerJudge:
     """A reward model's run, or a file that names a language model, whose opinions are kept in ``folder``."""
     if name.endswith(SUFFIXES):
         return read_pair_judge(name, folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.serve.requests import Sampled
-from posttrain.commands.serve.turns import End, Take, Turns, TurnsTask
+from posttrain.commands.serve.turns import DecodingThread, End, Take, TurnsTask
 from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Conversation, Sampling
@@ -101,7 +101,7 @@ class Answerer:
         assert isinstance(opened.engine, NativeEngine), "this server samples in its own process"
         self.opened = opened
         self.context = opened.context_tokens
-        self.turns = Turns(opened.engine)
+        self.turns = DecodingThread(opened.engine)
 
     def close(self) -> None:
         """End all work."""

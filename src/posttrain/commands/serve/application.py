@@ -154,7 +154,7 @@ class Api:
         params = requests.read_request(requests.SamplingParams, body.sampling_params)
         return await self._respond(request, self._job("generate", params, [body.token_ids]), body.stream)
 
-    async def _read(self, request: Request, kind: type[requests.Request]) -> requests.Request:
+    async def _read(self, request: Request, kind: type[requests.RequestT]) -> requests.RequestT:
         """Read a body that is not too large.
 
         Raises:
@@ -167,7 +167,7 @@ class Api:
                 text = f"the body has more than {MAX_BODY_BYTES:,} bytes; send smaller requests"
                 raise BadRequest(text, code="too_large", status=413)
 
-        def parse() -> requests.Request:
+        def parse() -> requests.RequestT:
             try:
                 body = json.loads(content)
             except (ValueError, RecursionError) as error:

@@ -45,7 +45,7 @@ class BadRequest(UsageError):
         self.status = status
 
 
-class Function(Options):
+class FunctionTool(Options):
     """A tool. The model is not held to ``parameters``, a JSON schema, so ``strict`` is refused."""
 
     name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$")
@@ -58,7 +58,7 @@ class ToolOffer(Options):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionTool
 
 
 class ToolOptions(Options):
@@ -166,11 +166,11 @@ class TokenizeRequest(ToolOptions):
     add_special_tokens: bool = True
 
 
-Request = TypeVar("Request", bound=Options)
+RequestT = TypeVar("RequestT", bound=Options)
 Sampled = ChatRequest | CompletionRequest | SamplingParams
 
 
-def read_request(kind: type[Request], body: object) -> Request:
+def read_request(kind: type[RequestT], body: object) -> RequestT:
     """Read a request from the JSON of a body.
 
     Raises:

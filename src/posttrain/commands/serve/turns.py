@@ -89,7 +89,7 @@ class TurnsTask:
 
 
 @dataclass(eq=False)
-class Share:
+class SharedGeneration:
     """A generation with the requests that it works for; ``used``: seconds for each of them so far."""
 
     generation: Generation
@@ -99,7 +99,7 @@ class Share:
     error: BaseException | None = None
 
 
-class Turns:
+class DecodingThread:
     """The thread that decodes for all requests."""
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -110,7 +110,7 @@ class Turns:
         self._submitted: deque[TurnsTask] = deque()
         self._is_closed = False
         self._waiting: list[TurnsTask] = []
-        self._shares: list[Share] = []
+        self._shares: list[SharedGeneration] = []
         self._budget: int | None = None
         self._head_start = HEAD_START_SECONDS  # of the next new generation
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -233,10 +233,10 @@ class Turns:
             return rest
         used = min((share.used for share in self._shares), default=0.0) - self._head_start
         self._head_start = 0.0
-        self._shares.append(Share(generation, key, [first], used))
+        self._shares.append(SharedGeneration(generation, key, [first], used))
         return [task for task in rest if not self._join(task)]
 
-    def _take_turn(self, share: Share) -> None:
+    def _take_turn(self, share: SharedGeneration) -> None:
         """Let a generation work until another has had less time, or something new has come."""
         rival = min((other.used for other in self._shares if other is not share), default=math.inf)
         began = time.perf_counter()
@@ -262,7 +262,7 @@ class Turns:
         if share.error is not None or share.generation.is_done:
             self._shares.remove(share)
 
-    def _pass_on(self, share: Share) -> None:
+    def _pass_on(self, share: SharedGeneration) -> None:
         """Pass on new tokens, and drop the tasks that have ended."""
         for task in list(share.tasks):
             if task.is_cancelled:

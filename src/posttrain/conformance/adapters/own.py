@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.api.parts import advantages as parts_advantages
 from posttrain.api.parts import aggregations, losses
-from posttrain.conformance.cases import Batch, Config, MicroBatches, select_rows
+from posttrain.conformance.cases import Config, FieldTensors, MicroBatches, select_rows
 from posttrain.types import Sample, collate
 
 _CLIPS = ("clip_low", "clip_high")
@@ -27,7 +27,7 @@ _OPTIONS = {
 }
 
 
-def loss(batch: Batch, config: Config, micro_batches: MicroBatches) -> Tensor:
+def loss(batch: FieldTensors, config: Config, micro_batches: MicroBatches) -> Tensor:
     """The loss of an optimizer batch: weights over all of it, then the sum over micro-batches."""
     weights = _weights(batch["mask"], config)
     rows_of_units = 2 if config.aggregation == "pair_mean" else 1
@@ -48,7 +48,7 @@ def _weights(mask: Tensor, config: Config) -> Tensor:
     return weights
 
 
-def _values(batch: Batch, config: Config) -> Tensor:
+def _values(batch: FieldTensors, config: Config) -> Tensor:
     options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS.get(config.objective, ())}
     names = {"old_logprobs", "ref_logprobs", "advantages"}
     if config.objective == "cispo":
@@ -83,7 +83,7 @@ def _values(batch: Batch, config: Config) -> Tensor:
     return values
 
 
-def _correction(batch: Batch, cap: float) -> Tensor:
+def _correction(batch: FieldTensors, cap: float) -> Tensor:
     from posttrain.algorithms.correction import token_tis
 
     return token_tis(batch["old_logprobs"] - batch["sampler_logprobs"], batch["mask"], cap=cap)

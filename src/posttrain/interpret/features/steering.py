@@ -25,7 +25,7 @@ from posttrain.interpret.saes.recipe import DIFFERENCE
 from posttrain.interpret.saes.sae import SparseAutoencoder, load_sae, read_metadata
 from posttrain.types import Model
 
-Changes = Mapping[int, float | None]
+FeatureChanges = Mapping[int, float | None]
 
 
 class Steering:
@@ -37,7 +37,7 @@ class Steering:
         UsageError: no such site or feature, or a dictionary of another width.
     """
 
-    def __init__(self, model: Model, sae: SparseAutoencoder, site: str, changes: Changes) -> None:
+    def __init__(self, model: Model, sae: SparseAutoencoder, site: str, changes: FeatureChanges) -> None:
         backbone = backbone_of(model)
         width = backbone.config.get_text_config().hidden_size
         if sae.d != width:
@@ -85,7 +85,7 @@ class Steering:
             yield
 
 
-def load_steering(model: Model, folder: str | Path, changes: Changes) -> Steering:
+def load_steering(model: Model, folder: str | Path, changes: FeatureChanges) -> Steering:
     """Prepare changes with the dictionary in a folder, at the site that its ``cfg.json`` names.
 
     ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.

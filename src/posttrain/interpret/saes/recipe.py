@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain.errors import RecipeError
 from posttrain.option_types import Dtype, Seed, Tokens
 from posttrain.recipes.document import Content, Document, Rule, complete_component
-from posttrain.recipes.sections import Component, Components, ModelSection, Section, as_list
+from posttrain.recipes.sections import Component, ComponentList, ModelSection, Section, as_list
 
 SECTION = "dictionary"
 # The source of a store with base and post that is neither of them: what training added.
@@ -126,7 +126,7 @@ class SaeRecipe(Content):
     dictionary: SaeComponent
     train: SaeTrainSection = Field(default_factory=SaeTrainSection)
     eval: SaeEvalSection = Field(default_factory=SaeEvalSection)
-    track: Annotated[Components, BeforeValidator(as_list)] = Field(default_factory=list)
+    track: Annotated[ComponentList, BeforeValidator(as_list)] = Field(default_factory=list)
 
     def rules(self) -> Iterator[Rule]:
         """Refuse to put a dictionary of a difference into a model."""

@@ -24,7 +24,7 @@ LEAST_COLUMNS = 128  # a window ends at a multiple of this, or of a quarter to a
 MOST_GRAPHS = 64  # at a time
 
 
-class Rows(Protocol):
+class StepRows(Protocol):
     """The part of a ``Schedule`` that a step reads and changes."""
 
     cache: SlotCache
@@ -62,7 +62,7 @@ class RecordedSteps:
         self._memory: object = None
         self._stream: object = None
 
-    def run(self, schedule: Rows, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
+    def run(self, schedule: StepRows, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times for the first ``rows`` slots; ids and log-probabilities ``[steps][rows]``."""
         cache, size = schedule.cache, rows_of_graph(rows, len(self.starts))
         self.num_steps.zero_()
@@ -83,7 +83,7 @@ class RecordedSteps:
             done += count
         return self.ids[:steps, :rows].tolist(), self.probabilities[:steps, :rows].log().tolist()
 
-    def _step(self, schedule: Rows, size: int, first: int, end: int) -> None:
+    def _step(self, schedule: StepRows, size: int, first: int, end: int) -> None:
         place, cache = (size, first, end), schedule.cache
         if self.can_record and place in self._graphs:
             self._graphs[place] = replay = self._graphs[place] or self._recorded(
@@ -110,7 +110,7 @@ class RecordedSteps:
             self.say(f"decode steps are launched one by one, for no CUDA graph can be made: {first_line(error)}")
             return None
 
-    def _compute(self, schedule: Rows, size: int, window: Window) -> None:
+    def _compute(self, schedule: StepRows, size: int, window: Window) -> None:
         """Make one step of the first ``size`` slots. Those without a row compute, too: nothing reads what they draw."""
         tokens, counters = schedule.tokens[:size], schedule.counters[:, :size]
         positions, drawn = torch.minimum(counters, self.last)
