@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from statistics import median
 from typing import Any
 
 from page_commands import ROOT, commands
@@ -180,3 +181,19 @@ def test_every_command_is_among_those_that_are_run_dry() -> None:
     assert [line for line in typed if line not in found] == []
     assert len(typed) >= 10
     assert "python benchmarks/demo.py --seeds 0 1 2" in found
+
+
+def test_time_to_accuracy_is_the_recorded_one() -> None:
+    runs = results("time_to_accuracy")["runs"]
+    rows = rows_after("| task | held-out accuracy |")
+    assert len(rows) == 2
+    for row, task in zip(rows, ("stories", "sums"), strict=True):
+        medians = []
+        for side in ("ours", "trl"):
+            own = [run for run in runs if (run["task"], run["side"]) == (task, side)]
+            reached = [next(one for one in run["points"] if one["accuracy"] >= run["target"]) for run in own]
+            assert len(reached) >= 2
+            medians.append(median(one["cpu_seconds"] for one in reached))
+        ours, theirs = medians
+        assert row[1] == f"{100 * own[0]['target']:.0f} %"
+        assert row[2:] == [f"{ours:.1f} s", f"{theirs:.0f} s", f"{theirs / ours:.1f}", str(len(reached))]

@@ -40,6 +40,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("recipes",): ["show", "tiny/grpo"],
     ("models",): ["list"],
     ("explain",): ["grpo"],
+    ("conformance",): ["no/such/file.py"],
     ("new",): ["blocked"],
     ("exercise",): ["list"],
     ("data",): ["show", "stories", "--limit", "2"],

@@ -39,6 +39,7 @@ SHORT = ["--max-tokens", "4"]
 COMMANDS: dict[str, list[list[str]]] = {
     "demo": [],  # trains two recipes of its own; a taken name is compared as `train` compares it
     "explain": [],
+    "conformance": [],  # runs the file that the reader names
     "exercise": [],  # runs the file that the reader names
     "models": [],  # opens no run
     "new": [],

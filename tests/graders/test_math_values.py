@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.graders.math.forms import NotUnderstood
-from posttrain.graders.math.values import _CONFIG, _Reader, constant_ratio, parse_latex, rational, same_value
+from posttrain.graders.math.values import _CONFIG, _LatexReader, constant_ratio, parse_latex, rational, same_value
 
 x, y, n = sympy.symbols("x y n")
 
@@ -41,7 +41,7 @@ def test_letters_keep_their_case_and_i_is_the_imaginary_unit() -> None:
 
 @pytest.mark.parametrize("latex", read_cases("answers.txt", "letters with powers"))
 def test_letters_with_powers_are_read_as_the_whole_grammar_reads_them(latex: str) -> None:
-    reader = _Reader(convert_degrees=True, config=_CONFIG)
+    reader = _LatexReader(convert_degrees=True, config=_CONFIG)
     assert repr(reader.parse(latex)) == repr(reader.convert_expr(reader._read(latex, PredictionMode.LL)))
 
 
