@@ -1,9 +1,10 @@
 """The processes that train one model together, as each of them sees it; a single process does nothing here.
 
-The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), and sums are taken
-(``add``). All else every process computes for itself from the same numbers, so that all hold the same weights. Every
-call is made by all processes, in the same order; ``what`` names it in the message of a failure. The class for several
-processes is in ``training/distributed.py``; this module imports none of ours.
+The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), sums are taken
+(``add``), and what rank 0 decides or reads goes to all (``broadcast``). All else every process computes for itself from
+the same numbers, so that all hold the same weights. Every call is made by all processes, in the same order; ``what``
+names it in the message of a failure. The class for several processes is in ``training/distributed.py``; this module
+imports none of ours.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class ProcessGroup:
     def add(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace each tensor by the sum over all processes; shapes and types are the same everywhere."""
 
-    def tell(self, value: T, what: str) -> T:
-        """Return the value of rank 0."""
+    def broadcast(self, value: T, what: str) -> T:
+        """Return the value of rank 0; what the other processes give is not sent."""
         return value
 
     def agree(self, flag: bool, what: str) -> bool:

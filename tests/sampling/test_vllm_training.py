@@ -100,7 +100,7 @@ def test_trained_of_several_processes_one_hands_over_and_all_ask(tiny: LoadedMod
         def __init__(self, rank: int) -> None:
             self.rank, self.size = rank, 2
 
-        def tell(self, value: Any, what: str) -> Any:
+        def broadcast(self, value: Any, what: str) -> Any:
             if self.is_main:
                 output.append(value)
             return output[-1]

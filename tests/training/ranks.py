@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from posttrain.errors import RunFailure
 from posttrain.process_group import ProcessGroup
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.training.build import prepare
@@ -42,7 +45,7 @@ def process_group_of(size: int) -> Iterator[ProcessGroup]:
     try:
         with join(process_group, "cpu", SECONDS):
             yield process_group
-            process_group.tell(None, "case")
+            process_group.broadcast(None, "case")
     finally:
         for other in others:
             try:
@@ -56,7 +59,7 @@ def train_case(
     process_group: ProcessGroup, recipe: dict[str, Any], folder: Path, *, resume: bool = False, stop_after: int = 0
 ) -> Any:
     """Rank 0: train a resolved recipe's plain data; ``stop_after`` so many updates, if it is given. (result, events)"""
-    process_group.tell((recipe, str(folder), resume, stop_after), "case")
+    process_group.broadcast((recipe, str(folder), resume, stop_after), "case")
     return _train(process_group, recipe, folder, resume, stop_after)
 
 
@@ -65,7 +68,7 @@ def shard_case(process_group: ProcessGroup, recipe: dict[str, Any]) -> tuple[lis
     of its gradient, its moment and itself, the types of these three, and what it has in the model that is read by all
     else; and the norm of the gradient.
     """
-    process_group.tell((recipe,), "case")
+    process_group.broadcast((recipe,), "case")
     return _shards(process_group, recipe)
 
 
@@ -92,6 +95,25 @@ def _shards(process_group: ProcessGroup, plain: dict[str, Any]) -> tuple[list[li
     return [list(of) for of in shapes], norm
 
 
+def broadcast_case(process_group: ProcessGroup) -> list[tuple[Any, str]]:
+    """Rank 0: broadcast a value; then each process makes a call of its own. What each received, and its error."""
+    process_group.broadcast((), "case")
+    return _broadcast(process_group)
+
+
+def _broadcast(process_group: ProcessGroup) -> list[tuple[Any, str]]:
+    value = {"rank": process_group.rank, "ids": list(range(process_group.rank, 1000)), "x": torch.ones(2, 3)}
+    received = process_group.broadcast(value, "a value")
+    try:
+        if process_group.is_main:
+            process_group.broadcast(value, "the call of rank 0")
+        else:
+            process_group.gather([1], "the call of the others")
+    except RunFailure as error:
+        return process_group.gather([(received, str(error))], "what was received")
+    return process_group.gather([(received, "")], "what was received")
+
+
 def _own_shape(tensor: Any) -> tuple[int, ...]:
     return tuple((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)
 
@@ -113,8 +135,10 @@ def _train(
 
 def main() -> None:
     with join(Processes.attend(), "cpu", SECONDS) as process_group:
-        while (case := process_group.tell(None, "case")) is not None:
-            if len(case) == 1:
+        while (case := process_group.broadcast(None, "case")) is not None:
+            if not case:
+                _broadcast(process_group)
+            elif len(case) == 1:
                 _shards(process_group, *case)
             else:
                 _train(process_group, case[0], Path(case[1]), *case[2:])

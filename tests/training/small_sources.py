@@ -15,7 +15,7 @@ from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import build_grader
 from posttrain.training.batch_fields import BatchFields
-from posttrain.training.build import build_rollout_source
+from posttrain.training.build import Prompting, build_rollout_source
 from posttrain.training.checks import resolve_components
 from posttrain.training.sources.rollouts import RolloutSource
 from posttrain.types import Batch, Example, Message, Rollout
@@ -100,7 +100,7 @@ def sampled(
     needs = words.needs - {"ref_logprobs", "kl_baseline"}
     fields = BatchFields(needs, recipe, None, 1024)  # type: ignore[arg-type]
     engine = engine or scripted_digits(tokenizer)
-    return build_rollout_source(words, task, grader, tokenizer, engine, 1024, fields)
+    return build_rollout_source(words, task, Prompting(tokenizer, 1024, grader), engine, fields)
 
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:

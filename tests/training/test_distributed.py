@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import process_group_of, shard_case, train_case
+from ranks import broadcast_case, process_group_of, shard_case, train_case
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -393,6 +393,17 @@ def test_a_whole_model_stays_next_to_the_parts_where_something_samples(case: str
     kept = [of[-1][0] for of in shapes]
     assert kept == (rows if case == "sft" else [-(-of // several.size) for of in rows])
     assert [of[0] for of in shapes] == [of[0] for of in shard_case(SINGLE_PROCESS, plain)[0]]
+
+
+def test_broadcast_gives_the_value_of_rank_0_and_names_calls_that_differ(several: ProcessGroup) -> None:
+    results = broadcast_case(several)
+    assert len(results) == several.size
+    for received, error in results:
+        assert received["rank"] == 0
+        assert received["ids"] == list(range(1000))
+        assert received["x"].equal(torch.ones(2, 3))
+        assert "the call of rank 0" in error
+        assert "the call of the others" in error
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def _work(given: dict[str, Any]) -> None:
             events.put((event, {key: value for key, value in info.items() if key != "recipe"}))
 
         with join(Processes.attend(), *task["scale"]) as process_group:
-            has_begun = process_group.tell((folder / "metrics.jsonl").is_file(), "earlier steps")
+            has_begun = process_group.broadcast((folder / "metrics.jsonl").is_file(), "earlier steps")
             observed: dict[str, Any] = {}
             if process_group.is_main:
                 observed["observer"] = report

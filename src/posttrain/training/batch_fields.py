@@ -59,15 +59,20 @@ class Scorer:
         """Yield the rows of each pass that counts, with what is computed of them."""
         if self.rows is not None and not self.rows:
             return
-        chosen = batch if self.rows is None else batch.select(self.rows)
+        chosen = batch
+        if self.rows is not None:
+            chosen = batch.select(self.rows)
         pieces = split_rows(chosen, self.tokens_per_micro, self.rows_per_micro, self.process_group)
         with self.open() as forward, phase("forward passes", chosen.num_rows, "rows") as scored:
             for places, counts in even_pieces(pieces, chosen, self.process_group, is_sharded=forward.is_sharded):
                 computed = compute(forward, chosen.select(places))
                 scored.num_done += len(places)
-                if counts:
-                    rows = self.rows
-                    yield places if rows is None else [rows[place] for place in places], computed
+                if not counts:
+                    continue
+                rows = places
+                if self.rows is not None:
+                    rows = [self.rows[place] for place in places]
+                yield rows, computed
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -96,20 +101,25 @@ class Scorer:
         log-probabilities."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
         for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
-            likeliest, their_logprobs = both[0].cpu(), both[1].cpu().float()
+            likeliest = both[0].cpu()
+            their_logprobs = both[1].cpu().float()
             for place, row in enumerate(rows):
                 trained = batch.mask[row, : likeliest.shape[1]]
-                of_row[row] = likeliest[place][trained], their_logprobs[place][trained]
-        everywhere = {
-            row: both for rows in self.process_group.gather([of_row], "candidates") for row, both in rows.items()
-        }
-        ids, logprobs = list[Tensor](), list[Tensor]()
+                of_row[row] = (likeliest[place][trained], their_logprobs[place][trained])
+        everywhere: dict[int, tuple[Tensor, Tensor]] = {}
+        for of_process in self.process_group.gather([of_row], "candidates"):
+            everywhere.update(of_process)
+        ids: list[Tensor] = []
+        logprobs: list[Tensor] = []
         for row in range(batch.num_rows):
-            if row not in everywhere:
+            if row in everywhere:
+                row_ids, row_logprobs = everywhere[row]
+            else:
                 shape = (int(batch.mask[row].sum()), k)
-                everywhere[row] = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-            ids.append(everywhere[row][0])
-            logprobs.append(everywhere[row][1])
+                row_ids = torch.zeros(shape, dtype=torch.long)
+                row_logprobs = torch.zeros(shape)
+            ids.append(row_ids)
+            logprobs.append(row_logprobs)
         return ids, logprobs
 
 
@@ -117,8 +127,9 @@ class Scorer:
 def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
     """``[B, T]``: log-probabilities under the weights that sampled, by the sampler or the trainer
     (``rollout.old_logprobs``)."""
-    from_trainer = recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer"
-    return policy.logprobs(batch) if from_trainer else batch.field("sampler_logprobs")
+    if recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer":
+        return policy.logprobs(batch)
+    return batch.field("sampler_logprobs")
 
 
 @register("batch_field", fixed=True)
@@ -143,7 +154,8 @@ def correction(batch: Batch, correct: Callable[[Tensor, Tensor], Tensor]) -> Ten
 @register("batch_field")
 def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
     """``[B, T]``: log-probabilities of the trained tokens under the teacher."""
-    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, teacher.logprobs(seen)[seen.mask])
+    of_seen = teacher.logprobs(seen)[seen.mask]
+    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, of_seen)
 
 
 @register("batch_field", fills=("teacher_ids", "teacher_candidate_logprobs"))
@@ -153,7 +165,8 @@ def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> d
     assert recipe.teacher is not None
     ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
     shape = (*batch.mask.shape, ids[0].shape[-1])
-    all_ids, all_logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.float32)
+    all_ids = torch.zeros(shape, dtype=torch.long)
+    all_logprobs = torch.zeros(shape, dtype=torch.float32)
     for row in range(batch.num_rows):
         all_ids[row, batch.mask[row]] = ids[row]
         all_logprobs[row, batch.mask[row]] = logprobs[row]
@@ -175,17 +188,20 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
     where y' answers another prompt of the batch. 0 where all prompts are the same.
     """
-    mismatched, baseline = mismatch_answers(batch, context_tokens), 0.0
+    baseline = 0.0
+    mismatched = mismatch_answers(batch, context_tokens)
     if mismatched is not None:
         ratio = policy.logprobs(mismatched) - reference.logprobs(mismatched)
-        baseline = max(0.0, float(with_float64(ratio).to(torch.float64).sum(dim=1).mean()))
+        of_rows = with_float64(ratio).to(torch.float64).sum(dim=1)
+        baseline = max(0.0, float(of_rows.mean()))
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
 def has_other_prompts(batch: Batch) -> bool:
     """Return whether the rows of a batch answer more than one prompt."""
-    prompts = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
-    return len({tuple(row[:n]) for row, n in prompts}) > 1
+    rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
+    prompts = {tuple(ids[:length]) for ids, length in rows}
+    return len(prompts) > 1
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
@@ -193,19 +209,26 @@ def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
 
     Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result.
     """
-    tokens, lengths, prefixes = batch.tokens.tolist(), batch.lengths.tolist(), batch.prefix.tolist()
-    prompts = [tuple(row[:n]) for row, n in zip(tokens, prefixes, strict=True)]
-    answers = [row[p:n] for row, p, n in zip(tokens, prefixes, lengths, strict=True)]
-    masks = [row[p:n] for row, p, n in zip(batch.mask.tolist(), prefixes, lengths, strict=True)]
-    samples = []
-    for b, prompt in enumerate(prompts):
-        others = (c % len(prompts) for c in range(b + 1, b + len(prompts)))
-        fitting = (c for c in others if prompts[c] != prompt and len(prompt) + len(answers[c]) <= limit)
-        other = next(fitting, None)
-        if other is not None:
+    prompts: list[list[int]] = []
+    answers: list[list[int]] = []
+    masks: list[list[bool]] = []
+    columns = (batch.tokens.tolist(), batch.mask.tolist(), batch.prefix.tolist(), batch.lengths.tolist())
+    for ids, mask, prefix, length in zip(*columns, strict=True):
+        prompts.append(ids[:prefix])
+        answers.append(ids[prefix:length])
+        masks.append(mask[prefix:length])
+    samples: list[Sample] = []
+    for row, prompt in enumerate(prompts):
+        for step in range(1, len(prompts)):
+            other = (row + step) % len(prompts)
+            if prompts[other] == prompt or len(prompt) + len(answers[other]) > limit:
+                continue
             mask = [False] * len(prompt) + masks[other]
-            samples.append(Sample([*prompt, *answers[other]], mask, group=b, prefix=len(prompt)))
-    return collate(samples) if samples else None
+            samples.append(Sample([*prompt, *answers[other]], mask, group=row, prefix=len(prompt)))
+            break
+    if not samples:
+        return None
+    return collate(samples)
 
 
 def _needs(entry: Entry) -> tuple[str, ...]:
@@ -228,7 +251,9 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     entries = registry.entries("batch_field")
     own = registry.built_in("batch_field")
     known: dict[str, Entry] = {}
-    for entry in (entries[name] for name in (*own, *sorted(entries.keys() - own))):
+    of_others = sorted(entries.keys() - own)
+    for entry_name in (*own, *of_others):
+        entry = entries[entry_name]
         for name in _fills(entry):
             if name in known or name in GIVEN:
                 raise RecipeError(
@@ -245,11 +270,14 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
                 f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
                 f"{registry.suggest(unknown[0], names)} Or register a batch field of that name"
             )
-        for entry in {known[name].name: known[name] for name in known if name in requested}.values():
+        filling = {known[name].name: known[name] for name in known if name in requested}
+        for entry in filling.values():
             label = f"batch field {entry.name!r}"
             if label in trail:
                 raise RecipeError(f"{' needs '.join((*trail, label))}; a batch field cannot need itself")
-            for part in (name for name in entry.provided if name not in PARTS):
+            for part in entry.provided:
+                if part in PARTS:
+                    continue
                 near = registry.suggest(part, PARTS)
                 raise RecipeError(f"{label} asks for {part!r}.{near} It may ask for {', '.join(PARTS)}")
             add(_needs(entry), (*trail, label))
@@ -271,9 +299,9 @@ def needed_fields(entry: Entry, options: Mapping[str, object], has_rollouts: boo
     if has_rollouts:
         default = ("advantages", "old_logprobs")
     needs = set(entry.traits.get("needs", default))
-    needs |= {
-        field_name for option, field_name in entry.traits.get("optional_needs", {}).items() if options.get(option)
-    }
+    for option, field_name in entry.traits.get("optional_needs", {}).items():
+        if options.get(option):
+            needs.add(field_name)
     if kl > 0:
         needs.add("ref_logprobs")
     objective = f"objective {entry.name!r}"
@@ -303,8 +331,11 @@ def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
     objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
     the model as it will be used, at temperature 1; at the sampling temperature it would fit p^(1/T).
     """
-    from_sampler = recipe.rollout is not None and any(comes_from_rollouts(name) for name in needs)
-    return recipe.rollout.temperature if recipe.rollout is not None and from_sampler else 1.0
+    if recipe.rollout is None:
+        return 1.0
+    if any(comes_from_rollouts(name) for name in needs):
+        return recipe.rollout.temperature
+    return 1.0
 
 
 @dataclass(slots=True)
@@ -354,15 +385,20 @@ class BatchFields:
         seen: the same answers after the prompts that the teacher sees; by default the batch itself. every_row: False
         if updates skip idle rows; these get zeros, and the field ``unscored`` is then 1 for them.
         """
-        seen = batch if seen is None else seen
-        assert bool((seen.mask.sum(dim=1) == batch.mask.sum(dim=1)).all()), "the teacher reads the same answers"
-        rows = None if every_row else self._rows_to_score(batch)
+        if seen is None:
+            seen = batch
+        has_same_answers = seen.mask.sum(dim=1) == batch.mask.sum(dim=1)
+        assert bool(has_same_answers.all()), "the teacher reads the same answers"
+        rows: list[int] | None = None
+        if not every_row:
+            rows = self._rows_to_score(batch)
         if rows is not None:
             unscored = torch.ones(batch.num_rows)
             unscored[rows] = 0.0
             batch.fields[UNSCORED] = unscored
         for entry in self._once:
-            if batch.fields.keys().isdisjoint(_fills(entry)) and batch.fields.keys() >= set(_needs(entry)):
+            is_missing = batch.fields.keys().isdisjoint(_fills(entry))
+            if is_missing and batch.fields.keys() >= set(_needs(entry)):
                 self._fill(entry, batch, seen, rows)
         return batch
 
@@ -379,7 +415,9 @@ class BatchFields:
             if not is_built_in(correction):
                 return None
         rows, idle = split_idle_rows(batch, self.vanishes)
-        return rows if idle else None
+        if not idle:
+            return None
+        return rows
 
     def before_step(self, batch: Batch) -> Batch:
         """Return a copy of the batch with the fields that depend on the weights of this step."""
@@ -397,22 +435,12 @@ class BatchFields:
 
     @torch.no_grad()
     def _fill(self, entry: Entry, batch: Batch, seen: Batch, rows: list[int] | None = None) -> None:
-        label, teacher = f"batch field {entry.name!r}", self.teacher
-        sizes = (self.recipe.train.micro_batch_tokens, self.recipe.train.micro_batch_rows, self.process_group, rows)
-        policy = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
-        parts = {
-            "batch": batch,
-            "seen": seen,
-            "policy": Scorer(lambda: nullcontext(policy), *sizes),
-            "critic": Scorer(lambda: nullcontext(self.forward), *sizes),
-            "reference": None if self.reference is None else Scorer(self.reference.open, *sizes),
-            "teacher": None if teacher is None else Scorer(lambda: nullcontext(teacher), *sizes),
-            "recipe": self.recipe,
-            "context_tokens": self.context_tokens,
-            "correct": self.correct,
-        }
+        label = f"batch field {entry.name!r}"
+        parts = {"batch": batch, "seen": seen} | self._parts(rows)
         filled = registry.call(label, entry.function, *(parts[name] for name in entry.provided))
-        tensors = filled if isinstance(filled, dict) else {entry.name: filled}
+        tensors = {entry.name: filled}
+        if isinstance(filled, dict):
+            tensors = filled
         shapes = (tuple(batch.mask.shape), (batch.num_rows,))
         fits = all(isinstance(x, Tensor) and x.shape[:2] in shapes for x in tensors.values())
         if not fits or set(tensors) != set(_fills(entry)):
@@ -422,3 +450,29 @@ class BatchFields:
                 f"{', '.join(_fills(entry))}, with one number per row or per token"
             )
         batch.fields |= tensors
+
+    def _parts(self, rows: list[int] | None) -> dict[str, object]:
+        """Return by name what the function of a batch field may ask for, but the batches; passes compute ``rows``."""
+        train = self.recipe.train
+
+        def scorer(open_forward: Callable[[], AbstractContextManager[Forward | ActorCritic]]) -> Scorer:
+            return Scorer(open_forward, train.micro_batch_tokens, train.micro_batch_rows, self.process_group, rows)
+
+        policy = self.forward
+        if isinstance(policy, ActorCritic):
+            policy = policy.policy
+        parts: dict[str, object] = {
+            "policy": scorer(lambda: nullcontext(policy)),
+            "critic": scorer(lambda: nullcontext(self.forward)),
+            "reference": None,
+            "teacher": None,
+            "recipe": self.recipe,
+            "context_tokens": self.context_tokens,
+            "correct": self.correct,
+        }
+        if self.reference is not None:
+            parts["reference"] = scorer(self.reference.open)
+        teacher = self.teacher
+        if teacher is not None:
+            parts["teacher"] = scorer(lambda: nullcontext(teacher))
+        return parts

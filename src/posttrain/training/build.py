@@ -53,8 +53,9 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
-    from posttrain.training.held_out import Evaluator
+    from posttrain.training.held_out import Evaluator, HeldOut
     from posttrain.training.sources.dataset import SupervisedSource
+    from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource
 
 
@@ -122,6 +123,65 @@ class TrainerState:
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltModels:
+    """The models of one run, as they are before the first step."""
+
+    loaded: LoadedModel  # the model that is trained, with its tokenizer
+    policy: Forward  # its forward pass as a language model
+    forward: Forward | ActorCritic  # the forward pass that the objective reads
+    heads: dict[str, torch.nn.Module]
+    reference: Reference | None
+    shards: Shards | None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the trained model."""
+        return self.loaded.tokenizer
+
+    @property
+    def context_tokens(self) -> int:
+        """The number of tokens that the trained model reads at once."""
+        return context_length(self.loaded.model.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """What turns an example into a prompt and an answer into rewards; sources and evaluations share it.
+
+    ``stage`` is the environment of completions of several turns, where the recipe has one.
+    """
+
+    tokenizer: Tokenizer
+    context_tokens: int
+    grader: Grader
+    stage: Stage | None = None
+
+    def sampler(self, engine: Engine, recipe: Recipe, process_group: ProcessGroup) -> Sampler:
+        """Return a sampler of graded answers that an engine writes."""
+        row_limit = recipe.within(self.context_tokens)
+        return Sampler(engine, self.tokenizer, self.grader, row_limit, process_group=process_group, stage=self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBuilder:
+    """Builds the engines of a run over its model; ``folder`` is that of the run."""
+
+    models: BuiltModels
+    folder: Path | None
+    process_group: ProcessGroup
+
+    def __call__(self, entry: Entry, options: dict[str, object], where: str) -> Engine:
+        """Return an engine that is ready; ``where`` names its key in the recipe."""
+        construct = entry.bind(options, where)
+        engine: Engine = construct(self.models.loaded.model, self.models.tokenizer)
+        engine = engine.settle(self.folder, self.process_group)
+        shards = self.models.shards
+        if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
+            engine.take_parts(shards.within)
+        return engine
+
+
 @phase("preparing")
 def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS) -> TrainerState:
     """Build all components of a recipe, in every process; ``folder`` caches what is computed once for a data set.
@@ -130,59 +190,109 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         UsageError: components that do not fit one another, no data, or a model that cannot be loaded.
     """
     task = build_task(recipe.task)
-    eval_tasks: list[Task] = []
-    if recipe.eval.every:
-        from posttrain.training.held_out import build_eval_tasks
-
-        eval_tasks = build_eval_tasks(recipe)
+    eval_tasks = _tasks_to_evaluate(recipe)
     components = resolve_components(recipe)
     _choose_kernels(recipe)
-    loaded, policy, forward, heads, reference, shards = _build_models(components, task, process_group, eval_tasks)
-    model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
-    method = _build_method(components, forward)
-    grader, stage = _build_grader(recipe, tokenizer, folder)
-    task, *eval_tasks = _take_rendered([task, *eval_tasks], grader.template, tokenizer)
-
-    def build_engine(entry: Entry, options: dict[str, object], where: str) -> Engine:
-        engine: Engine = entry.bind(options, where)(model, tokenizer).settle(folder, process_group)
-        if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
-            engine.take_parts(shards.within)
-        return engine
-
+    models = _build_models(components, task, process_group, eval_tasks)
+    method = _build_method(components, models.forward)
+    prompting = _build_prompting(recipe, models, folder)
+    template = prompting.grader.template
+    task, *eval_tasks = _take_rendered([task, *eval_tasks], template, models.tokenizer)
+    build_engine = EngineBuilder(models, folder, process_group)
     engine = build_engine(components.engine, components.engine_options, "rollout.engine")
-    fields = _build_batch_fields(components, method, policy, reference, tokenizer, context, process_group, shards)
+    fields = _build_batch_fields(components, models, method, process_group)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
-        from posttrain.training.sources.dataset import SupervisedSource
-
-        about: dict[str, Any] = {"template": grader.template, "tokenizer": tokenizer, "context_tokens": context}
-        supervised: Callable[..., SupervisedSource] = SupervisedSource
-        read = partial(supervised, recipe, shape=components.shape, fields=fields, **about)
+        read = _dataset_reader(components, prompting, fields)
         source = read(task, cache=folder)
     else:
-        source = build_rollout_source(components, task, grader, tokenizer, engine, context, fields, stage)
-    evaluator = None
+        source = build_rollout_source(components, task, prompting, engine, fields)
+    evaluator: Evaluator | None = None
     if eval_tasks:
         from posttrain.training.held_out import Evaluator, choose_held_out
 
-        held_out = {} if read is None else choose_held_out(read, eval_tasks, components)
-        eval_engine = _eval_engine(components, engine, build_engine)
-        sampler = Sampler(
-            eval_engine, tokenizer, grader, recipe.within(context), process_group=process_group, stage=stage
+        held_out: dict[str, HeldOut] = {}
+        if read is not None:
+            held_out = choose_held_out(read, eval_tasks, components)
+        evaluator = Evaluator(
+            recipe,
+            eval_tasks,
+            held_out=held_out,
+            method=method,
+            sampler=prompting.sampler(_eval_engine(components, engine, build_engine), recipe, process_group),
+            policy=models.policy,
+            start=models.reference,
+            shape=components.shape,
         )
-        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, components.shape)
-    warnings = [
-        *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.warnings),
-        *unread_parts(components, task),
-        *(() if recipe.trains_scorer else describe_left_out(loaded)),
-        *further_ends(tokenizer, grader.template),
-        *_unused_chat_template(recipe, tokenizer, grader.template),
-        *_slow_paths(policy, recipe),
-    ]
-    named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
-    trained = (policy, method, heads, named, optimizer, source, grader, engine)
-    return TrainerState(model, tokenizer, *trained, _origins(recipe, loaded), shards, reference, evaluator, warnings)
+    warnings = _build_warnings(components, models, [task, *eval_tasks], template)
+    parameters, optimizer = _build_optimizer(recipe, models)
+    return TrainerState(
+        model=models.loaded.model,
+        tokenizer=models.tokenizer,
+        policy=models.policy,
+        method=method,
+        heads=models.heads,
+        parameters=parameters,
+        optimizer=optimizer,
+        source=source,
+        grader=prompting.grader,
+        engine=engine,
+        origins=_origins(recipe, models.loaded),
+        shards=models.shards,
+        reference=models.reference,
+        evaluator=evaluator,
+        warnings=warnings,
+    )
+
+
+def _tasks_to_evaluate(recipe: Recipe) -> list[Task]:
+    """Return the held-out tasks; none for a recipe that does not evaluate."""
+    if not recipe.eval.every:
+        return []
+    from posttrain.training.held_out import build_eval_tasks
+
+    return build_eval_tasks(recipe)
+
+
+def _dataset_reader(
+    components: Components, prompting: Prompting, fields: BatchFields
+) -> Callable[..., SupervisedSource]:
+    """Return what makes a source of a task's examples, for training and for evaluations."""
+    from posttrain.training.sources.dataset import SupervisedSource
+
+    supervised: Callable[..., SupervisedSource] = SupervisedSource
+    return partial(
+        supervised,
+        components.recipe,
+        shape=components.shape,
+        fields=fields,
+        template=prompting.grader.template,
+        tokenizer=prompting.tokenizer,
+        context_tokens=prompting.context_tokens,
+    )
+
+
+def _build_warnings(
+    components: Components, models: BuiltModels, tasks: Sequence[Task], template: Template
+) -> list[str]:
+    """Return what was built in another way than the recipe says; the first of ``tasks`` is trained."""
+    recipe = components.recipe
+    of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
+    warnings = [*of_tasks, *unread_parts(components, tasks[0])]
+    if not recipe.trains_scorer:
+        warnings += describe_left_out(models.loaded)
+    warnings += further_ends(models.tokenizer, template)
+    warnings += _unused_chat_template(recipe, models.tokenizer, template)
+    warnings += _slow_paths(models.policy, recipe)
+    return warnings
+
+
+def _build_optimizer(recipe: Recipe, models: BuiltModels) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
+    """Return the trained parameters by name, and their optimizer: over the shards, where the weights are sharded."""
+    if models.shards is not None:
+        return build_optimizer(recipe, models.shards.model, models.shards.heads)
+    return build_optimizer(recipe, models.loaded.model, models.heads)
 
 
 def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
@@ -214,20 +324,26 @@ def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
 
 def _build_models(
     components: Components, task: Task, process_group: ProcessGroup, eval_tasks: Sequence[Task]
-) -> tuple[Any, ...]:
-    """Return (loaded model, its forward pass, the objective's pass, heads, reference, shards).
+) -> BuiltModels:
+    """Load the model and build its forward passes, the reference and the shards.
 
     Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
     """
-    recipe, shards, loads_onto, digest = components.recipe, None, None, list[int]()
-    device = choose_device(recipe.model.device if process_group.size > 1 else "cpu")  # alone, loading asks for it
+    recipe = components.recipe
+    device = torch.device("cpu")
+    if process_group.size > 1:  # a single process asks for its device when it loads
+        device = choose_device(recipe.model.device)
+    shards: Shards | None = None
+    loads_onto: str | None = None
     if recipe.scale.sharding == "fsdp2" and process_group.size > 1:
         from posttrain.training.distributed import Shards
 
         shards = Shards(process_group, device, keeps_whole=_samples(components, eval_tasks))
-        loads_onto = None if shards.keeps_whole else "cpu"  # from where it is sharded
-    leaves = loads_onto is not None or device.type == "cuda"
-    with process_group.in_turn() if leaves else nullcontext():
+        if not shards.keeps_whole:
+            loads_onto = "cpu"  # from where it is sharded
+    loads_in_turn = loads_onto is not None or device.type == "cuda"
+    digest: list[int] = []
+    with process_group.in_turn() if loads_in_turn else nullcontext():
         loaded = _load_trained(recipe, task, loads_onto)
         policy = _build_policy(components, loaded)
         forward, heads = forward_with_head(recipe, components.objective, policy)
@@ -237,15 +353,16 @@ def _build_models(
 
             reference = Reference(policy)
         if shards is not None:
-            modules = () if shards.keeps_whole else (forward.model, *heads.values())
-            digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
+            if not shards.keeps_whole:
+                modules = [forward.model, *heads.values()]
+                digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
             shards.cut(forward, heads)
             if reference is not None and not shards.keeps_whole:
                 reference.shard(shards.part)
     if shards is not None:
         same_digest(digest, process_group, "before training")
         shards.choose_paths(policy)
-    return loaded, policy, forward, heads, reference, shards
+    return BuiltModels(loaded, policy, forward, heads, reference, shards)
 
 
 def _samples(components: Components, eval_tasks: Sequence[Task]) -> bool:
@@ -310,27 +427,37 @@ def _unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Templa
     ]
 
 
-def _build_grader(recipe: Recipe, tokenizer: Tokenizer, folder: Path | None) -> tuple[Grader, Stage | None]:
-    """Return the grader and the environment's side of an episode, under one template; ``folder``: of the run."""
+def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -> Prompting:
+    """Return the grader and the environment of an episode, under one template; ``folder`` is that of the run."""
     template = build_template(recipe.prompt.template)
-    if recipe.environment is None and not recipe.tools:
-        return build_grader(recipe.rewards, template, folder), None
-    from posttrain.sampling.episodes import build_stage
+    stage: Stage | None = None
+    if recipe.environment is not None or recipe.tools:
+        from posttrain.sampling.episodes import build_stage
 
-    stage = build_stage(recipe, template, tokenizer)
-    return build_grader(recipe.rewards, template if stage is None else stage.template, folder), stage
+        stage = build_stage(recipe, template, models.tokenizer)
+        if stage is not None:
+            template = stage.template
+    grader = build_grader(recipe.rewards, template, folder)
+    return Prompting(models.tokenizer, models.context_tokens, grader, stage)
 
 
 def _build_method(components: Components, forward: Forward | ActorCritic) -> Method:
     """Return the objective with its options, and with the regularizers where it has a policy term."""
-    recipe, regularizers = components.recipe, components.recipe.regularize
+    recipe = components.recipe
+    regularizers = recipe.regularize
     objective: Objective = components.objective.bind(recipe.objective.options, "objective")
+    if regularizers is not None:
+        objective = with_regularizers(objective, **regularizers.model_dump())
+    aggregate_options: dict[str, Any] = {}
+    if recipe.aggregate is not None:
+        aggregate_options = recipe.aggregate.options
+    has_entropy_term = regularizers is not None and bool(regularizers.entropy_coef)
     return Method(
         forward,
-        objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump()),
-        components.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        objective,
+        components.aggregation.bind(aggregate_options, "aggregate"),
         level=components.level,
-        entropy="differentiable" if regularizers and regularizers.entropy_coef else "detached",
+        entropy="differentiable" if has_entropy_term else "detached",
         derive=components.objective.traits.get("derive", dict),
         vanishes=_vanishing_fields(components, forward),
         name=recipe.objective.name,
@@ -353,40 +480,27 @@ def _vanishing_fields(components: Components, forward: Forward | ActorCritic) ->
 
 
 def build_rollout_source(
-    components: Components,
-    task: Task,
-    grader: Grader,
-    tokenizer: Tokenizer,
-    engine: Engine,
-    context_tokens: int,
-    fields: BatchFields,
-    stage: Stage | None = None,
+    components: Components, task: Task, prompting: Prompting, engine: Engine, fields: BatchFields
 ) -> RolloutSource:
-    """Return the source of a recipe with ``rollout``; ``stage``: the environment of completions of several turns.
+    """Return the source of a recipe with ``rollout``.
 
     Raises:
         UsageError: no prompt is left to sample from, or a part of the reward that there is not.
     """
     from posttrain.training.sources.rollouts import RolloutSource
 
-    options, selection, feedback = components.recipe.rollout, components.selection, None
+    options = components.recipe.rollout
+    selection = components.selection
     assert options is not None
     assert options.select is not None, "resolved"
     assert selection is not None, "resolved"
+    feedback: Feedback | None = None
     if components.teaches_itself:
         from posttrain.training.sources.feedback import Feedback
 
-        feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
-    component, advantage_estimator = components.recipe.advantage, AdvantageEstimator(None)
-    if component is not None and components.advantage is not None:
-        advantage_estimator = AdvantageEstimator(
-            components.advantage.bind(component.options, "advantage"),
-            per_token=components.per_token,
-            per_turn=components.per_turn,
-            bootstrap=bool(component.options.get("bootstrap", False)),
-            kl=components.recipe.kl_in_reward,
-            drops_rounding=components.recipe.train.skip_zero_rows,
-        )
+        template = prompting.grader.template
+        feedback = Feedback(prompting.tokenizer, template, options.label_above, prompting.context_tokens)
+    advantage_estimator = _build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
         from posttrain.training.sources.prefetch import PrefetchSource
@@ -395,45 +509,60 @@ def build_rollout_source(
     return kind(
         components.recipe,
         task,
-        grader,
-        tokenizer,
+        prompting.grader,
+        prompting.tokenizer,
         engine,
-        context_tokens,
+        prompting.context_tokens,
         select=selection.bind(options.select.options, "rollout.select"),
         rows_per_unit=2 if components.unit == "pair" else 1,
         advantage_estimator=advantage_estimator,
         fields=fields,
         feedback=feedback,
-        stage=stage,
+        stage=prompting.stage,
+    )
+
+
+def _build_advantage_estimator(components: Components) -> AdvantageEstimator:
+    """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
+    recipe = components.recipe
+    if recipe.advantage is None or components.advantage is None:
+        return AdvantageEstimator(None)
+    options = recipe.advantage.options
+    return AdvantageEstimator(
+        components.advantage.bind(options, "advantage"),
+        per_token=components.per_token,
+        per_turn=components.per_turn,
+        bootstrap=bool(options.get("bootstrap", False)),
+        kl=recipe.kl_in_reward,
+        drops_rounding=recipe.train.skip_zero_rows,
     )
 
 
 def _build_batch_fields(
-    components: Components,
-    method: Method,
-    policy: Forward,
-    reference: Reference | None,
-    tokenizer: Tokenizer,
-    context_tokens: int,
-    process_group: ProcessGroup,
-    shards: Shards | None,
+    components: Components, models: BuiltModels, method: Method, process_group: ProcessGroup
 ) -> BatchFields:
     """Return the filler of batch fields; loads the teacher where another model teaches."""
-    recipe, correct = components.recipe, None
+    recipe = components.recipe
+    correct: Callable[..., Any] | None = None
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
         correct = entry.bind(recipe.correction.options, "correction")
     teacher: Forward | None = None
     if recipe.teacher is not None:
-        teacher = policy if components.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-        learners = [policy, method.forward, *(() if shards is None else (shards.forward,))]
-        _compare_over_shared_ids(learners, teacher, tokenizer, is_own=components.teaches_itself)
+        if components.teaches_itself:
+            teacher = models.policy
+        else:
+            teacher = _load_teacher(recipe, models.tokenizer, models.policy.temperature)
+        learners: list[Forward | ActorCritic] = [models.policy, method.forward]
+        if models.shards is not None:
+            learners.append(models.shards.forward)
+        _compare_over_shared_ids(learners, teacher, models.tokenizer, is_own=components.teaches_itself)
     return BatchFields(
         components.needs,
         recipe,
         method.forward,
-        context_tokens,
-        reference,
+        models.context_tokens,
+        models.reference,
         teacher,
         correct,
         process_group,

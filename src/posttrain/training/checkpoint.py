@@ -95,7 +95,7 @@ def save_checkpoint(
         StorageError: the disk is full or not writable; older checkpoints are untouched.
     """
     root, final = Path(folder), step_folder(Path(folder), step)
-    aside = process_group.tell(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
+    aside = process_group.broadcast(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
     try:
         with storage_errors(f"checkpoint {final.name}", root):
             if process_group.is_main:

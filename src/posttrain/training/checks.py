@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from posttrain import registry
@@ -57,7 +57,9 @@ class Components:
             return "steps"
         if self.level == "pair":
             return "pair"
-        return "judged" if "labels" in self.needs else "demonstration"
+        if "labels" in self.needs:
+            return "judged"
+        return "demonstration"
 
     @property
     def parts(self) -> frozenset[str]:
@@ -74,14 +76,19 @@ class Components:
 
         ``reads``: whether evaluations read responses instead; by default by the recipe alone.
         """
-        rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
+        has_rollouts = self.recipe.rollout is not None
+        options = self.recipe.eval
         if reads is None:
-            reads = not rollout and self.shape != "demonstration"
-        answers = bool(options.every) and (not reads or bool(options.num_kl_prompts))
-        if answers and options.engine is not None:
-            engines.append(registry.find("engine", options.engine.name, "eval.engine"))
-        in_place = [not engine.traits.get("takes_weights") for engine in engines]
-        return (rollout and in_place[0]) or (answers and in_place[-1])
+            reads = not has_rollouts and self.shape != "demonstration"
+        if has_rollouts and not self.engine.traits.get("takes_weights"):
+            return True
+        writes_answers = bool(options.every) and (not reads or bool(options.num_kl_prompts))
+        if not writes_answers:
+            return False
+        engine = self.engine
+        if options.engine is not None:
+            engine = registry.find("engine", options.engine.name, "eval.engine")
+        return not engine.traits.get("takes_weights")
 
     @property
     def teaches_itself(self) -> bool:
@@ -97,14 +104,19 @@ def resolve_components(recipe: Recipe) -> Components:
     """
     objective = registry.find("objective", recipe.objective.name, "objective")
     assert recipe.aggregate is not None, "resolved"
-    rollout, advantage, selection = recipe.rollout, None, None
-    # the evaluation of a supervised recipe samples, too
-    engine = rollout.engine if rollout is not None else Component(name="native")
+    rollout = recipe.rollout
+    engine = Component(name="native")  # the evaluation of a supervised recipe samples, too
+    if rollout is not None:
+        engine = rollout.engine
+    advantage: Entry | None = None
     if recipe.advantage is not None:
         advantage = registry.find("advantage", recipe.advantage.name, "advantage")
+    selection: Entry | None = None
     if rollout is not None and rollout.select is not None:
         selection = registry.find("selection", rollout.select.name, "rollout.select")
-    kl = recipe.regularize.kl_coef if recipe.regularize is not None else 0.0
+    kl = 0.0
+    if recipe.regularize is not None:
+        kl = recipe.regularize.kl_coef
     needs = needed_fields(objective, recipe.objective.options, rollout is not None, kl)
     if recipe.kl_in_reward is not None:
         needs |= {"ref_logprobs"}
@@ -127,22 +139,24 @@ def resolve_components(recipe: Recipe) -> Components:
     if recipe.eval.every:
         eval_components(recipe)
     tables = (_of_objective, _of_engines, _of_rollouts, _of_scale, _of_rewards)
-    for broken, key, message in chain(*(table(components) for table in tables)):
-        if broken:
-            raise RecipeError(f"{key}{message}")
+    for table in tables:
+        for broken, key, message in table(components):
+            if broken:
+                raise RecipeError(f"{key}{message}")
     return components
 
 
 def unread_parts(components: Components, task: Task) -> list[str]:
     """Return lines about margins of rows that the objective does not read, and answers that sampled ones replace."""
     lines = []
-    if components.shape == "pair" and "margins" not in components.needs and ("margin", "read") in task.keys:
+    has_margins = ("margin", "read") in task.keys
+    if has_margins and components.shape == "pair" and "margins" not in components.needs:
         name = components.recipe.objective.name
         lines.append(
             f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"
         )
-    samples = components.recipe.rollout is not None and components.shape != "demonstration"
-    if samples and any(example.responses for example in islice(task.examples, 1)):
+    is_sampled = components.recipe.rollout is not None and components.shape != "demonstration"
+    if is_sampled and any(example.responses for example in islice(task.examples, 1)):
         lines.append(
             f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} "
             "are not read; a recipe with data in place of rollout (dpo-preferences) trains on them"
@@ -150,134 +164,194 @@ def unread_parts(components: Components, task: Task) -> list[str]:
     return lines
 
 
-def _of_objective(w: Components) -> list[Rule]:
-    r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
-    head, chosen = w.objective.traits.get("head"), r.data.train_on if r.data else None
-    weighs = "token" if w.level == "token" else "unit"
-    weighed = w.aggregation.traits.get("level", weighs)
-    one, blind = f"but {objective} gives one value per {w.level}", "advantages" not in needs
-    taught = bool(w.parts & {"teacher", "seen"})
+def _of_objective(w: Components) -> Iterator[Rule]:
+    """Yield rules about the objective and what it reads."""
+    recipe = w.recipe
+    objective = f"objective {w.objective.name!r}"
+    one_value = f"but {objective} gives one value per {w.level}"
+    unit = "token" if w.level == "token" else "unit"
+    weighed = w.aggregation.traits.get("level", unit)
+    yield weighed != unit, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one_value}"
+    is_blind = "advantages" not in w.needs
+    no_advantages = f": {objective} reads no advantages; leave 'advantage' out"
+    yield recipe.advantage and is_blind, "advantage", no_advantages
     no_penalty = f": {objective} reads no advantages, so it would see no penalty"
-    no_drift = f": {objective} trains no policy that could drift; leave it out"
-    mute = ": a reward model writes no answers; leave it out"
-    imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
-    valued = f': {objective} reads a critic\'s values; register it with head="value"'
-    samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
-    base = ": a new model (model.init) has no base on disk that an adapter could name"
-    shares = ": a reward head always shares the model that is trained; leave it out"
-    judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
-    unread = f": {objective} reads no labels that a threshold could make; leave it out"
-    credited = f": a batch field of {objective} needs advantages; give 'advantage'"
-    thresholds = r.data and r.data.label_above is not None
+    yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
+    yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
+    head = w.objective.traits.get("head")
+    yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
+    yield from _of_evaluation(w, objective)
+    yield from _of_fields(w, objective)
+    yield from _of_data(w, objective)
     vanishes = w.objective.traits.get("vanishes", ())
-    names_fields = isinstance(vanishes, tuple) and needs >= set(vanishes)
+    names_fields = isinstance(vanishes, tuple) and w.needs >= set(vanishes)
     fields = f": {objective} is registered with vanishes={vanishes!r}; give a tuple of batch fields that it needs"
-    return [
-        (weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"),
-        (r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"),
-        (r.kl_in_reward and blind, "kl_in_reward", no_penalty),
-        (r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"),
-        (r.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"),
-        (r.eval.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift),
-        (r.eval.samples > 1 and w.only_scores, "eval.samples", mute),
-        (r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates),
-        (taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"),
-        (r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"),
-        ("critic" in w.parts and head != "value", "objective", valued),
-        ("correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"),
-        (not blind and not r.advantage, "advantage", credited),
-        (w.teaches_itself and r.rollout is None, "teacher.name", samples),
-        (r.model.adapter and r.model.init, "model.adapter", base),
-        (w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", shares),
-        (chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges),
-        (thresholds and w.shape != "judged", "data.label_above", unread),
-        (not names_fields, "objective", fields),
-    ]
+    yield not names_fields, "objective", fields
+
+
+def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
+    """Yield rules about evaluations that this objective does not allow."""
+    options = w.recipe.eval
+    no_drift = f": {objective} trains no policy that could drift; leave it out"
+    yield options.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift
+    mute = ": a reward model writes no answers; leave it out"
+    yield options.samples > 1 and w.only_scores, "eval.samples", mute
+    imitates = w.recipe.data is not None and w.shape == "demonstration"
+    of_demonstrations = ": the held-out loss is of demonstrations in 'data'; leave it out"
+    yield options.loss and not imitates, "eval.loss", of_demonstrations
+
+
+def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
+    """Yield rules about sections that fill what the objective reads: teacher, critic, correction, advantage."""
+    recipe = w.recipe
+    is_taught = bool(w.parts & {"teacher", "seen"})
+    yield is_taught and recipe.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
+    yield recipe.teacher and not is_taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    has_values = w.objective.traits.get("head") == "value"
+    valued = f': {objective} reads a critic\'s values; register it with head="value"'
+    yield "critic" in w.parts and not has_values, "objective", valued
+    corrected = f": {objective} reads one; give correction.name"
+    yield "correction" in w.needs and not recipe.correction, "correction", corrected
+    credited = f": a batch field of {objective} needs advantages; give 'advantage'"
+    yield "advantages" in w.needs and not recipe.advantage, "advantage", credited
+    samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
+    yield w.teaches_itself and recipe.rollout is None, "teacher.name", samples
+
+
+def _of_data(w: Components, objective: str) -> Iterator[Rule]:
+    """Yield rules about the model that is trained, and about the units of the data."""
+    recipe = w.recipe
+    base = ": a new model (model.init) has no base on disk that an adapter could name"
+    yield recipe.model.adapter and recipe.model.init, "model.adapter", base
+    is_shared = recipe.head is not None and recipe.head.trunk == "shared"
+    shares = ": a reward head always shares the model that is trained; leave it out"
+    yield w.only_scores and is_shared, "head.trunk", shares
+    if recipe.data is None:
+        return
+    chosen = recipe.data.train_on
+    judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
+    yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
+    unread = f": {objective} reads no labels that a threshold could make; leave it out"
+    yield recipe.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
 def _of_engines(w: Components) -> Iterator[Rule]:
-    evaluating = w.recipe.eval.engine
+    """Yield rules about engines, and about tasks that ask nothing by themselves."""
+    recipe = w.recipe
     elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
-    yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
-    unplayed = w.recipe.environment is None and not w.recipe.tools
-    without = "in a recipe with 'data' nothing answers; take another task"
-    gives = without if w.recipe.rollout is None else "give 'environment'"
-    tasks = {"task": w.recipe.task} | {f"eval.tasks.{i}": task for i, task in enumerate(w.recipe.eval.tasks)}
+    follows = w.engine.traits.get("follows_training", True)
+    yield not follows, "rollout.engine", elsewhere.format(w.engine.name)
+    is_unplayed = recipe.environment is None and not recipe.tools
+    gives = "give 'environment'"
+    if recipe.rollout is None:
+        gives = "in a recipe with 'data' nothing answers; take another task"
+    tasks = {"task": recipe.task}
+    for index, task in enumerate(recipe.eval.tasks):
+        tasks[f"eval.tasks.{index}"] = task
     for key, component in tasks.items():
-        played = (registry.traits_of("task", component.name) or {}).get("played")
-        yield played and unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
+        traits = registry.traits_of("task", component.name) or {}
+        is_played = traits.get("played")
+        yield is_played and is_unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
+    evaluating = recipe.eval.engine
     if evaluating is not None:
         head = ": a reward model writes no answers that an engine could sample; leave it out"
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
-        yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
+        follows = engine.traits.get("follows_training", True)
+        yield not follows, "eval.engine", elsewhere.format(engine.name)
 
 
-def _of_rollouts(w: Components) -> list[Rule]:
-    """Rules about rollouts, their groups and their advantages."""
-    rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
+def _of_rollouts(w: Components) -> Iterator[Rule]:
+    """Yield rules about rollouts, their groups and their advantages."""
+    rollout = w.recipe.rollout
     if rollout is None or rollout.select is None or w.selection is None:
-        return []
-    weighs, apart = any(comes_from_rollouts(name) for name in w.needs), rollout.old_logprobs == "trainer"
-    cut, is_cut = "top_k" if rollout.top_k is not None else "top_p", rollout.top_k is not None or rollout.top_p < 1
-    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
-    wanted = "pairs of answers" if w.level == "pair" else "single answers"
-    alone, parts, of_all = rollout.group_size < 2, w.recipe.train.num_minibatches, w.per_token or w.per_turn or kl
+        return
+    yield from _of_sampler(w, rollout)
+    yield from _of_selection(w, rollout, w.selection)
+    is_single = rollout.group_size < 2
+    two = ": a pair needs two answers; give rollout.group_size"
+    yield is_single and w.unit == "pair", "rollout.select", two
+    uniform = ": a group of one completion is always uniform; give rollout.group_size"
+    yield is_single and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
+    objective = f"objective {w.recipe.objective.name!r}"
+    shown = (
+        f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
+    )
+    yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
+    parts = w.recipe.train.num_minibatches
+    divides = f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}"
+    yield rollout.num_prompts % parts, "train.num_minibatches", divides
+
+
+def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
+    """Yield rules about the probabilities of the sampler, which an objective may weigh by."""
+    from_trainer = rollout.old_logprobs == "trainer"
     fresh = (
         ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
         "objective; give 'correction', or set rollout.old_logprobs to sampler"
     )
+    is_uncorrected = w.recipe.correction is None
+    yield rollout.staleness and from_trainer and is_uncorrected, "rollout.old_logprobs", fresh
+    weighs = any(comes_from_rollouts(name) for name in w.needs)
     rounded = (
         ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
         "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
     )
+    is_rounded = w.recipe.train.precision == "bf16" and not from_trainer
+    yield is_rounded and weighs, "train.precision", rounded
+    steps = ": labels of steps come with data, not from rollouts; give 'data'"
+    yield "step_labels" in w.needs, "objective", steps
+    cut = "top_p"
+    is_cut = rollout.top_p < 1
+    if rollout.top_k is not None:
+        cut = "top_k"
+        is_cut = True
     biased = (
-        f": {objective} weighs tokens by how likely the sampler drew them from the whole distribution, and {cut} draws "
-        f"from a part of it, so that every ratio would be off; leave {cut} out (a lower rollout.temperature is "
-        "followed), or choose an objective that learns from given answers"
+        f": objective {w.recipe.objective.name!r} weighs tokens by how likely the sampler drew them from the whole "
+        f"distribution, and {cut} draws from a part of it, so that every ratio would be off; leave {cut} out (a lower "
+        "rollout.temperature is followed), or choose an objective that learns from given answers"
     )
-    units = f": {w.selection.name!r} gives {w.unit}s, but {objective} wants {wanted}"
+    yield is_cut and weighs, f"rollout.{cut}", biased
+
+
+def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> Iterator[Rule]:
+    """Yield rules about the rows that are selected, and about the advantages that are computed over them."""
+    wanted = "pairs of answers" if w.level == "pair" else "single answers"
+    units = f": {selection.name!r} gives {w.unit}s, but objective {w.recipe.objective.name!r} wants {wanted}"
+    yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
+    if w.advantage is not None:
+        yield from _of_advantage(w, w.advantage, rollout)
+    reads_all = w.per_token or w.per_turn or w.recipe.kl_in_reward
     every = (
         ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
         "leave rollout.select out"
     )
+    yield reads_all and not selection.traits.get("takes_all"), "rollout.select", every
+    assert rollout.select is not None
+    threshold = rollout.select.options.get(selection.traits.get("labels_by", ""))
     both = (
         f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
         "labelled as right; give both the same number"
     )
-    uniform = ": a group of one completion is always uniform; give rollout.group_size"
-    shown = (
-        f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
-    )
-    divides = f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}"
-    steps = ": labels of steps come with data, not from rollouts; give 'data'"
-    return [
-        (rollout.staleness and apart and w.recipe.correction is None, "rollout.old_logprobs", fresh),
-        (w.recipe.train.precision == "bf16" and not apart and weighs, "train.precision", rounded),
-        ("step_labels" in w.needs, "objective", steps),
-        (is_cut and weighs, f"rollout.{cut}", biased),
-        ((w.unit == "pair") != (w.level == "pair"), "rollout.select", units),
-        *(() if w.advantage is None else _of_advantage(w, w.advantage, rollout)),
-        (of_all and not w.selection.traits.get("takes_all"), "rollout.select", every),
-        ("labels" in w.needs and threshold not in (None, rollout.label_above), "rollout.select.threshold", both),
-        (alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"),
-        (alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform),
-        ("has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown),
-        (rollout.num_prompts % parts, "train.num_minibatches", divides),
-    ]
+    differs = threshold not in (None, rollout.label_above)
+    yield "labels" in w.needs and differs, "rollout.select.threshold", both
 
 
 def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
-    name, traits, kl = advantage.name, advantage.traits, w.recipe.kl_in_reward
+    """Yield rules about the advantage, its groups and its penalty."""
+    name = advantage.name
+    traits = advantage.traits
+    kl = w.recipe.kl_in_reward
     objective = f"objective {w.recipe.objective.name!r}"
-    smallest, batch = traits.get("min_group", 1), rollout.num_prompts * rollout.group_size
+    smallest = traits.get("min_group", 1)
     few = f"={rollout.group_size}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
     yield rollout.group_size < smallest, "rollout.group_size", few
     values = (
         f": {name!r} needs values, which {objective} does not learn; "
         "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
     )
-    yield "old_values" in traits.get("needs", ()) and "old_values" not in w.needs, "advantage", values
+    reads_values = "old_values" in traits.get("needs", ())
+    yield reads_values and "old_values" not in w.needs, "advantage", values
     negative = (
         f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; use the objective's kl "
         "instead"
@@ -288,6 +362,7 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
     if kl is not None and kl.target is not None:  # or one batch could take the weight of the controller to 0
         from posttrain.algorithms.kl_control import MAX_ERROR
 
+        batch = rollout.num_prompts * rollout.group_size
         short = (
             f"={kl.horizon} is too short for batches of {batch} completions: it must be more than "
             f"{MAX_ERROR * batch:g}, and is usually many batches"
@@ -301,14 +376,21 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
     from posttrain.graders.rewards import reward_parts
 
     template = build_template(w.recipe.prompt.template)
-    known = ("reward", *reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags)))
-    name = w.recipe.rollout.uniform_by if w.recipe.rollout else "reward"
-    unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
+    parts = reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags))
+    known = ("reward", *parts)
+    name: str | None = "reward"
+    if w.recipe.rollout is not None:
+        name = w.recipe.rollout.uniform_by
+    near = registry.suggest(str(name), known)
+    unknown = f": there is no reward part {name!r}.{near} Known: {', '.join(known)}"
     yield name not in known, "rollout.uniform_by", unknown
 
 
 def _of_scale(w: Components) -> Iterator[Rule]:
-    model, scale, optimizer = w.recipe.model, w.recipe.scale, w.recipe.optimizer.name
+    """Yield rules about what can be sharded."""
+    model = w.recipe.model
+    scale = w.recipe.scale
+    optimizer = w.recipe.optimizer.name
     if scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
         yield scale.checkpoint == "sharded", "scale.checkpoint", alike

@@ -145,8 +145,15 @@ class Processes(ProcessGroup):
                 dist.all_reduce(total)
                 tensor.copy_(total)
 
-    def tell(self, value: T, what: str) -> T:
-        return self.gather([value if self.is_main else None], what)[0]  # type: ignore[return-value]
+    def broadcast(self, value: T, what: str) -> T:
+        self.gather([], what)  # says at once that another process makes another call; else both would wait
+        sent: list[Any] = [None]
+        if self.is_main:
+            sent = [value]
+        with self._exchange(what):
+            dist.broadcast_object_list(sent, src=0)
+        received: T = sent[0]
+        return received
 
     def agree(self, flag: bool, what: str) -> bool:
         return any(self.gather([flag], what))

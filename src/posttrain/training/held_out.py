@@ -68,10 +68,9 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
         if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
-            size, n = len(task.examples), recipe.eval.num_examples
-            first = list(range(min(n, size)))
+            n = recipe.eval.num_examples
             if recipe.eval.items == "first":
-                indices = first
+                indices = list(range(min(n, len(task.examples))))
             else:
                 indices = distinct_indices(task.examples, n, recipe.eval.items_seed, content_of)
             task = replace(task, examples=[task.examples[i] for i in indices])
@@ -92,7 +91,7 @@ def choose_held_out(
         RecipeError: a task to evaluate a reward model on has no responses.
         UsageError: a task is empty, or none of its units can be used.
     """
-    n, loss = components.recipe.eval.num_examples, components.recipe.eval.loss
+    n = components.recipe.eval.num_examples
     chosen: dict[str, HeldOut] = {}
     for task in tasks:
         if len(task.examples) == 0:
@@ -100,14 +99,19 @@ def choose_held_out(
         examples = held_out(task, n, key=content_of)
         if components.shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
-            if shown and (loss or (loss is None and all(example.answer is None for example in shown))):
+            if not shown:
+                continue
+            wants_loss = components.recipe.eval.loss
+            if wants_loss is None:  # by default where sampled answers cannot be graded
+                wants_loss = all(example.answer is None for example in shown)
+            if wants_loss:
                 source = read(replace(task, examples=shown, dropped={}), fields=None, draws=False)
-                chosen[task_label(task)] = HeldOut(source, range(len(source.units)), sum(source.dropped.values()))
+                units: Sequence[int] = range(len(source.units))
+                chosen[task_label(task)] = HeldOut(source, units, sum(source.dropped.values()))
         elif any(example.responses for example in examples):
             source = read(replace(task, examples=examples, dropped={}), draws=False)
-            chosen[task_label(task)] = HeldOut(
-                source, held_out_indices(len(source.units), n), sum(source.dropped.values())
-            )
+            units = held_out_indices(len(source.units), n)
+            chosen[task_label(task)] = HeldOut(source, units, sum(source.dropped.values()))
         elif components.only_scores:
             raise RecipeError(
                 f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
@@ -140,17 +144,24 @@ def evaluate_loss(
     Raises:
         NonFiniteLoss: a loss that is NaN or infinite.
     """
-    batch, total, correct = held_out.source.batch_of(held_out.units), 0.0, 0.0
+    batch = held_out.source.batch_of(held_out.units)
+    total = 0.0
+    correct = 0.0
     pieces = split_rows(batch, tokens_per_micro, process_group=process_group)
     for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=policy.is_sharded):
         part = batch.select(rows)
-        outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
-        mask = part.mask.to(likeliest.device) if counts else torch.zeros_like(part.mask, device=likeliest.device)
+        outputs = policy(part, "none")
+        candidates, _ = policy.top_candidates(part, 1)
+        if not counts:
+            continue
+        likeliest = candidates[..., 0]
+        mask = part.mask.to(likeliest.device)
+        is_correct = likeliest == part.tokens.to(likeliest.device)
         total -= float(with_float64(outputs.logprobs[mask]).double().sum())
-        correct += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
-    total, correct = (
-        sum(parts) for parts in zip(*process_group.gather([(total, correct)], "held-out loss"), strict=True)
-    )
+        correct += float(is_correct[mask].sum())
+    of_processes = process_group.gather([(total, correct)], "held-out loss")
+    total = sum(part_total for part_total, _ in of_processes)
+    correct = sum(part_correct for _, part_correct in of_processes)
     tokens = float(batch.mask.sum())
     loss = total / tokens
     if not math.isfinite(loss):
@@ -223,7 +234,11 @@ class Evaluator:
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling of answers."""
         recipe = self.recipe
-        max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
+        max_tokens = recipe.eval.max_tokens
+        if not max_tokens and recipe.rollout is not None:
+            max_tokens = recipe.rollout.max_tokens
+        if not max_tokens:
+            max_tokens = 256
         return self.sampler.sampling(max_tokens, temperature)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
@@ -233,8 +248,15 @@ class Evaluator:
             return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.process_group)
         options = self.recipe.eval
         sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
-        samples, ks, seed = options.samples, default_ks(options.samples), self.recipe.train.seed
-        questions = Questions(task, sampling, options.num_examples, samples=samples, ks=ks, seed=seed, step=step)
+        questions = Questions(
+            task,
+            sampling,
+            options.num_examples,
+            samples=options.samples,
+            ks=default_ks(options.samples),
+            seed=self.recipe.train.seed,
+            step=step,
+        )
         evaluation = evaluate(self.sampler, questions)
         if held_out is not None:
             started = time.perf_counter()

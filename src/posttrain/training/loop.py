@@ -134,7 +134,7 @@ class Loop:
     def _newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies in the main process; the others load the same one."""
         checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.process_group.is_main else None
-        step = self.process_group.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
+        step = self.process_group.broadcast(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
         if self.process_group.is_main or step is None:
             return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
@@ -460,7 +460,7 @@ def _use_threads(number: int) -> None:
 def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
     """Let every process compute with as many threads as the main one, which decides the last bits of sums."""
     before = torch.get_num_threads()
-    _use_threads(process_group.tell(before, "number of threads"))
+    _use_threads(process_group.broadcast(before, "number of threads"))
     try:
         yield
     finally:

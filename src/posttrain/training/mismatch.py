@@ -22,26 +22,35 @@ CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-rat
 def measure_ratios(outputs: Outputs, part: Batch, of_tokens: bool) -> dict[str, Tensor]:
     """Metrics per token of a micro-batch: ``kl_sampler`` to the sampler, its weights, the correction, and (of an
     objective ``of_tokens``) 1 where a log-ratio to the sampler, the reference or the teacher is clamped."""
-    metrics, fields, own = dict[str, Tensor](), part.fields, outputs.logprobs.detach()
+    metrics: dict[str, Tensor] = {}
+    fields = part.fields
+    own = outputs.logprobs.detach()
     if "sampler_logprobs" in fields and outputs.entropy is not None:
         # samples are from the sampler μ: this estimates KL(μ‖π)
         log_weight = log_ratio(own, fields["sampler_logprobs"], part.mask)
         metrics["kl_sampler"] = kl_k3(-log_weight)
-        metrics |= {"weight": log_weight.exp(), "weight_squared": (2.0 * log_weight).exp()}
+        metrics["weight"] = log_weight.exp()
+        metrics["weight_squared"] = (2.0 * log_weight).exp()
     if "correction" in fields:
         metrics["correction"] = fields["correction"]
-    pairs = [(own, fields[x]) for x in ("old_logprobs", "ref_logprobs", "sampler_logprobs") if x in fields]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
+        if name in fields:
+            pairs.append((own, fields[name]))
     if "teacher_logprobs" in fields and "old_logprobs" in fields:
         pairs.append((fields["teacher_logprobs"], fields["old_logprobs"]))
     if pairs and of_tokens:
-        metrics[CLAMPED] = reduce(torch.maximum, (is_clamped(one, other, part.mask) for one, other in pairs))
+        clamped = (is_clamped(one, other, part.mask) for one, other in pairs)
+        metrics[CLAMPED] = reduce(torch.maximum, clamped)
     return metrics
 
 
 def derive_sample_size(means: dict[str, float]) -> dict[str, float]:
     """``effective_sample_size``, the share of tokens that the importance weights w = π/μ leave, E[w]² / E[w²]."""
     if "weight_squared" in means:
-        means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
+        mean = means.pop("weight")
+        mean_of_squares = means.pop("weight_squared")
+        means["effective_sample_size"] = mean**2 / mean_of_squares
     return means
 
 
@@ -55,16 +64,24 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         EngineMismatch: the KL from the sampler to the trainer is above 0.05 nats per token; says which side differs
             from the model's own forward pass.
     """
-    options, kl = recipe.rollout, metrics.get("kl_sampler", 0.0)
-    is_first = (step - 1) % (recipe.train.ppo_epochs * recipe.train.num_minibatches) == 0
+    options = recipe.rollout
+    kl = metrics.get("kl_sampler", 0.0)
+    updates_per_batch = recipe.train.ppo_epochs * recipe.train.num_minibatches
+    is_first = (step - 1) % updates_per_batch == 0
     if options is None or options.staleness or not is_first or kl <= MAX_KL:
         return
-    engine = "native" if options.engine is None else options.engine.name
-    samples = (registry.traits_of("engine", engine) or {}).get("samples", True)
-    if not samples or policy.temperature != (options.temperature or 1.0) or has_dropout(policy.model):
+    engine = "native"
+    if options.engine is not None:
+        engine = options.engine.name
+    traits = registry.traits_of("engine", engine)
+    if traits is not None and not traits.get("samples", True):
         return
+    if policy.temperature != (options.temperature or 1.0) or has_dropout(policy.model):
+        return
+    shown = ""
     size = metrics.get("effective_sample_size")
-    shown = "" if size is None else f" (effective sample size {size:.2f})"
+    if size is not None:
+        shown = f" (effective sample size {size:.2f})"
     raise EngineMismatch(
         f"update {step}: the sampler is not the model that is trained. The KL from sampler to trainer is {kl:.2g} nats "
         f"per token{shown}, at most {MAX_KL} is allowed. {_explain(policy, batch, engine)}The weights were not changed"
@@ -73,8 +90,10 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
 
 def has_dropout(model: torch.nn.Module) -> bool:
     """Return whether an adapter drops inputs while it is trained."""
-    named = model.named_modules()
-    return any(".lora_dropout." in name and isinstance(m, torch.nn.Dropout) and m.p > 0 for name, m in named)
+    for name, module in model.named_modules():
+        if ".lora_dropout." in name and isinstance(module, torch.nn.Dropout) and module.p > 0:
+            return True
+    return False
 
 
 @torch.no_grad()
@@ -83,17 +102,25 @@ def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     if policy.is_sharded:
         return ""
     row = batch.select(list(range(batch.rows_per_unit)))
-    tokens, mask = row.tokens[:, : int(row.lengths[0])].to(policy.device), row.mask[0, : int(row.lengths[0])]
-    logits = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
-    table = (logits[:-1].float() / policy.temperature).log_softmax(-1)
+    length = int(row.lengths[0])
+    tokens = row.tokens[:, :length].to(policy.device)
+    mask = row.mask[0, :length]
+    outputs = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    logits = outputs.logits[0, :-1].float()
+    table = (logits / policy.temperature).log_softmax(-1)
     own = table.gather(1, tokens[0, 1:, None])[:, 0].cpu()
 
     def gap(logprobs: Tensor) -> float:
-        return float((logprobs[0, : len(mask)].cpu().float()[1:] - own)[mask[1:]].abs().mean())
+        theirs = logprobs[0, 1:length].cpu().float()
+        differences = (theirs - own)[mask[1:]]
+        return float(differences.abs().mean())
 
-    of_sampler, of_trainer = gap(row.field("sampler_logprobs")), gap(policy(row, "none").logprobs)
+    of_sampler = gap(row.field("sampler_logprobs"))
+    of_trainer = gap(policy(row, "none").logprobs)
     if of_sampler > of_trainer:
-        remedy = "set rollout.engine.name: native" if engine != "native" else "please report this, with the model"
+        remedy = "please report this, with the model"
+        if engine != "native":
+            remedy = "set rollout.engine.name: native"
         return (
             f"On the first row the engine ({engine}) differs from the model's own forward pass by {of_sampler:.2g} "
             f"nats per token, and the trainer by {of_trainer:.2g}; {remedy}. "

@@ -114,12 +114,12 @@ class TrainingVllmEngine(VllmEngine):
         label = f"{secrets.token_hex(4)}:{version}"
         if self.process_group.is_main:
             self._prepare()
-        self.process_group.tell(None, "a server that waits for weights")
+        self.process_group.broadcast(None, "a server that waits for weights")
         self._send_weights(label)
         result: tuple[str, list[ServerScores], str | None] = (label, [], None)
         if self.process_group.is_main:
             result = (label, self.server.session(self._scores), self.server.base)
-        self.label, scores, base = self.process_group.tell(result, "the server's scores")
+        self.label, scores, base = self.process_group.broadcast(result, "the server's scores")
         if self._server is None:
             self._reach(base)
         difference = largest_difference(self.model, self._within, scores)
@@ -145,7 +145,7 @@ class TrainingVllmEngine(VllmEngine):
     def rest(self) -> None:
         """See ``Engine.rest``: on the trainer's own GPU the server gives its memory back."""
         if self.sleeps and not self.is_asleep and self.version >= 0:
-            self.process_group.tell(None, "answers before the server sleeps")
+            self.process_group.agree(False, "answers before the server sleeps")  # nobody asks any more
             if self.process_group.is_main:
                 control(self.server, "POST", "/sleep?level=2")
             self.is_asleep = True

@@ -259,7 +259,7 @@ class SupervisedSource(Source):
         key = f"rows-{digest.hexdigest()[:32]}"
         is_main = self.batch_fields.process_group.is_main
         stored = _read_cache(cache, key) if cache is not None and is_main else None
-        known = self.batch_fields.process_group.tell(stored, f"stored {name}")
+        known = self.batch_fields.process_group.broadcast(stored, f"stored {name}")
         of_row = [torch.zeros(0) for _ in range(len(self.units) * self.rows_per_unit)] if known is None else known
         if self._fill_missing(name, seen, of_row) and cache is not None and is_main:
             counts = torch.tensor([len(piece) for piece in of_row])

@@ -64,11 +64,11 @@ class PrefetchSource(RolloutSource):
         receives = self._thread is not None and not self.everyone.is_main
         begun = [] if receives else self._due(cycle)
         syncing = time.perf_counter()
-        if self.everyone.tell(bool(begun), "whether a batch begins") if self._thread else begun:
+        if self.everyone.broadcast(bool(begun), "whether a batch begins") if self._thread else begun:
             self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
         if receives:
-            received: Any = self.everyone.tell(None, "the batch that was sampled ahead")
+            received: Any = self.everyone.broadcast(None, "the batch that was sampled ahead")
             return read_drawn(received, self)
         for batch in begun:
             self._begin(batch, cycle)
@@ -80,7 +80,7 @@ class PrefetchSource(RolloutSource):
         if self._thread is None:
             self.engine.rest()
         elif self.everyone.size > 1:
-            self.everyone.tell(write_drawn(drawn), "the batch that was sampled ahead")
+            self.everyone.broadcast(write_drawn(drawn), "the batch that was sampled ahead")
         return drawn
 
     def _due(self, cycle: int) -> list[int]:

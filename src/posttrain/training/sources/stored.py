@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import torch
@@ -74,24 +75,34 @@ def read_drawn(stored: Mapping[str, Any], source: Prompts) -> Drawn:
 
     def read(row: Mapping[str, Any]) -> Rollout:
         index = row["prompt_index"]
-        sampled: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x
-            for name, x in row["completion"].items()
-            if name in _OF_A_COMPLETION
-        }
         known = {name: x for name, x in row.items() if name in _OF_A_ROLLOUT}
+        completion = _read_completion(row["completion"])
         prompt = tuple(source.prompts[position[index]])
         example = source.task.examples[index]
         if "episode" in row:
             episode = row["episode"]
-            example = replace(example, messages=tuple(Message(*message) for message in episode["messages"]))
-            prompt, known["turns"] = tuple(episode["prompt_ids"]), read_turns(episode["turns"])
+            messages = tuple(Message(*message) for message in episode["messages"])
+            example = replace(example, messages=messages)
+            prompt = tuple(episode["prompt_ids"])
+            known["turns"] = read_turns(episode["turns"])
             known["failures"] = tuple(episode["failures"])
-        return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
+        return Rollout(example=example, prompt_ids=prompt, completion=completion, **known)
 
     sampled = [[read(row) for row in group] for group in stored["sampled"]]
     chosen = [sampled[place] for place in stored["chosen"]]
     return Drawn(sampled, chosen, stored["accepted"], stored["version"], dict(stored["timing"]))
+
+
+def _read_completion(stored: Mapping[str, Any]) -> Completion:
+    """Read a completion; JSON has lists where it has tuples."""
+    known: dict[str, Any] = {}
+    for name, value in stored.items():
+        if name not in _OF_A_COMPLETION:
+            continue
+        if isinstance(value, list):
+            value = tuple(value)
+        known[name] = value
+    return Completion(**known)
 
 
 def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -> None:
@@ -109,13 +120,17 @@ def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -
         raise ValueError("no share that fits")
     if any(len(rollouts) != source.options.group_size for rollouts in stored["sampled"]):
         raise ValueError("other groups")
-    for rollout in (rollout for rollouts in stored["sampled"] for rollout in rollouts):
+    for rollout in chain.from_iterable(stored["sampled"]):
         completion = rollout["completion"]
-        ids, own = completion["ids"], completion["own"]
+        ids = completion["ids"]
+        own = completion["own"]
         _COUNTS.validate_python([completion["version"]], strict=True)
-        per_token = (completion["logprobs"], ids if own is None else own)
-        if {len(numbers) for numbers in per_token} != {len(ids)} or not parts <= rollout["parts"].keys():
-            raise ValueError("other lengths or rewards")
+        if len(completion["logprobs"]) != len(ids):
+            raise ValueError("other lengths")
+        if own is not None and len(own) != len(ids):
+            raise ValueError("other lengths")
+        if not parts <= rollout["parts"].keys():
+            raise ValueError("other rewards")
         if not all(0 <= token < vocabulary for token in ids):
             raise ValueError("other tokens")
 
@@ -145,9 +160,10 @@ def _groups_type() -> TypeAdapter[Any]:
 
 def write_batch(batch: Batch) -> dict[str, Tensor]:
     """A batch as tensors to save."""
-    return {name: getattr(batch, name) for name in _OF_A_BATCH} | {
-        f"{_FIELD}{name}": numbers for name, numbers in batch.fields.items()
-    }
+    tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _OF_A_BATCH}
+    for name, numbers in batch.fields.items():
+        tensors[f"{_FIELD}{name}"] = numbers
+    return tensors
 
 
 def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: int) -> Batch:
@@ -157,18 +173,27 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
         ValueError, KeyError: something in it is of another kind, shape or range.
     """
     tokens, lengths, mask, group, prefix = (tensors[name] for name in _OF_A_BATCH)
-    fields = {name.removeprefix(_FIELD): x for name, x in tensors.items() if name.startswith(_FIELD)}
-    kinds = (tokens.dtype, lengths.dtype, group.dtype, prefix.dtype, mask.dtype)
-    if kinds != (torch.long,) * 4 + (torch.bool,) or tokens.ndim != 2 or not tokens.numel():
+    fields: dict[str, Tensor] = {}
+    for name, numbers in tensors.items():
+        if name.startswith(_FIELD):
+            fields[name.removeprefix(_FIELD)] = numbers
+    are_whole_numbers = all(x.dtype == torch.long for x in (tokens, lengths, group, prefix))
+    if not are_whole_numbers or mask.dtype != torch.bool or tokens.ndim != 2 or not tokens.numel():
         raise ValueError("other kinds")
     rows, width = tokens.shape
-    if mask.shape != tokens.shape or any(x.shape != (rows,) for x in (lengths, group, prefix)) or rows % rows_per_unit:
+    if mask.shape != tokens.shape or rows % rows_per_unit:
+        raise ValueError("other shapes")
+    if any(x.shape != (rows,) for x in (lengths, group, prefix)):
         raise ValueError("other shapes")
     if any(x.shape[:2] not in ((rows,), (rows, width)) for x in fields.values()):
-        raise ValueError("other streams")
+        raise ValueError("other fields")
+    if int(lengths.min()) < 1 or int(lengths.max()) > width:
+        raise ValueError("other lengths")
+    if (prefix < 0).any() or (prefix > lengths).any():
+        raise ValueError("other lengths")
     places = torch.arange(width)
-    outside = (mask & ((places >= lengths[:, None]) | (places == 0))).any() or (prefix < 0).any()
-    if outside or int(lengths.min()) < 1 or int(lengths.max()) > width or (prefix > lengths).any():
+    cannot_be_trained = (places >= lengths[:, None]) | (places == 0)
+    if (mask & cannot_be_trained).any():
         raise ValueError("other lengths")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ValueError("other tokens")
