@@ -24,10 +24,14 @@ def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num
         UsageError: it returned something else.
     """
     returned = registry.call("advantage", advantage, *inputs)
-    results = returned if isinstance(returned, tuple) else (returned,)
+    is_tuple = isinstance(returned, tuple)
+    results = returned if is_tuple else (returned,)
     shapes = [registry.describe_result(x) for x in results]
-    if isinstance(returned, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
-        wanted = f"advantages and returns, both of shape {expected}" if num_results > 1 else "one number per completion"
+    wants_tuple = num_results > 1
+    if is_tuple != wants_tuple or shapes != [f"shape {expected}"] * num_results:
+        wanted = "one number per completion"
+        if wants_tuple:
+            wanted = f"advantages and returns, both of shape {expected}"
         raise UsageError(
             f"advantage: the function returned {', '.join(shapes) or 'nothing'} for rewards of shape {expected}; "
             f"it must give {wanted}"
@@ -55,7 +59,9 @@ class AdvantageEstimator:
     drops_rounding: bool = False
 
     def __post_init__(self) -> None:
-        self.kl_weight = self.kl.weight if self.kl is not None else 0.0
+        self.kl_weight = 0.0
+        if self.kl is not None:
+            self.kl_weight = self.kl.weight
 
     @property
     def needs_batch(self) -> bool:
@@ -96,8 +102,10 @@ class AdvantageEstimator:
         """
         assert self.advantage is not None
         penalty, metrics = self._penalty(batch)
-        rewards, sizes = torch.cat(list(groups)), [len(group) for group in groups]
-        of_turns = torch.zeros_like(penalty) if of_turns is None else of_turns
+        rewards = torch.cat(list(groups))
+        sizes = [len(group) for group in groups]
+        if of_turns is None:
+            of_turns = torch.zeros_like(penalty)
         if self.per_turn:
             paid = pay_at_the_end(rewards - of_turns.sum(dim=1), batch.mask) + of_turns - penalty
             advantages = self._from_turns(paid, batch.mask, sizes)

@@ -133,15 +133,22 @@ class Loop:
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies in the main process; the others load the same one."""
-        checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.process_group.is_main else None
-        step = self.process_group.broadcast(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
+        checkpoint: Checkpoint | None = None
+        step: int | None = None
+        if self.process_group.is_main:
+            checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True)
+            if checkpoint is not None:
+                step = checkpoint.step
+        step = self.process_group.broadcast(step, "step of the checkpoint")
         if self.process_group.is_main or step is None:
             return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
     def _take_threads(self, state: Mapping[str, Any]) -> None:
         """Compute with as many threads as the run began with, if it has as many processes: sums have the same parts."""
-        began, now, own = state.get("processes", 1), self.process_group.size, torch.get_num_threads()
+        began = state.get("processes", 1)
+        now = self.process_group.size
+        own = torch.get_num_threads()
         threads = state.get("num_threads") or own
         if began != now:
             before, after = (f"{n} process{'es' * (n != 1)}" for n in (began, now))
@@ -262,7 +269,8 @@ class Loop:
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
-        options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
+        options = self.recipe.train.model_copy(update={"steps": self.steps})
+        batch = draw.batch
         lr = learning_rate(options, step)
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
@@ -300,7 +308,8 @@ class Loop:
         """
         assert self.parts.evaluator is not None
         self.parts.source.wait()
-        step, done = self.step, self.parts.evaluator(self.step)
+        step = self.step
+        done = self.parts.evaluator(step)
         self._pass_on_warnings()
 
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
@@ -334,9 +343,11 @@ class Loop:
         together = self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded"
         process_group = self.process_group if together else SINGLE_PROCESS
         tensors = self._gathered(process_group)
-        path = self._write_checkpoint(tensors, process_group) if self.process_group.is_main or together else None
-        if path is None or not self.process_group.is_main:
+        if not self.process_group.is_main:
+            if together:
+                self._write_checkpoint(tensors, process_group)
             return
+        path = self._write_checkpoint(tensors, process_group)
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
@@ -372,7 +383,7 @@ class Loop:
 
     def _state(self) -> dict[str, object]:
         """Return the content of ``state.json``."""
-        return {
+        state: dict[str, object] = {
             "recipe": self.recipe.fingerprint(),
             "settings": decisive(self.recipe.dump()),
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
@@ -383,8 +394,10 @@ class Loop:
             "steps": self.steps,
             "processes": self.process_group.size,
             "source": self.source_state,
-            **({"unevaluated": True} if self.unevaluated else {}),
         }
+        if self.unevaluated:
+            state["unevaluated"] = True
+        return state
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones."""

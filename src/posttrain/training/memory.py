@@ -82,8 +82,9 @@ class Memory:
     @property
     def sampling(self) -> int:
         """Peak while the model samples, without gradients; 0 where it does not."""
-        kept = self.weights + self.optimizer + self.reference + self.heads
-        return kept + self.kv_cache if self.kv_cache else 0
+        if not self.kv_cache:
+            return 0
+        return self.weights + self.optimizer + self.reference + self.heads + self.kv_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,24 +171,38 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     Raises:
         RecipeError: parts of the recipe do not fit one another.
     """
-    components, config = resolve_components(recipe), config.get_text_config()
-    adapter, size = recipe.model.adapter, BYTES[recipe.model.dtype]
+    components = resolve_components(recipe)
+    config = config.get_text_config()
+    adapter = recipe.model.adapter
+    size = BYTES[recipe.model.dtype]
     weights = weights_of(config)
-    low_rank = [] if adapter is None else list(_low_rank(weights, adapter))
-    trained = weights if adapter is None else low_rank
+    low_rank: list[Weight] = []
+    trained = weights
+    if adapter is not None:
+        low_rank = list(_low_rank(weights, adapter))
+        trained = low_rank
     base = _base_bytes(weights, size, recipe.model.load_bits)
     micro = micro_batch(recipe, components)
-    has_critic = components.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
-    logits = 0 if components.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
-    reads = "reference" in components.parts or bool(recipe.eval.num_kl_prompts)
+    logits = 0
+    if not components.only_scores:
+        logits = _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
     activations = _activations(recipe, config, micro, size, weights, logits, on_gpu=gpu_memory is not None)
+    critic: list[Weight] = []
+    has_values = components.objective.traits.get("head") == "value"
+    if has_values and recipe.head is not None and recipe.head.trunk == "separate":
+        critic = trained
+        activations *= 2
+    reference = 0
+    has_reference = "reference" in components.parts or bool(recipe.eval.num_kl_prompts)
+    if has_reference and adapter is None:  # under an adapter it is the base
+        reference = base
     return Memory(
         weights=base + 4 * sum(w.numel for w in low_rank),
         gradients=4 * sum(w.numel for w in trained),
         optimizer=_optimizer_bytes(trained, recipe.optimizer.name),
-        reference=base if reads and adapter is None else 0,
-        heads=_head_bytes(components, config, trained if has_critic else []),
-        activations=activations * (2 if has_critic else 1),
+        reference=reference,
+        heads=_head_bytes(components, config, critic),
+        activations=activations,
         logits=logits,
         kv_cache=_cache_bytes(recipe, config, size, gpu_memory),
         rollouts=_rollout_bytes(recipe, components),
@@ -213,29 +228,43 @@ def weights_of(config: PretrainedConfig) -> list[Weight]:
 
 def micro_batch(recipe: Recipe, components: Components) -> Micro:
     """Return the rows of a micro-batch when all are as long as the recipe allows."""
-    train, rollout, unread = recipe.train, recipe.rollout, 0 if components.only_scores else 1
+    train = recipe.train
+    rollout = recipe.rollout
+    unread = 0 if components.only_scores else 1
     unit = 2 if components.level == "pair" else 1
     if rollout is None:
         assert recipe.data is not None, "a recipe has 'rollout' or 'data'"
-        prompt, answer, group = 0, recipe.data.max_length, 1
-        own, rows = answer - unread, recipe.data.batch_size * unit
+        prompt = 0
+        answer = recipe.data.max_length
+        group = 1
+        own = answer - unread
+        rows = recipe.data.batch_size * unit
     else:
         prompt, own = longest_row(recipe, rollout)
-        group = 2 if components.unit == "pair" else rollout.group_size
+        answer = own
+        group = rollout.group_size
+        if components.unit == "pair":
+            group = 2
         rows = rollout.num_prompts * group // train.num_minibatches
-        prompt, answer = (0, prompt + own) if group == 1 else (prompt, own)
-    most, count = min(rows, train.micro_batch_rows or rows), unit
+        if group == 1:  # nothing shares the prompt
+            answer += prompt
+            prompt = 0
+    most = min(rows, train.micro_batch_rows or rows)
+    count = unit
     while count + unit <= most:
-        if -(-(count + unit) // group) * prompt + (count + unit) * answer > train.micro_batch_tokens:
+        more = count + unit
+        groups = -(-more // group)
+        if groups * prompt + more * answer > train.micro_batch_tokens:
             break
-        count += unit
+        count = more
     return Micro(count, -(-count // group), prompt, answer - unread, count * own)
 
 
 def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
     """Return the largest number of tokens of a prompt and of its answer that the recipe allows."""
     prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
-    prompt = min(prompt, recipe.within(prompt + rollout.max_tokens) - 1)
+    limit = recipe.within(prompt + rollout.max_tokens)
+    prompt = min(prompt, limit - 1)
     return prompt, recipe.within(prompt + rollout.max_tokens) - prompt
 
 
@@ -272,7 +301,10 @@ def _optimizer_bytes(trained: list[Weight], name: str) -> int:
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
-        total += 4 * weight.numel if name == "muon" and is_matrix else 8 * weight.numel + 4 * weight.times
+        if name == "muon" and is_matrix:
+            total += 4 * weight.numel
+        else:
+            total += 8 * weight.numel + 4 * weight.times
     return total
 
 
@@ -281,9 +313,13 @@ def _head_bytes(components: Components, config: PretrainedConfig, critic: list[W
     if components.objective.traits.get("head") is None:
         return 0
     option = components.objective.traits.get("head_outputs")
-    classes = int(components.recipe.objective.options[option]) if option is not None else 1
-    head = config.hidden_size * (1 if classes <= 2 else classes)
-    return int(16 * (head + sum(w.numel for w in critic if "lm_head" not in w.name)))
+    rows = 1
+    if option is not None:
+        classes = int(components.recipe.objective.options[option])
+        if classes > 2:
+            rows = classes
+    trunk = sum(w.numel for w in critic if "lm_head" not in w.name)
+    return int(16 * (config.hidden_size * rows + trunk))
 
 
 def _activations(
@@ -355,7 +391,9 @@ def _logits(config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int |
     rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
     numbers = rows * (16 if size == 4 else 18)
     if head_trained:
-        kept = min(trained, kept_elements(gpu_memory) // config.vocab_size) if rows < trained else 0
+        kept = 0
+        if rows < trained:
+            kept = min(trained, kept_elements(gpu_memory) // config.vocab_size)
         numbers += 4 * (config.hidden_size + kept)
     return int(numbers * config.vocab_size)
 
@@ -369,12 +407,16 @@ def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory
     prompt, answer = longest_row(recipe, rollout)
     shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group_size > 1
     before = 0 if shares else prompt
-    columns, longest = _up_to(COLUMNS_ALIGNED, before + min(answer, FIRST_COLUMNS) + 1), before + answer
+    longest = before + answer
+    columns = _up_to(COLUMNS_ALIGNED, before + min(answer, FIRST_COLUMNS) + 1)
     if rollout.max_turns is not None:  # a turn has a token, and its reply
-        longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * (STEPS_BETWEEN_LOOKS - 1)
+        num_turns = min(rollout.max_turns, max(1, answer // 2))
+        longest += (num_turns - 1) * (STEPS_BETWEEN_LOOKS - 1)
     while columns <= longest:
         columns = _up_to(COLUMNS_ALIGNED, int(columns * GROWTH) + 1)
-    tokens = slots * columns + (-(-slots // rollout.group_size) * prompt if shares else 0)
+    tokens = slots * columns
+    if shares:
+        tokens += -(-slots // rollout.group_size) * prompt
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * size * tokens)

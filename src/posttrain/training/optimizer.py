@@ -33,8 +33,12 @@ EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 def _groups(parameters: Named, lr: float, weight_decay: float, **settings: object) -> list[dict[str, object]]:
     """Return the groups with and without weight decay; empty ones are left out."""
     decayed = [(n, p) for n, p in parameters if p.ndim >= 2]
-    groups = [(decayed, weight_decay), ([(n, p) for n, p in parameters if p.ndim < 2], 0.0)]
-    return [{"params": ps, "weight_decay": decay, "lr": lr, **settings} for ps, decay in groups if ps]
+    others = [(n, p) for n, p in parameters if p.ndim < 2]
+    groups: list[dict[str, object]] = []
+    for members, decay in ((decayed, weight_decay), (others, 0.0)):
+        if members:
+            groups.append({"params": members, "weight_decay": decay, "lr": lr, **settings})
+    return groups
 
 
 @register("optimizer")
@@ -115,12 +119,15 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """
     a, b, c = _QUINTIC
     x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    if tall := x.size(-2) > x.size(-1):
+    is_tall = x.size(-2) > x.size(-1)
+    if is_tall:
         x = x.mT
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    if is_tall:
+        return x.mT
+    return x
 
 
 class Muon(Optimizer):
@@ -212,9 +219,11 @@ def build_optimizer(
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")
     optimizer = build(named, recipe.train.lr)
-    head_parameters = [
-        (f"{name}.{n}", p) for name, m in heads.items() for n, p in m.named_parameters() if p.requires_grad
-    ]
+    head_parameters: list[tuple[str, Parameter]] = []
+    for head_name, head in heads.items():
+        for name, parameter in head.named_parameters():
+            if parameter.requires_grad:
+                head_parameters.append((f"{head_name}.{name}", parameter))
     if not head_parameters:
         return [*named], optimizer
     of_parameter = {id(p): n for n, p in head_parameters}
@@ -222,7 +231,8 @@ def build_optimizer(
         assert recipe.head is not None
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
-        optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
+        members = [(of_parameter[id(p)], p) for p in group["params"]]
+        optimizer.add_param_group({"params": members, **settings})
     return [*named, *head_parameters], optimizer
 
 
@@ -248,34 +258,58 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
     Raises:
         CheckpointError: an entry of an unknown parameter, of another shape or type; or a missing one.
     """
-    by_name, is_ours = _by_name(optimizer, names), isinstance(optimizer, torch.optim.AdamW | Muon)
+    by_name = _by_name(optimizer, names)
+    is_ours = isinstance(optimizer, torch.optim.AdamW | Muon)
+    is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
     restored: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
         parameter = by_name.get(name)
         if parameter is None:
             raise CheckpointError(f"optimizer state {full_name!r}: the model trains no parameter {name!r}")
-        scalar = key == "step"
-        if not scalar and value.shape != parameter.shape:
+        is_count = key == "step"
+        if not is_count and value.shape != parameter.shape:
             raise CheckpointError(
                 f"optimizer state {full_name!r} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
             )
-        kind, counts = torch.float32 if scalar else parameter.dtype, not scalar or (value.numel() == 1 and value >= 1)
-        if is_ours and not (value.dtype == kind and counts):
+        if is_ours and not _is_left(value, parameter, is_count=is_count):
             raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
-        fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
-        whole = value.detach().to(parameter.device if fused or not scalar else torch.device("cpu"))
-        restored.setdefault(parameter, {})[key] = (whole if scalar else _part_of(whole, parameter)).clone()
-    for group in optimizer.param_groups if is_ours else ():
-        kept = {"momentum"} if group.get("orthogonal") else {"step", "exp_avg", "exp_avg_sq"}
+        state = restored.setdefault(parameter, {})
+        if not is_count:
+            state[key] = _part_of(value.detach().to(parameter.device), parameter).clone()
+        elif is_fused:
+            state[key] = value.detach().to(parameter.device).clone()
+        else:
+            state[key] = value.detach().to("cpu").clone()
+    if is_ours:
+        _check_kept(optimizer, restored)
+    optimizer.state.clear()
+    optimizer.state.update(restored)
+
+
+def _is_left(value: Tensor, parameter: Tensor, *, is_count: bool) -> bool:
+    """Return whether our optimizers can have left this state of a parameter."""
+    if is_count:
+        return value.dtype == torch.float32 and value.numel() == 1 and bool(value >= 1)
+    return value.dtype == parameter.dtype
+
+
+def _check_kept(optimizer: Optimizer, restored: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Refuse a parameter's state that is not what its group's optimizer keeps.
+
+    Raises:
+        CheckpointError: there is more, or less.
+    """
+    for group in optimizer.param_groups:
+        kept = {"step", "exp_avg", "exp_avg_sq"}
+        if group.get("orthogonal"):
+            kept = {"momentum"}
         for parameter in group["params"]:
             if parameter in restored and restored[parameter].keys() != kept:
                 there = ", ".join(sorted(restored[parameter]))
                 raise CheckpointError(
                     f"optimizer state: {there} of a parameter, and its optimizer keeps {sorted(kept)}"
                 )
-    optimizer.state.clear()
-    optimizer.state.update(restored)
 
 
 def _by_name(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

@@ -68,10 +68,15 @@ class MeanOverBatch:
         mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
         parts = process_group.gather([mine], "metrics")
         names = dict.fromkeys(name for part in parts for name in part)
-        both = {name: [part[name] for part in parts if name in part] for name in names}
-        sums = {name: [reduce(add, column) for column in zip(*of, strict=True)] for name, of in both.items()}
-        means = {name: total / count for name, (total, count) in sums.items()}
-        return derive(derive_sample_size(means)) if means else means
+        means: dict[str, float] = {}
+        for name in names:
+            known = [part[name] for part in parts if name in part]
+            total = reduce(add, (its_total for its_total, _ in known))
+            count = reduce(add, (its_count for _, its_count in known))
+            means[name] = total / count
+        if not means:
+            return means
+        return derive(derive_sample_size(means))
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
@@ -196,12 +201,12 @@ def same_digest(digest: list[int], process_group: ProcessGroup, when: str) -> No
         RunFailure: with the first rank that does.
     """
     digests = process_group.gather([digest], "digests of the weights")
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise RunFailure(
-            f"{when}: rank {other} of {process_group.size} holds other weights than rank 0, so the sums mean nothing. "
-            "All processes must load the same files and run on the same kind of machine"
-        )
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise RunFailure(
+                f"{when}: rank {rank} of {process_group.size} holds other weights than rank 0, so the sums mean "
+                "nothing. All processes must load the same files and run on the same kind of machine"
+            )
 
 
 def sample_weights(parameters: Sequence[Tensor], num_each: int = 256) -> Tensor:

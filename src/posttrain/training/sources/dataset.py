@@ -104,12 +104,16 @@ class SupervisedSource(Source):
         draws: bool = True,
     ) -> None:
         assert recipe.data is not None
-        self.seed, self.batch, self.shape, self.batch_fields = recipe.train.seed, recipe.data.batch_size, shape, fields
+        self.seed = recipe.train.seed
+        self.batch = recipe.data.batch_size
+        self.shape = shape
+        self.batch_fields = fields
         self.train_all = recipe.data.train_on == "all"
         self._objective_traits = registry.traits_of("objective", recipe.objective.name) or {}
         self._scores_all_tokens = recipe.objective.options.get("positions", "all") == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
-        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.dropped = dict(task.dropped)
+        self.num_repeated = num_repeated(task.examples)
         self.origin = task.origin
         self.units: list[tuple[TokenRow, ...]] = []
         unit_parts = list[str]()  # of a mixture
@@ -129,7 +133,8 @@ class SupervisedSource(Source):
                     reason = f"prompt longer than {prompt_limit} tokens"
                 else:
                     self.units.append(unit)
-                    unit_parts += [example.meta["part"]] if task.parts else []
+                    if task.parts:
+                        unit_parts.append(example.meta["part"])
                     continue
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
@@ -157,7 +162,8 @@ class SupervisedSource(Source):
     def length_of(self, epochs: float) -> tuple[int, str]:
         """Return the number of steps of ``epochs``, rounded up, and a line about it."""
         steps = num_batches(epochs, self.num_examples, self.batch)
-        over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
+        passes = "pass" if epochs == 1 else "passes"
+        over = f"{epochs:g} {passes} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
         return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
@@ -168,7 +174,9 @@ class SupervisedSource(Source):
             self._fill_missing(name, chosen, of_row)  # of a step that the recipe does not have
             trained = torch.cat([of_row[row] for row in rows])
             batch.fields[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
-        return batch if self.batch_fields is None else self.batch_fields.before_step(self.batch_fields(batch))
+        if self.batch_fields is None:
+            return batch
+        return self.batch_fields.before_step(self.batch_fields(batch))
 
     def _share_of_trained(self, train_on: str | None, task: Task) -> str:
         """Describe the share of the tokens that is trained, and the conversations that became several examples."""
@@ -196,12 +204,15 @@ class SupervisedSource(Source):
             return f"{num_tokens:,} labelled steps of {num_rows:,} solutions are judged, one score each"
         if scores == "outcome" and self._scores_all_tokens:
             return f"{num_tokens:,} tokens of {num_rows:,} answers are scored, each by the label of its answer"
-        return f"{num_rows:,} answers are scored, each at its last token" if scores else ""
+        if scores:
+            return f"{num_rows:,} answers are scored, each at its last token"
+        return ""
 
     def _collated(self, indices: Sequence[int]) -> Batch:
-        samples = [
-            self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
-        ]
+        samples: list[Sample] = []
+        for slot, index in enumerate(indices):
+            unit = self.units[index]
+            samples += [self._sample(row, slot, unit) for row in unit]
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
     def _sample(self, row: TokenRow, slot: int, unit: tuple[TokenRow, ...]) -> Sample:
@@ -260,7 +271,10 @@ class SupervisedSource(Source):
         is_main = self.batch_fields.process_group.is_main
         stored = _read_cache(cache, key) if cache is not None and is_main else None
         known = self.batch_fields.process_group.broadcast(stored, f"stored {name}")
-        of_row = [torch.zeros(0) for _ in range(len(self.units) * self.rows_per_unit)] if known is None else known
+        if known is None:
+            of_row = [torch.zeros(0) for _ in range(len(self.units) * self.rows_per_unit)]
+        else:
+            of_row = known
         if self._fill_missing(name, seen, of_row) and cache is not None and is_main:
             counts = torch.tensor([len(piece) for piece in of_row])
             replace_file(cache, serialize({"values": torch.cat(of_row), key: counts}))
@@ -302,4 +316,6 @@ def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
         stored = load_file(cache) if cache.is_file() else {}
     except SafetensorError:
         return None
-    return list(stored["values"].split(stored[key].tolist())) if key in stored else None
+    if key not in stored:
+        return None
+    return list(stored["values"].split(stored[key].tolist()))

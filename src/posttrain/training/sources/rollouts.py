@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.selection import Units, choose_units
+from posttrain.algorithms.selection import Place, Units, choose_units
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import stop_ids
 from posttrain.errors import CheckpointError, RunFailure, UsageError
@@ -73,18 +73,29 @@ class RolloutSource(Source):
         stage: Stage | None = None,
     ) -> None:
         assert recipe.rollout is not None
-        self.recipe, self.options, self.seed = recipe, recipe.rollout, recipe.train.seed
+        self.recipe = recipe
+        self.options = recipe.rollout
+        self.seed = recipe.train.seed
         self.minibatches = recipe.train.num_minibatches
         self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
-        self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
+        self.task = task
+        self.grader = grader
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.stage = stage
         self.context_tokens = context_tokens = recipe.within(context_tokens)
-        self.select, self.rows_per_unit = select, rows_per_unit
+        self.select = select
+        self.rows_per_unit = rows_per_unit
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
-        self.advantage_estimator, self.batch_fields, self.feedback = advantage_estimator, fields, feedback
+        self.advantage_estimator = advantage_estimator
+        self.batch_fields = fields
+        self.feedback = feedback
         self.process_group = fields.process_group  # of the processes that sample together
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
-        self.dropped, self.num_repeated, self.trained = dict(task.dropped), num_repeated(task.examples), ""
+        self.dropped = dict(task.dropped)
+        self.num_repeated = num_repeated(task.examples)
+        self.trained = ""
         self.origin = task.origin
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
@@ -94,8 +105,11 @@ class RolloutSource(Source):
 
             way_out = Trial(recipe, task.examples, tokenizer, grader.template, context_tokens).of_prompts()
             raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {dropped}{way_out}")
-        self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
-        rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
+        self.num_examples = len(self.kept)
+        self.parts = tuple(part.name for part in task.parts)
+        rows: list[Any] = self.kept
+        if self.parts:
+            rows = [task.examples[index].meta["part"] for index in self.kept]
         further = self.options.max_rounds - 1
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, rows, further)
         self.sampling = Sampling(
@@ -130,13 +144,18 @@ class RolloutSource(Source):
     def length_of(self, epochs: float) -> tuple[int, str]:
         """Return the number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
         batches = num_batches(epochs, self.num_examples, self.options.num_prompts)
-        over = f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over {self.num_examples:,} prompts"
-        what = "steps" if self.updates == 1 else "rollout batches"
-        each = "" if self.updates == 1 else f", {self.updates} steps each: {batches * self.updates:,} steps"
-        return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.num_prompts}{each}"
+        steps = batches * self.updates
+        passes = "pass" if epochs == 1 else "passes"
+        over = f"{epochs:g} {passes} over {self.num_examples:,} prompts"
+        if self.updates == 1:
+            return steps, f"{over} = {batches:,} steps of {self.options.num_prompts}"
+        of_batches = f"{batches:,} rollout batches of {self.options.num_prompts}"
+        return steps, f"{over} = {of_batches}, {self.updates} steps each: {steps:,} steps"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
+        if step % self.updates == 0 or self._batch is None:
+            return None
+        return write_batch(self._batch)
 
     def state(self) -> dict[str, float]:
         return {"kl_weight": self.advantage_estimator.kl_weight}
@@ -162,14 +181,18 @@ class RolloutSource(Source):
         """Return the rows of one part of the prompts with selected completions."""
         groups = sorted(set(batch.group.tolist()))
         order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
-        bounds = [len(groups) * p // self.minibatches for p in (part, part + 1)]
-        chosen = {groups[int(i)] for i in order[bounds[0] : bounds[1]]}
+        start = len(groups) * part // self.minibatches
+        end = len(groups) * (part + 1) // self.minibatches
+        chosen = {groups[int(i)] for i in order[start:end]}
         rows = [b for b, group in enumerate(batch.group.tolist()) if group in chosen]
-        return batch.select(rows) if rows else None
+        if not rows:
+            return None
+        return batch.select(rows)
 
     def _collect(self, step: int, cycle: int) -> TrainBatch:
         drawn = self.take(step, cycle)
-        sampled, chosen = drawn.sampled, self._played(drawn.chosen)
+        sampled = drawn.sampled
+        chosen = self._played(drawn.chosen)
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
         units = self._choose(rewards)
@@ -178,21 +201,21 @@ class RolloutSource(Source):
         trained = self._unmasked(chosen, units)
         # advantages per token are over all completions, the masked ones included
         rows = units if self.advantage_estimator.needs_batch else trained
-        batch = self.batch_of(chosen, rows) if rows else None
+        batch: Batch | None = None
+        if rows:
+            batch = self.batch_of(chosen, rows)
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
-        if any(name == "correct" and weight for name, weight, _ in self.grader.rewards) and "accuracy" not in metrics:
+        rewards_correctness = any(name == "correct" and weight for name, weight, _ in self.grader.rewards)
+        if rewards_correctness and "accuracy" not in metrics:
             self._warnings.setdefault(NO_GOLD, False)
         if batch is not None:
             metrics |= self._fill_batch_fields(batch, chosen, rows, rewards, step)
             if len(trained) < len(rows):
-                each, kept = self.rows_per_unit, set(trained)
-                places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
-                batch = batch.select(places) if places else None
+                batch = self._rows_of(batch, rows, set(trained))
         if batch is None:
-            reason = ALL_MASKED if units else NOTHING_SELECTED if chosen else NOTHING_PLAYED
-            self._warnings.setdefault(reason, False)
+            self._warnings.setdefault(_why_empty(chosen, units), False)
         metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
@@ -206,9 +229,21 @@ class RolloutSource(Source):
         timing["generated_tokens"] = float(sum(r.completion.num_own for r in everything))
         return TrainBatch(batch, True, everything, metrics, timing)
 
+    def _rows_of(self, batch: Batch, units: Units, kept: Collection[tuple[Place, ...]]) -> Batch | None:
+        """Return the rows of the kept units, of a batch of these units."""
+        each = self.rows_per_unit
+        places: list[int] = []
+        for index, unit in enumerate(units):
+            if unit in kept:
+                places += range(index * each, (index + 1) * each)
+        if not places:
+            return None
+        return batch.select(places)
+
     def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
         """Metrics of each part of a mixture, with its ``prompts``, and those of them that are ``trained`` on."""
-        trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
+        places = {place for unit in units for place, _ in unit}
+        trained = Counter(chosen[place][0].example.meta["part"] for place in places)
         info: dict[str, float] = {}
         for name in self.parts:
             own = [group for group in sampled if group[0].example.meta["part"] == name]
@@ -231,11 +266,18 @@ class RolloutSource(Source):
 
     def draw(self, step: int, cycle: int) -> Drawn:
         """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``."""
-        started, grading = time.perf_counter(), 0.0
+        started = time.perf_counter()
+        grading = 0.0
         sampled: Groups = []
         drawn: Drawn | None = None
-        machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
-        sampler = Sampler(*machine, process_group=self.process_group, stage=self.stage)
+        sampler = Sampler(
+            self.engine,
+            self.tokenizer,
+            self.grader,
+            self.context_tokens,
+            process_group=self.process_group,
+            stage=self.stage,
+        )
         while drawn is None:
             attempt = len(sampled) // self.options.num_prompts
             turn = self.order.turn(cycle, attempt)
@@ -267,7 +309,9 @@ class RolloutSource(Source):
                 return None
             # the bound is reached: fill up, mostly with groups that add nothing
             rest = [g for g in sampled if not self._fits(g)]
-        return Drawn(sampled, (fitting + rest)[: options.num_prompts], len(fitting) / len(sampled), cycle, {})
+        chosen = (fitting + rest)[: options.num_prompts]
+        accepted = len(fitting) / len(sampled)
+        return Drawn(sampled, chosen, accepted, cycle, {})
 
     def _fits(self, group: Sequence[Rollout]) -> bool:
         """Return whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
@@ -275,8 +319,11 @@ class RolloutSource(Source):
             return True
         played = [r for r in group if not r.has_failed]
         part = self.options.uniform_by
-        seen = {r.reward if part == "reward" else r.parts[part] for r in played}
-        units = self._choose([torch.tensor([r.reward for r in played], dtype=torch.float64)])
+        rewards = [r.reward for r in played]
+        seen = set(rewards)
+        if part != "reward":
+            seen = {r.parts[part] for r in played}
+        units = self._choose([torch.tensor(rewards, dtype=torch.float64)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
     def _played(self, groups: Groups) -> Groups:
@@ -317,8 +364,14 @@ class RolloutSource(Source):
         "masks the loss", Yu et al. 2025, section 3.4; in TRL's ``mask_truncated_completions`` the masked rows still
         count in the means over sequences).
         """
-        masks = self.options.mask_truncated
-        return [unit for unit in units if not (masks and any(groups[n][g].completion.is_truncated for n, g in unit))]
+        if not self.options.mask_truncated:
+            return list(units)
+        kept: Units = []
+        for unit in units:
+            is_cut_off = any(groups[n][g].completion.is_truncated for n, g in unit)
+            if not is_cut_off:
+                kept.append(unit)
+        return kept
 
     def batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
         """Return the rows of the selected units, with the numbers that come with rollouts."""
@@ -351,13 +404,16 @@ class RolloutSource(Source):
             return {}
         flat = [r for g in groups for r in g]
         truncated = torch.tensor([r.completion.is_truncated for r in flat])
-        of_turns = pay_turns(batch, flat, self.turn_weight) if self.turn_weight else None
+        of_turns: Tensor | None = None
+        if self.turn_weight:
+            of_turns = pay_turns(batch, flat, self.turn_weight)
         advantages, metrics = self.advantage_estimator.from_batch(
             batch, rewards, truncated, self.batch_fields.needs, of_turns
         )
         self.batch_fields(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
-        _record_advantages(groups, (advantages.sum(dim=1) / counts).split([len(group) for group in rewards]))
+        means = advantages.sum(dim=1) / counts
+        _record_advantages(groups, means.split([len(group) for group in rewards]))
         return metrics
 
     def _reads_every_row(self, step: int) -> bool:
@@ -374,20 +430,33 @@ class RolloutSource(Source):
         return self.advantage_estimator.needs_batch or modes != {"skip"}
 
 
+def _why_empty(chosen: Groups, units: Units) -> str:
+    """Return the warning about a batch without rows."""
+    if units:
+        return ALL_MASKED
+    if chosen:
+        return NOTHING_SELECTED
+    return NOTHING_PLAYED
+
+
 def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
     """``float64 [B, T]``: ``weight`` times the environment's reward of each turn, at its last token."""
-    numbers, columns = number_turns(batch.mask), torch.arange(batch.mask.shape[1])
+    numbers = number_turns(batch.mask)
+    columns = torch.arange(batch.mask.shape[1])
     paid = torch.zeros(batch.mask.shape, dtype=torch.float64)
     for b, rollout in enumerate(rollouts):
         for k, turn in enumerate(rollout.turns):
             if turn.reward is not None:
-                paid[b, int(columns[batch.mask[b] & (numbers[b] == k)].amax())] = weight * turn.reward
+                is_of_turn = batch.mask[b] & (numbers[b] == k)
+                last = int(columns[is_of_turn].amax())
+                paid[b, last] = weight * turn.reward
     return paid
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
     """Return a row in which the model's own tokens are trained, and an environment's are not."""
-    prompt, answer = list(rollout.prompt_ids), rollout.completion
+    prompt = list(rollout.prompt_ids)
+    answer = rollout.completion
     return Sample(
         ids=prompt + list(answer.ids),
         mask=[False] * len(prompt) + list(answer.written),
@@ -416,7 +485,8 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
     ``environment_failures`` ended, or that were ``played_again``.
     """
     everything = [r for group in groups for r in group]
-    groups = [played for group in groups if (played := [r for r in group if not r.has_failed])]
+    played = [[r for r in group if not r.has_failed] for group in groups]
+    groups = [group for group in played if group]
     rollouts = [r for group in groups for r in group]
     graded = [r for r in rollouts if r.outcome != "ungraded"]
     correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
@@ -464,9 +534,10 @@ def _describe_choice(
     info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
     advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
     if len(advantages):
-        spread = (advantages.mean(), advantages.std(correction=0), advantages.min(), advantages.max())
-        names = (f"advantage_{name}" for name in ("mean", "std", "min", "max"))
-        info |= dict(zip(names, map(float, spread), strict=True))
+        info["advantage_mean"] = float(advantages.mean())
+        info["advantage_std"] = float(advantages.std(correction=0))
+        info["advantage_min"] = float(advantages.min())
+        info["advantage_max"] = float(advantages.max())
     if is_filtered:
         info["accepted_groups"] = accepted
     return info
