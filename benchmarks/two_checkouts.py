@@ -38,10 +38,7 @@ RENAMED: dict[str, str] = {
 # Options of a command before -> after.
 RENAMED_OPTIONS: dict[str, str] = {}
 # Options of a workload that only the later checkout has, at which it computes what the earlier one did.
-NEW_OPTIONS: dict[str, list[str]] = {
-    "grpo": ["--train.skip_zero_rows", "false"],
-    "ppo": ["--train.skip_zero_rows", "false"],
-}
+NEW_OPTIONS: dict[str, list[str]] = {}
 REGROUPED: frozenset[str] = frozenset()
 TOLERANCE = 1e-6
 Argument = Callable[[int], list[str]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
-from posttrain.models.sources import EMBEDDED, resolve_model_name
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
@@ -38,13 +37,16 @@ from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
 from posttrain.training.advantages import AdvantageEstimator
 from posttrain.training.batch_fields import BatchFields, scoring_temperature
+from posttrain.training.checkpoint import origins_of
 from posttrain.training.checks import (
-    OWN_TEACHER,
     Components,
     resolve_components,
+    samples_answers,
+    slow_paths,
     unread_parts,
+    unused_chat_template,
+    vanishing_fields,
 )
-from posttrain.training.mismatch import has_dropout
 from posttrain.training.optimizer import build_optimizer
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
@@ -210,21 +212,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source = build_rollout_source(components, task, prompting, engine, fields)
     evaluator: Evaluator | None = None
     if eval_tasks:
-        from posttrain.training.held_out import Evaluator, choose_held_out
-
-        held_out: dict[str, HeldOut] = {}
-        if read is not None:
-            held_out = choose_held_out(read, eval_tasks, components)
-        evaluator = Evaluator(
-            recipe,
-            eval_tasks,
-            held_out=held_out,
-            method=method,
-            sampler=prompting.sampler(_eval_engine(components, engine, build_engine), recipe, process_group),
-            policy=models.policy,
-            start=models.reference,
-            shape=components.shape,
-        )
+        sampler = prompting.sampler(_eval_engine(components, engine, build_engine), recipe, process_group)
+        evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe, models)
     return TrainerState(
@@ -238,11 +227,37 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source=source,
         grader=prompting.grader,
         engine=engine,
-        origins=_origins(recipe, models.loaded),
+        origins=origins_of(recipe, models.loaded),
         shards=models.shards,
         reference=models.reference,
         evaluator=evaluator,
         warnings=warnings,
+    )
+
+
+def _build_evaluator(
+    components: Components,
+    models: BuiltModels,
+    method: Method,
+    tasks: Sequence[Task],
+    read: Callable[..., SupervisedSource] | None,
+    sampler: Sampler,
+) -> Evaluator:
+    """Return what evaluates on the held-out tasks; ``read`` makes a source of a supervised recipe's tasks."""
+    from posttrain.training.held_out import Evaluator, choose_held_out
+
+    held_out: dict[str, HeldOut] = {}
+    if read is not None:
+        held_out = choose_held_out(read, tasks, components)
+    return Evaluator(
+        components.recipe,
+        tasks,
+        held_out=held_out,
+        method=method,
+        sampler=sampler,
+        policy=models.policy,
+        start=models.reference,
+        shape=components.shape,
     )
 
 
@@ -283,8 +298,8 @@ def _build_warnings(
     if not recipe.trains_scorer:
         warnings += describe_left_out(models.loaded)
     warnings += further_ends(models.tokenizer, template)
-    warnings += _unused_chat_template(recipe, models.tokenizer, template)
-    warnings += _slow_paths(models.policy, recipe)
+    warnings += unused_chat_template(recipe, models.tokenizer, template)
+    warnings += slow_paths(models.policy, recipe)
     return warnings
 
 
@@ -308,20 +323,6 @@ def _choose_kernels(recipe: Recipe) -> None:
         torch.use_deterministic_algorithms(recipe.train.deterministic)
 
 
-def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
-    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
-    if policy.path == "padded":
-        chosen = f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"
-        slower = "batches are padded, which is slower: packing them would change what this model computes"
-        return [chosen if recipe.model.attention != "sdpa" else slower]
-    if policy.device.type == "cuda" and policy.attention == "mask":
-        return [
-            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
-            "masks, in rectangles; train.precision: bf16 avoids them"
-        ]
-    return []
-
-
 def _build_models(
     components: Components, task: Task, process_group: ProcessGroup, eval_tasks: Sequence[Task]
 ) -> BuiltModels:
@@ -338,7 +339,7 @@ def _build_models(
     if recipe.scale.sharding == "fsdp2" and process_group.size > 1:
         from posttrain.training.distributed import Shards
 
-        shards = Shards(process_group, device, keeps_whole=_samples(components, eval_tasks))
+        shards = Shards(process_group, device, keeps_whole=samples_answers(components, eval_tasks))
         if not shards.keeps_whole:
             loads_onto = "cpu"  # from where it is sharded
     loads_in_turn = loads_onto is not None or device.type == "cuda"
@@ -363,15 +364,6 @@ def _build_models(
         same_digest(digest, process_group, "before training")
         shards.choose_paths(policy)
     return BuiltModels(loaded, policy, forward, heads, reference, shards)
-
-
-def _samples(components: Components, eval_tasks: Sequence[Task]) -> bool:
-    """Return whether the trainer's processes sample with the model itself."""
-    if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
-        return components.samples()
-    from posttrain.training.held_out import is_read
-
-    return components.samples(all(is_read(task, components.recipe.eval.num_examples) for task in eval_tasks))
 
 
 def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
@@ -413,20 +405,6 @@ def _eval_engine(
         raise
 
 
-def _unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Template) -> list[str]:
-    """Return a line if a model that was made elsewhere has a chat template, and the recipe names another template."""
-    source = Path(resolve_model_name(recipe.model.name))
-    is_run = (source.parent.parent / "recipe.yaml").is_file()
-    if template.chat or template.name in ("document", "as_is") or is_run or source in EMBEDDED.values():
-        return []
-    if not getattr(tokenizer, "chat_template", None):
-        return []
-    return [
-        f"prompt.template {template.name}: the tokenizer of {recipe.model.name} has a chat template, which this run "
-        "does not use; --prompt.template chat trains under it"
-    ]
-
-
 def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -> Prompting:
     """Return the grader and the environment of an episode, under one template; ``folder`` is that of the run."""
     template = build_template(recipe.prompt.template)
@@ -459,24 +437,9 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
         level=components.level,
         entropy="differentiable" if has_entropy_term else "detached",
         derive=components.objective.traits.get("derive", dict),
-        vanishes=_vanishing_fields(components, forward),
+        vanishes=vanishing_fields(components, forward),
         name=recipe.objective.name,
     )
-
-
-def _vanishing_fields(components: Components, forward: Forward | ActorCritic) -> tuple[str, ...] | None:
-    """Return the batch fields at whose 0 the loss of a row is 0; None if every row has to be trained on.
-
-    Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
-    would get other masks.
-    """
-    vanishes: tuple[str, ...] | None = components.objective.traits.get("vanishes")
-    if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
-        return None
-    regularizers = components.recipe.regularize
-    if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):
-        return ()
-    return vanishes
 
 
 def build_rollout_source(
@@ -600,37 +563,6 @@ def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> F
             "can only be compared within one. Choose a teacher of the same family"
         )
     return _forward(recipe, loaded.model.eval().requires_grad_(False), temperature)
-
-
-def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
-    """Return the last part of each model's path (a checkpoint, a folder, a hub name); ``rewards`` by run."""
-    teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
-    rewards: dict[str, str] = {}
-    for index, component in enumerate(recipe.rewards):
-        option = registry.find("reward", component.name, f"rewards.{index}").traits.get("model_option")
-        if option is not None:
-            run = str(component.options[option])
-            rewards[run] = Path(resolve_model_name(run)).name
-    taught = None if teacher is None else Path(resolve_model_name(teacher)).name
-    return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
-
-
-def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
-    """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
-
-    Raises:
-        UsageError: a name refers to another checkpoint than when the run began.
-    """
-    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
-    if recipe.teacher is not None and now["teacher"] is not None:
-        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
-    named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
-    for key, name, then, place in named:
-        if then not in (None, place):
-            raise UsageError(
-                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
-                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
-            )
 
 
 def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:

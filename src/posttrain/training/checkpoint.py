@@ -25,12 +25,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from posttrain.errors import CheckpointError
+from posttrain import registry
+from posttrain.errors import CheckpointError, UsageError
 from posttrain.models.generation import write_ends
-from posttrain.models.load import ONE_FILE, note_base_bits
-from posttrain.models.sources import SCORE
+from posttrain.models.load import ONE_FILE, LoadedModel, note_base_bits
+from posttrain.models.sources import SCORE, resolve_model_name
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
+from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
@@ -43,6 +45,7 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import explain_storage, storage_errors
+from posttrain.training.checks import OWN_TEACHER
 from posttrain.types import Model, Tokenizer
 from posttrain.untrusted import first_fault
 
@@ -314,3 +317,36 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         plain[name] = own
     return plain
+
+
+def origins_of(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
+    """Return the last part of each model's path (a checkpoint, a folder, a hub name); ``rewards`` by run."""
+    teacher = None
+    if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER:
+        teacher = recipe.teacher.name
+    rewards: dict[str, str] = {}
+    for index, component in enumerate(recipe.rewards):
+        option = registry.find("reward", component.name, f"rewards.{index}").traits.get("model_option")
+        if option is not None:
+            run = str(component.options[option])
+            rewards[run] = Path(resolve_model_name(run)).name
+    taught = None if teacher is None else Path(resolve_model_name(teacher)).name
+    return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
+
+
+def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+    """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+    Raises:
+        UsageError: a name refers to another checkpoint than when the run began.
+    """
+    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
+    if recipe.teacher is not None and now["teacher"] is not None:
+        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
+    named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
+    for key, name, then, place in named:
+        if then not in (None, place):
+            raise UsageError(
+                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
+                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
+            )

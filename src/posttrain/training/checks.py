@@ -7,9 +7,10 @@ loaded model in ``build``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain import registry
@@ -23,7 +24,10 @@ from posttrain.training.batch_fields import comes_from_rollouts, fillers, needed
 
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
+    from posttrain.data.render.template import Template
+    from posttrain.models.forward.forward import ActorCritic, Forward
     from posttrain.training.step import Level
+    from posttrain.types import Tokenizer
 
 OWN_TEACHER = "self"
 SHARDED_OPTIMIZERS = ("adamw", "muon")
@@ -402,3 +406,59 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     yield model.load_bits, "scale.sharding", bits
     types = ": an adapter in fp32 on a base in bf16 cannot be sharded with it; use model.dtype fp32, or none"
     yield model.adapter and model.dtype == "bf16", "scale.sharding", types
+
+
+def slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
+    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
+    if policy.path == "padded":
+        chosen = f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"
+        slower = "batches are padded, which is slower: packing them would change what this model computes"
+        return [chosen if recipe.model.attention != "sdpa" else slower]
+    if policy.device.type == "cuda" and policy.attention == "mask":
+        return [
+            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
+            "masks, in rectangles; train.precision: bf16 avoids them"
+        ]
+    return []
+
+
+def unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Template) -> list[str]:
+    """Return a line if a model that was made elsewhere has a chat template, and the recipe names another template."""
+    from posttrain.models.sources import EMBEDDED, resolve_model_name
+
+    source = Path(resolve_model_name(recipe.model.name))
+    is_run = (source.parent.parent / "recipe.yaml").is_file()
+    if template.chat or template.name in ("document", "as_is") or is_run or source in EMBEDDED.values():
+        return []
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    return [
+        f"prompt.template {template.name}: the tokenizer of {recipe.model.name} has a chat template, which this run "
+        "does not use; --prompt.template chat trains under it"
+    ]
+
+
+def samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool:
+    """Return whether the trainer's processes sample with the model itself."""
+    if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
+        return components.samples()
+    from posttrain.training.held_out import is_read
+
+    return components.samples(all(is_read(task, components.recipe.eval.num_examples) for task in eval_tasks))
+
+
+def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> tuple[str, ...] | None:
+    """Return the batch fields at whose 0 the loss of a row is 0; None if every row has to be trained on.
+
+    Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
+    would get other masks.
+    """
+    from posttrain.training.mismatch import has_dropout
+
+    vanishes: tuple[str, ...] | None = components.objective.traits.get("vanishes")
+    if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
+        return None
+    regularizers = components.recipe.regularize
+    if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):
+        return ()
+    return vanishes

@@ -41,8 +41,15 @@ from posttrain.store.metrics import (
 )
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.batch_fields import has_other_prompts
-from posttrain.training.build import TrainerState, check_origins, prepare
-from posttrain.training.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
+from posttrain.training.build import TrainerState, prepare
+from posttrain.training.checkpoint import (
+    Checkpoint,
+    check_origins,
+    load_checkpoint,
+    names_to_write,
+    restore_model,
+    save_checkpoint,
+)
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch

@@ -118,7 +118,6 @@ class SupervisedSource(Source):
         self.units: list[tuple[TokenRow, ...]] = []
         unit_parts = list[str]()  # of a mixture
         limit = min(recipe.data.max_length, context_tokens)
-        named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
         labels = Labels(recipe.data.label_above)
         for example in _counted(task.examples):
@@ -128,6 +127,7 @@ class SupervisedSource(Source):
                 if isinstance(unit, str):
                     reason = unit
                 elif any(len(row.ids) > limit for row in unit):
+                    named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
                     reason = f"longer than {named}={limit}"
                 elif unit[0].prompt_length > prompt_limit:
                     reason = f"prompt longer than {prompt_limit} tokens"
@@ -141,19 +141,23 @@ class SupervisedSource(Source):
             dropped = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items()) or "none"
             from posttrain.training.sources.remedies import Trial
 
-            way_out = Trial(recipe, task.examples, tokenizer, template, context_tokens).of_rows(shape)
-            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}{way_out}")
+            dropped += Trial(recipe, task.examples, tokenizer, template, context_tokens).of_rows(shape)
+            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}")
         self.num_examples = len(self.units)
-        is_of_each = len(self.units) == len(task.examples) - sum(self.dropped.values()) + sum(task.dropped.values())
-        self.size: str | None = None  # several solutions of one problem, several turns of one conversation
-        if not is_of_each:
-            self.size = f"{len(self.units):,} {UNIT_NAMES[shape]} of {len(task.examples):,} examples"
+        self.size = self._describe_size(task)
         if shape == "judged":
             labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
         self._fixed = self._fill_fixed(recipe, cache, draws)
+
+    def _describe_size(self, task: Task) -> str | None:
+        """Return a line where examples have several units: solutions of one problem, turns of one conversation."""
+        num_dropped = sum(self.dropped.values()) - sum(task.dropped.values())
+        if len(self.units) == len(task.examples) - num_dropped:
+            return None
+        return f"{len(self.units):,} {UNIT_NAMES[self.shape]} of {len(task.examples):,} examples"
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""

@@ -112,17 +112,21 @@ class RolloutSource(Source):
             rows = [task.examples[index].meta["part"] for index in self.kept]
         further = self.options.max_rounds - 1
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, rows, further)
-        self.sampling = Sampling(
+        self.sampling = self._build_sampling()
+        self._batch: Batch | None = None
+        self._warnings: dict[str, bool] = {}  # and whether they were shown
+
+    def _build_sampling(self) -> Sampling:
+        """Return how answers are sampled."""
+        return Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
             top_k=self.options.top_k,
             top_p=self.options.top_p,
-            stop_ids=stop_ids(tokenizer, grader.template),
-            max_total_tokens=context_tokens,
+            stop_ids=stop_ids(self.tokenizer, self.grader.template),
+            max_total_tokens=self.context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
         )
-        self._batch: Batch | None = None
-        self._warnings: dict[str, bool] = {}  # and whether they were shown
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based); sample when a new rollout batch is due."""
