@@ -23,6 +23,7 @@ from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evaluation.generation import held_out_indices
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import DataSection
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
@@ -127,8 +128,7 @@ class SupervisedSource(Source):
                 if isinstance(unit, str):
                     reason = unit
                 elif any(len(row.ids) > limit for row in unit):
-                    named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
-                    reason = f"longer than {named}={limit}"
+                    reason = f"longer than {self._limit_name(recipe.data, limit)}={limit}"
                 elif unit[0].prompt_length > prompt_limit:
                     reason = f"prompt longer than {prompt_limit} tokens"
                 else:
@@ -151,6 +151,13 @@ class SupervisedSource(Source):
         if draws:
             self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
         self._fixed = self._fill_fixed(recipe, cache, draws)
+
+    @staticmethod
+    def _limit_name(data: DataSection, limit: int) -> str:
+        """Return what sets the limit of a row's tokens."""
+        if limit == data.max_length:
+            return "data.max_length"
+        return "the model's context"
 
     def _describe_size(self, task: Task) -> str | None:
         """Return a line where examples have several units: solutions of one problem, turns of one conversation."""
