@@ -49,7 +49,7 @@ TOKENS: dict[str, int] = {
     "store": 15_929,
     "sweeps": 15_901,
     "terminal": 4_099,
-    "training": 45_908,
+    "training": 45_924,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

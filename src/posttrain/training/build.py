@@ -41,7 +41,6 @@ from posttrain.training.checkpoint import origins_of
 from posttrain.training.checks import (
     Components,
     resolve_components,
-    samples_answers,
     slow_paths,
     unread_parts,
     unused_chat_template,
@@ -212,7 +211,9 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source = build_rollout_source(components, task, prompting, engine, fields)
     evaluator: Evaluator | None = None
     if eval_tasks:
-        sampler = prompting.sampler(_eval_engine(components, engine, build_engine), recipe, process_group)
+        from posttrain.training.held_out import build_eval_engine
+
+        sampler = prompting.sampler(build_eval_engine(components, engine, build_engine), recipe, process_group)
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe, models)
@@ -339,7 +340,7 @@ def _build_models(
     if recipe.scale.sharding == "fsdp2" and process_group.size > 1:
         from posttrain.training.distributed import Shards
 
-        shards = Shards(process_group, device, keeps_whole=samples_answers(components, eval_tasks))
+        shards = Shards(process_group, device, keeps_whole=_samples_answers(components, eval_tasks))
         if not shards.keeps_whole:
             loads_onto = "cpu"  # from where it is sharded
     loads_in_turn = loads_onto is not None or device.type == "cuda"
@@ -366,6 +367,15 @@ def _build_models(
     return BuiltModels(loaded, policy, forward, heads, reference, shards)
 
 
+def _samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool:
+    """Return whether the trainer's processes sample with the model itself."""
+    if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
+        return components.samples()
+    from posttrain.training.held_out import is_read
+
+    return components.samples(all(is_read(task, components.recipe.eval.num_examples) for task in eval_tasks))
+
+
 def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
     """Return the language model's forward pass, in ``train.precision``.
 
@@ -383,26 +393,6 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
 
 def _forward(recipe: Recipe, model: Model, temperature: float) -> Forward:
     return Forward(model, temperature, precision="bf16" if recipe.train.precision == "bf16" else "fp32")
-
-
-def _eval_engine(
-    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine]
-) -> Engine:
-    """Return the engine of evaluations: that of the rollouts, or ``eval.engine``.
-
-    Raises:
-        UsageError: ``eval.engine`` cannot be used here.
-    """
-    component = components.recipe.eval.engine
-    if component is None or (component.name, component.options) == (components.engine.name, components.engine_options):
-        return engine
-    try:
-        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine")
-    except UsageError as error:
-        place = "" if str(error).startswith("eval.engine") else "eval.engine: "
-        way_out = f"Or leave eval.engine out: evaluations are then answered by {components.engine.name!r}"
-        error.args = (f"{place}{str(error).rstrip('.')}. {way_out}", *error.args[1:])
-        raise
 
 
 def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -> Prompting:

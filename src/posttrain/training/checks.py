@@ -7,7 +7,7 @@ loaded model in ``build``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -436,15 +436,6 @@ def unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Templat
         f"prompt.template {template.name}: the tokenizer of {recipe.model.name} has a chat template, which this run "
         "does not use; --prompt.template chat trains under it"
     ]
-
-
-def samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool:
-    """Return whether the trainer's processes sample with the model itself."""
-    if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
-        return components.samples()
-    from posttrain.training.held_out import is_read
-
-    return components.samples(all(is_read(task, components.recipe.eval.num_examples) for task in eval_tasks))
 
 
 def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> tuple[str, ...] | None:

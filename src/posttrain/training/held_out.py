@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from posttrain import registry
 from posttrain.data.base import Task, build_task, eval_components
 from posttrain.data.render.rows import Shape
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
@@ -35,7 +36,8 @@ from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import TrainSection
-from posttrain.sampling.base import Sampling
+from posttrain.registry import Entry
+from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
 from posttrain.training.sources.dataset import SupervisedSource
@@ -283,3 +285,23 @@ class Evaluator:
         evaluation.results.update(kl)
         evaluation.results["seconds"] += time.perf_counter() - started
         return evaluation
+
+
+def build_eval_engine(
+    components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine]
+) -> Engine:
+    """Return the engine of evaluations: that of the rollouts, or ``eval.engine``.
+
+    Raises:
+        UsageError: ``eval.engine`` cannot be used here.
+    """
+    component = components.recipe.eval.engine
+    if component is None or (component.name, component.options) == (components.engine.name, components.engine_options):
+        return engine
+    try:
+        return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine")
+    except UsageError as error:
+        place = "" if str(error).startswith("eval.engine") else "eval.engine: "
+        way_out = f"Or leave eval.engine out: evaluations are then answered by {components.engine.name!r}"
+        error.args = (f"{place}{str(error).rstrip('.')}. {way_out}", *error.args[1:])
+        raise
