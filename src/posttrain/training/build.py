@@ -148,7 +148,7 @@ class BuiltModels:
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """What turns an example into a prompt and an answer into rewards; sources and evaluations share it.
+    """From an example to a prompt, and from an answer to rewards; sources and evaluations share it.
 
     ``stage`` is the environment of completions of several turns, where the recipe has one.
     """
