@@ -14,7 +14,7 @@ import pytest
 from posttrain.errors import DataError, RewardFailure, StorageError
 from posttrain.store import rollouts
 from posttrain.store.rollouts import RolloutStore, connect
-from posttrain.store.schema import SCHEMA_VERSION
+from posttrain.store.schema import MIGRATIONS, SCHEMA_VERSION
 from posttrain.types import Completion, Example, Message, Rollout
 
 
@@ -181,7 +181,7 @@ def test_the_first_error_is_shown_and_the_full_disk_noted(tmp_path: Path, monkey
     assert "the disk is full" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(("version", "age"), [(SCHEMA_VERSION + 1, "a later"), (SCHEMA_VERSION - 1, "an earlier")])
+@pytest.mark.parametrize(("version", "age"), [(SCHEMA_VERSION + 1, "a later"), (min(MIGRATIONS) - 1, "an earlier")])
 def test_a_file_of_another_version_is_refused_and_unchanged(tmp_path: Path, version: int, age: str) -> None:
     path = tmp_path / "r.db"
     RolloutStore(path).close()

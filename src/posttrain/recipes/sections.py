@@ -440,6 +440,7 @@ class TrainSection(Section):
         skip_zero_rows: leave rows that cannot change the gradient, such as those of groups with equal rewards, out of
             the update; the gradient is the same up to rounding. Metrics of the update are then of the other rows.
         keep_checkpoints: so many newest checkpoints are kept, and the best.
+        strict: end the run at an update that its records do not give; without it that is a notice.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -460,6 +461,7 @@ class TrainSection(Section):
     save_every: Every = Field(default=0, ge=0)
     skip_zero_rows: bool = True
     keep_checkpoints: int = Field(default=2, ge=1)
+    strict: bool = False
 
     @model_validator(mode="before")
     @classmethod

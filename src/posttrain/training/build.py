@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.balances.record import RunFacts
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
@@ -47,6 +48,7 @@ from posttrain.training.checks import (
     vanishing_fields,
 )
 from posttrain.training.optimizer import build_optimizer
+from posttrain.training.records.facts import describe_run, without_formula
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
 
@@ -79,6 +81,7 @@ class TrainerState:
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
+    facts: RunFacts | None = None  # what its updates are meant to do
 
     @property
     def engines(self) -> list[Engine]:
@@ -217,6 +220,14 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe, models)
+    facts = describe_run(
+        components,
+        models.policy,
+        prompting.grader,
+        stop_ids=stop_ids(models.tokenizer, template),
+        context=recipe.within(models.context_tokens),
+        num_examples=None if task.parts else source.num_examples,
+    )
     return TrainerState(
         model=models.loaded.model,
         tokenizer=models.tokenizer,
@@ -233,6 +244,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         reference=models.reference,
         evaluator=evaluator,
         warnings=warnings,
+        facts=facts,
     )
 
 
@@ -301,6 +313,7 @@ def _build_warnings(
     warnings += further_ends(models.tokenizer, template)
     warnings += unused_chat_template(recipe, models.tokenizer, template)
     warnings += slow_paths(models.policy, recipe)
+    warnings += without_formula(components)
     return warnings
 
 

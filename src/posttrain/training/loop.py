@@ -8,7 +8,7 @@ verifies, drops every later record, and repeats the rest bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.activity import phase
+from posttrain.balances.findings import Imbalance
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
@@ -52,10 +53,12 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
+from posttrain.training.mismatch import CLAMPED, check_mismatch
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
+from posttrain.training.records.capture import Capture
+from posttrain.training.records.keeper import RecordKeeper, open_records
 from posttrain.training.sources import TrainBatch
-from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights, sample_weights
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
 
 
@@ -89,6 +92,10 @@ class Loop:
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
+    keeper: RecordKeeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = open_records(self.recipe, self.parts, self.rollouts, self.steps, self.process_group)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -117,6 +124,7 @@ class Loop:
         again = (keep,) if self.unevaluated else ()
         num_dropped = self.metrics.trim(keep, again)
         self.rollouts.trim(keep, again)
+        self.keeper.resume(self.step)
         if checkpoint is None and num_dropped:
             dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
@@ -285,14 +293,20 @@ class Loop:
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         idle_rows = choose_idle_rows(options, step, self.steps)
         learning = self.parts.learning()
-        loss, metrics = accumulate(learning, batch, options, process_group=self.process_group, idle_rows=idle_rows)
-        if metrics.get("kl_sampler", 0.0) > MAX_KL:
-            check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
+        capture = Capture()
+        self.keeper.begin()
+        loss, metrics = accumulate(
+            learning, batch, options, process_group=self.process_group, idle_rows=idle_rows, capture=capture
+        )
+        captured = capture.collect(batch, learning.level, self.process_group)
+        found = self.keeper.open_record(draw, step, loss, metrics, captured, learning.forward)
+        found = check_mismatch(self.recipe, self.parts.policy, batch, found, metrics)
+        self.keeper.end_if_strict(found)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
             own, apart = self.parts.split_parameters()
-            before = sample_weights([*own, *apart]) if step <= NUM_STEPS else None
+            self.keeper.weights.before_update()
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
             if self.parts.shards is not None:
@@ -300,9 +314,20 @@ class Loop:
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
-        if before is not None:
-            metrics[MOVED] = float(not sample_weights([*own, *apart]).equal(before))
+        moved, of_step = self.keeper.close_record(lr, norm)
+        self._tell_imbalances([*found, *of_step])
+        if step <= NUM_STEPS:
+            metrics[MOVED] = float(moved > 0.0)
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def _tell_imbalances(self, found: Sequence[Imbalance]) -> None:
+        """Store the record of an update, and tell of each balance that does not hold for the first time."""
+        self.keeper.keep(found)
+        for one in found:
+            if one.check in self.warned:
+                continue
+            self.warned.add(one.check)
+            self.observer("notice", {"message": one.message})
 
     @phase("held-out evaluation")
     def evaluate(self) -> None:
@@ -376,6 +401,7 @@ class Loop:
     def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
         """Write a checkpoint, after the records are durable; all of ``process_group`` write it."""
         self.metrics.flush()
+        self.rollouts.flush()
         return save_checkpoint(
             self.files.checkpoints,
             step=self.step,

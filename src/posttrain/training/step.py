@@ -17,10 +17,11 @@ from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
-from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, own_part, whole
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
+from posttrain.training.records.capture import Capture, kept_values
 from posttrain.types import Batch, Loss, Outputs, with_float64
 
 Objective = Callable[[Outputs, Batch], Loss]
@@ -104,6 +105,7 @@ def accumulate(
     learns: bool = True,
     process_group: ProcessGroup = SINGLE_PROCESS,
     idle_rows: IdleRows = "train",
+    capture: Capture | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
@@ -113,7 +115,7 @@ def accumulate(
     objectives. Without ``learns`` it only measures: no gradients, no dropout.
 
     ``idle_rows``: what is done with rows that cannot change the gradient (``idle_rows.py``). If they are skipped, the
-    metrics are of the rows that are computed.
+    metrics are of the rows that are computed. ``capture`` is given the results of each micro-batch.
     """
     forward, level = method.forward, method.level
     entropy = method.entropy if learns else "none"
@@ -124,7 +126,7 @@ def accumulate(
     slots = used = 0.0
     num_computed = 0
     is_checked = idle_rows != "measure" or not method.vanishes
-    for chosen, has_gradients in _divide(method, batch, "train" if not learns else idle_rows):
+    for chosen, places, has_gradients in _divide(method, batch, "train" if not learns else idle_rows):
         pieces = split_rows(chosen, options.micro_batch_tokens, options.micro_batch_rows, process_group)
         num_computed += chosen.num_rows
         for rows, counts in even_pieces(pieces, chosen, process_group, is_sharded=forward.is_sharded):
@@ -132,10 +134,13 @@ def accumulate(
             part = planned.to(device)
             with _learning(forward, options) if learns and has_gradients else torch.no_grad():
                 outputs = forward(planned, entropy, "teacher_ids" in batch.fields)
+                if capture is not None:
+                    capture.watch(outputs)
                 result = _apply(method.objective, outputs, part, level)
                 assert part.weights is not None
                 weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
-                loss = (_kept(result.values, part, level) * weights).sum()
+                values = kept_values(result, part, level)
+                loss = (values * weights).sum()
                 if learns and has_gradients:
                     with forward.backward_context():
                         loss.backward()
@@ -144,6 +149,8 @@ def accumulate(
                 is_checked = True
             if not counts:
                 continue
+            if capture is not None:
+                capture.add([places[row] for row in rows], outputs, values)
             total += with_float64(loss.detach()).to(torch.float64)
             _measure(means, result, outputs, part, level, float(planned.mask.sum()))
             slots += forward.last_slots
@@ -156,23 +163,27 @@ def accumulate(
     return loss, metrics
 
 
-def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, bool]]:
-    """Yield the rows of an optimizer batch that gradients are computed of, then those that are only measured.
+def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, list[int], bool]]:
+    """Yield the rows of an optimizer batch that gradients are computed of, with their places, then those only measured.
 
     Rows whose log-probabilities were not computed are not measured either.
     """
+    everywhere = list(range(batch.num_rows))
     if method.vanishes is None or idle_rows == "train":
-        yield batch, True
+        yield batch, everywhere, True
         return
     trained, idle = split_idle_rows(batch, method.vanishes)
-    yield batch.select(trained) if idle else batch, True
+    if idle:
+        yield batch.select(trained), trained, True
+    else:
+        yield batch, everywhere, True
     if idle_rows == "skip":
         return
     if UNSCORED in batch.fields:
         unscored = batch.fields[UNSCORED].tolist()
         idle = [row for row in idle if not unscored[row]]
     if idle:
-        yield batch.select(idle), False
+        yield batch.select(idle), idle, False
 
 
 def add_gradients(parameters: Sequence[Tensor], process_group: ProcessGroup) -> None:
@@ -209,12 +220,6 @@ def same_digest(digest: list[int], process_group: ProcessGroup, when: str) -> No
             )
 
 
-def sample_weights(parameters: Sequence[Tensor], num_each: int = 256) -> Tensor:
-    """Return evenly spaced values of every parameter, on the CPU in float64; of sharded ones those held here."""
-    flat = (own_part(p.detach()).reshape(-1) for p in parameters)
-    return torch.cat([one[:: max(1, one.numel() // num_each)].cpu().double() for one in flat])
-
-
 def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
     """Sums of the weights' bits as whole numbers, in which no order of summation shows."""
     sums = []
@@ -235,16 +240,6 @@ def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) ->
             f"{tuple(mask.shape)}; it must give one weight per {level}"
         )
     return weights
-
-
-def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
-    """The values of trained tokens, with the mismatch correction where there is one."""
-    if level != "token":
-        return values
-    values = torch.where(part.mask, values, torch.zeros_like(values))
-    if "correction" in part.fields:
-        values = values * part.fields["correction"].to(values.dtype)
-    return values
 
 
 def _measure(

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from posttrain.balances.record import GivenRow
 from posttrain.data.base import TaskPart
 from posttrain.errors import UsageError
 from posttrain.randomness import permutation
@@ -20,7 +21,8 @@ from posttrain.types import Batch, Rollout
 class TrainBatch:
     """The batch of one step, None where nothing is to be trained on, with rollouts to record, metrics and timing.
 
-    ``fresh``: the batch was made for this step, not kept from an earlier one.
+    ``fresh``: the batch was made for this step, not kept from an earlier one. ``whole``: all rows of the rollout batch
+    that it is a part of. ``given``: what the data say of each row.
     """
 
     batch: Batch | None
@@ -28,6 +30,8 @@ class TrainBatch:
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
+    whole: Batch | None = None
+    given: list[GivenRow] = field(default_factory=list)
 
 
 class Source:

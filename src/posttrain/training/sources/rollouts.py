@@ -136,6 +136,7 @@ class RolloutSource(Source):
             self._batch = draw.batch
         else:
             draw = TrainBatch(self._batch, fresh=False)
+        draw.whole = self._batch
         if self.minibatches > 1 and draw.batch is not None:
             draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
         if draw.batch is not None:
@@ -208,6 +209,7 @@ class RolloutSource(Source):
         batch: Batch | None = None
         if rows:
             batch = self.batch_of(chosen, rows)
+            batch.answers = _places(sampled, chosen, rows)
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
@@ -432,6 +434,12 @@ class RolloutSource(Source):
         updates = range(step, step + self.updates)
         modes = {choose_idle_rows(options, update, last_step) for update in updates}
         return self.advantage_estimator.needs_batch or modes != {"skip"}
+
+
+def _places(sampled: Groups, chosen: Groups, units: Units) -> Tensor:
+    """``int64 [B]``: the place of the answer of each row among all that were sampled."""
+    numbers = {id(rollout): number for number, rollout in enumerate(r for group in sampled for r in group)}
+    return torch.tensor([numbers[id(chosen[n][g])] for unit in units for n, g in unit])
 
 
 def _why_empty(chosen: Groups, units: Units) -> str:

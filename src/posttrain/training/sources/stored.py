@@ -22,6 +22,7 @@ from posttrain.types import Batch, Completion, Message, Rollout
 Groups = list[list[Rollout]]
 START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
+_ANSWERS = "answers"  # not in checkpoints before 0.3
 _FIELD = "stream."
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
@@ -161,6 +162,8 @@ def _groups_type() -> TypeAdapter[Any]:
 def write_batch(batch: Batch) -> dict[str, Tensor]:
     """A batch as tensors to save."""
     tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _OF_A_BATCH}
+    if batch.answers is not None:
+        tensors[_ANSWERS] = batch.answers
     for name, numbers in batch.fields.items():
         tensors[f"{_FIELD}{name}"] = numbers
     return tensors
@@ -191,13 +194,16 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
         raise ValueError("other lengths")
     if (prefix < 0).any() or (prefix > lengths).any():
         raise ValueError("other lengths")
+    answers = tensors.get(_ANSWERS)
+    if answers is not None and (answers.dtype != torch.long or answers.shape != (rows,)):
+        raise ValueError("other answers")
     places = torch.arange(width)
     cannot_be_trained = (places >= lengths[:, None]) | (places == 0)
     if (mask & cannot_be_trained).any():
         raise ValueError("other lengths")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ValueError("other tokens")
-    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit)
+    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit, answers=answers)
 
 
 def _write_rollout(rollout: Rollout) -> dict[str, object]:
