@@ -474,4 +474,5 @@ def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) ->
 
 def build_template(word: Component, where: str = "prompt.template") -> Template:
     """The prompt template that a recipe names."""
-    return registry.find("template", word.name, where).bind(word.options, where)()
+    make = registry.find("template", word.name, where).bind(word.options, where)
+    return registry.construct(where, make, Template)
