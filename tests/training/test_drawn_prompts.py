@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_sources import prompts_at, sampled, sums
 
 from posttrain.data.base import ExamplesOnDemand, Task, TaskPart
 from posttrain.data.mixture import _mixed, take_turns
@@ -14,7 +15,6 @@ from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
 from posttrain.training.sources.prompts import NUM_PROBED, Prompts
 from posttrain.types import Example
-from small_sources import prompts_at, sampled, sums
 
 SIZE = 2 * NUM_PROBED
 

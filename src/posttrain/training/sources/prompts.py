@@ -14,7 +14,7 @@ NUM_PROBED = 256  # examples made on demand, of each part of a mixture
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DrawnPrompt:
     """A prompt that was drawn; ``index``: of its example in the task."""
 
     index: int
@@ -55,13 +55,13 @@ class Prompts:
             return [examples.parts[index] for index in self.indices]
         return [examples[index].meta["part"] for index in self.indices]
 
-    def draw(self, place: int) -> Prompt:
+    def draw(self, place: int) -> DrawnPrompt:
         """Make and encode the prompt at ``place``.
 
         Raises:
             UsageError: as ``encode_prompt``.
         """
-        drawn: Prompt | None = None
+        drawn: DrawnPrompt | None = None
         for index in self._from(place):
             drawn = self._encoded(index)
             if len(drawn.ids) <= self.limit:
@@ -69,7 +69,7 @@ class Prompts:
             self.replaced.add(index)
         raise AssertionError("one of the probed prompts fits")
 
-    def at(self, index: int) -> Prompt:
+    def at(self, index: int) -> DrawnPrompt:
         """Make and encode the prompt of example ``index``.
 
         Raises:
@@ -80,10 +80,10 @@ class Prompts:
             raise LookupError(index)
         return prompt
 
-    def _encoded(self, index: int) -> Prompt:
+    def _encoded(self, index: int) -> DrawnPrompt:
         example = self.task.examples[index]
         ids = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
-        return Prompt(index, example, ids)
+        return DrawnPrompt(index, example, ids)
 
     def _fits(self, index: int) -> bool:
         return len(self._encoded(index).ids) <= self.limit
