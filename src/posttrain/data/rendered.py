@@ -105,8 +105,7 @@ def _marked(example: Example) -> Example:
 def _change(task: Task, change: Callable[[Example], Example]) -> Task:
     """Return the task with changed examples; those that are made on demand stay so."""
     if isinstance(task.examples, ExamplesOnDemand):
-        made = task.examples
-        return replace(task, examples=ExamplesOnDemand(len(made), lambda item: change(made[item])))
+        return replace(task, examples=task.examples.changed(change))
     return replace(task, examples=[change(example) for example in task.examples])
 
 
