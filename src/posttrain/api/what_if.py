@@ -16,7 +16,7 @@ from posttrain.errors import UsageError
 from posttrain.registry import stop_import
 from posttrain.reports.what_if import PICTURE, write_what_if
 from posttrain.runs.directory import check_run_name, find_run
-from posttrain.runs.what_if.plan import Planned, make_plan
+from posttrain.runs.what_if.plan import Planned, plan_futures
 from posttrain.runs.what_if.results import WhatIfResults, read_results
 from posttrain.runs.what_if.runner import choose_jobs, new_folder, run_futures
 from posttrain.terminal.console import open_console, say
@@ -64,7 +64,9 @@ class WhatIf:
             if one.future.seed == seed:
                 return Run(one.folder)
         known = ", ".join(self.results.labels())
-        raise UsageError(f"there is no future {change!r} with seed {seed} that was played to the end. There are: {known}")
+        raise UsageError(
+            f"there is no future {change!r} with seed {seed} that was played to the end. There are: {known}"
+        )
 
 
 def what_if(
@@ -110,13 +112,13 @@ def what_if(
     check_flag("progress", progress)
     check_whole("at", at)
     check_inputs({"seeds": seeds}, {"steps": steps, "jobs": jobs})
-    words = [*plain_names("changes", changes), *_words_of(over)]
+    words = [*plain_names("changes", changes), *_list_keys(over)]
     with without_command_line():
-        planned = make_plan(find_run(root, plain_path("run", run)), int(at), words, steps, seeds)
+        planned = plan_futures(find_run(root, plain_path("run", run)), int(at), words, steps, seeds)
     return play_futures(planned, jobs=jobs, name=name, runs_dir=root, quiet=not progress)
 
 
-def _words_of(over: object) -> list[str]:
+def _list_keys(over: object) -> list[str]:
     """Return keys with their values as the command line writes them."""
     if over is None:
         return []

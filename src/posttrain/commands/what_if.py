@@ -9,7 +9,15 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options import ALLOW_CODE_OPTIONS, CommandOptions, Parser, natural, option, positive, repetitions
+from posttrain.commands.options import (
+    ALLOW_CODE_OPTIONS,
+    CommandOptions,
+    Parser,
+    natural,
+    option,
+    positive,
+    repetitions,
+)
 
 if TYPE_CHECKING:
     from posttrain.api.what_if import WhatIf
@@ -43,7 +51,7 @@ def run_what_if(arguments: argparse.Namespace) -> int:
     from posttrain.api.what_if import load_what_if, play_futures
     from posttrain.errors import INTERRUPTED, UsageError
     from posttrain.runs.directory import find_run
-    from posttrain.runs.what_if.plan import is_result, make_plan
+    from posttrain.runs.what_if.plan import is_result, plan_futures
 
     if arguments.at is None:
         if not is_result(arguments.run):
@@ -52,7 +60,7 @@ def run_what_if(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{arguments.run}: these are results, which are only shown. Leave the changes out")
         return _show(load_what_if(arguments.run), is_brief=False)
     run = find_run(arguments.runs_dir, arguments.run)
-    planned = make_plan(run, arguments.at, arguments.changes, arguments.steps, arguments.seeds)
+    planned = plan_futures(run, arguments.at, arguments.changes, arguments.steps, arguments.seeds)
     how = {"jobs": arguments.jobs, "name": arguments.name, "runs_dir": arguments.runs_dir}
     done = play_futures(planned, **how, quiet=arguments.quiet)
     code = _show(done, is_brief=arguments.quiet)

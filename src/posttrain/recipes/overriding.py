@@ -19,8 +19,15 @@ _VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\
 
 
 def split_values(listed: str) -> list[str]:
-    """Split ``1e-4,3e-4`` into values at its commas, but not at those in quotes or brackets."""
-    return [value.strip() for value in _VALUE.findall(listed)]
+    """Split ``1e-4,3e-4`` into values at its commas, but not at those in quotes or brackets.
+
+    If one between commas is missing, the last value is empty.
+    """
+    found = _VALUE.findall(listed)
+    values = [value.strip() for value in found]
+    if ",".join(found) != listed:
+        values.append("")
+    return values
 
 
 def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:

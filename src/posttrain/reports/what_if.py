@@ -70,7 +70,7 @@ def _difference_panel(results: WhatIfResults, metric: Metric, held_out: bool) ->
         what = "held out, at the last evaluation"
     caption = f"minus the unchanged future; {what}"
     title = f"{metric.label.capitalize()}: difference"
-    return [Panel(title, caption, [series], levels=[("", 0.0)], names=names)]
+    return [Panel(title, caption, [series], levels=[("", 0.0)], is_share=metric.is_share, names=names)]
 
 
 def _lines_panel(results: WhatIfResults, metric: Metric, held_out: bool) -> Panel:
@@ -80,7 +80,9 @@ def _lines_panel(results: WhatIfResults, metric: Metric, held_out: bool) -> Pane
     steps = sorted(past)
     series = []
     if steps:
-        series.append(Series("the run before", [float(step) for step in steps], [past[step] for step in steps], color="soft"))
+        series.append(
+            Series("the run before", [float(step) for step in steps], [past[step] for step in steps], color="soft")
+        )
     join = {step: past[step] for step in steps[-1:]}
     others = [label for label in results.labels() if label != UNCHANGED]
     for label in (*others, UNCHANGED):

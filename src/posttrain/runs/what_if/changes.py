@@ -36,7 +36,7 @@ class Change:
     reward: tuple[int, int, float] | None = None
 
 
-def read_changes(words: Sequence[str]) -> list[Change]:
+def parse_changes(words: Sequence[str]) -> list[Change]:
     """Read changes; each value of a list between commas is a change of its own.
 
     ``drop`` and ``reward`` may be words apart from what follows them, as a shell splits them.
@@ -139,7 +139,7 @@ def _split_key(text: str, part: str) -> tuple[str, str]:
     key = key.strip()
     value = value.strip()
     if not equals or not key or not value:
-        near = nearest(key.partition(":")[0], (DROP, REWARD))
+        near = nearest(key.partition(" ")[0], (DROP, REWARD))
         hint = ""
         if near and near != key:
             hint = f" Did you mean {near}?"

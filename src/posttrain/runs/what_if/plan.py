@@ -1,4 +1,4 @@
-"""What is played: the run, the step, the checkpoint before it, and the futures with their recipes.
+"""The plan of what-if: the run, the step, the checkpoint before it, and the futures with their recipes.
 
 A plan is checked before anything is computed. It lies in ``what-if.json`` of the folder of the results; each future is
 a run directory below ``futures``.
@@ -19,7 +19,7 @@ from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.registry import traits_of
 from posttrain.runs.directory import MAX_NAME_CHARS, RunDirectory
 from posttrain.runs.resume import changed_lines, hard_changes
-from posttrain.runs.what_if.changes import Change, read_changes
+from posttrain.runs.what_if.changes import Change, parse_changes
 from posttrain.store.checkpoint_files import Unverified, checkpoint_steps, step_folder, verify
 from posttrain.store.durable import write_json
 from posttrain.store.reading import read_declared
@@ -107,7 +107,9 @@ def read_plan(folder: Path) -> WhatIfPlan:
     try:
         plan = read_declared(folder / PLAN, WhatIfPlan)
     except FileNotFoundError:
-        raise UsageError(f"{folder}: there is no {PLAN}, so these are no results of what-if. Give their folder") from None
+        raise UsageError(
+            f"{folder}: there is no {PLAN}, so these are no results of what-if. Give their folder"
+        ) from None
     for future in plan.futures:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", future.name):
             raise DataError(folder / PLAN, f"damaged: {future.name[:40]!r} is no name of a future")
@@ -119,13 +121,13 @@ def future_folder(folder: Path, future: Future) -> Path:
     return folder / FUTURES / future.name
 
 
-def make_plan(run: Path, at: int, words: Sequence[str], steps: int | None, num_seeds: int) -> Planned:
+def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, num_seeds: int) -> Planned:
     """Check what is asked for, and return what is to be played.
 
     Args:
         run: the folder of the run, which is only read.
         at: the step whose weights the futures begin with; what is changed acts from the step after on.
-        words: changes, as ``read_changes`` takes them.
+        words: changes, as ``parse_changes`` takes them.
         steps: of each future; by default 20, or as many as the run has left.
         num_seeds: futures of each change; the first has the seed of the run.
 
@@ -138,9 +140,10 @@ def make_plan(run: Path, at: int, words: Sequence[str], steps: int | None, num_s
     recipe = read_own_recipe(directory)
     if recipe.scale.processes > 1 or recipe.scale.launcher == "ray":
         raise UsageError(
-            f"scale: {run} trains in several processes, and a future is exact in as many alone. Give a run of one process"
+            f"scale: {run} trains in several processes, whose sums a single one does not repeat. "
+            "Give a run of one process"
         )
-    changes = read_changes(words)
+    changes = parse_changes(words)
     checkpoint, state = find_checkpoint(run, at)
     _check_state(directory, recipe, at, checkpoint, state)
     length = _length_of(recipe, state)
@@ -206,7 +209,9 @@ def find_checkpoint(run: Path, at: int) -> tuple[int, dict[str, Any]]:
             return step, state
     later = [step for step in steps if step > at]
     if problems:
-        raise UsageError(f"--at {at}: no checkpoint of {run} before it is whole ({'; '.join(problems)}). Give a later step")
+        raise UsageError(
+            f"--at {at}: no checkpoint of {run} before it is whole ({'; '.join(problems)}). Give a later step"
+        )
     if not later:
         raise UsageError(f"--at {at}: {run} has no checkpoint. Train it with --train.save_every, then give a step")
     raise UsageError(
@@ -215,14 +220,12 @@ def find_checkpoint(run: Path, at: int) -> tuple[int, dict[str, Any]]:
     )
 
 
-def _check_state(
-    directory: RunDirectory, recipe: Recipe, at: int, checkpoint: int, state: Mapping[str, Any]
-) -> None:
+def _check_state(directory: RunDirectory, recipe: Recipe, at: int, checkpoint: int, state: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that was made by another recipe or by several processes."""
     if state.get("processes", 1) != 1:
         raise UsageError(
-            f"--at {at}: the checkpoint of step {checkpoint} was saved by {state['processes']} processes, and a future "
-            "is exact in as many alone. Give a run of one process"
+            f"--at {at}: the checkpoint of step {checkpoint} was saved by {state['processes']} processes, whose sums a "
+            "single one does not repeat. Give a run of one process"
         )
     settings = state.get("settings")
     if not isinstance(settings, Mapping):
@@ -256,7 +259,9 @@ def _last_step(at: int, steps: int | None, length: int) -> int:
     if left < 1:
         raise UsageError(f"--at {at}: the run ends at step {length}, so nothing follows. Give a step below {length}")
     if steps is not None and steps > left:
-        raise UsageError(f"--steps {steps}: the run ends at step {length}, {left} after step {at}. Give {left} or fewer")
+        raise UsageError(
+            f"--steps {steps}: the run ends at step {length}, {left} after step {at}. Give {left} or fewer"
+        )
     return at + min(steps or NUM_STEPS, left)
 
 
@@ -284,7 +289,9 @@ def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan
     if not keys:
         typed = [key for key, _ in change.overrides]
         if all(is_place(key) for key in typed):
-            raise RecipeError(f"{change.label}: this says where or how a run works, and changes no number of it. Leave it out")
+            raise RecipeError(
+                f"{change.label}: this says where or how a run works, and changes no number of it. Leave it out"
+            )
         raise RecipeError(f"{change.label}: the run has this value already, so nothing would change. Give another")
     for key in keys:
         _check_key(key, change.label)
@@ -306,9 +313,13 @@ def _check_parts(recipe: Recipe, changed: Recipe, label: str, plan: WhatIfPlan) 
     """Refuse a recipe for which the checkpoint lacks something."""
     heads = [(traits_of("objective", one.objective.name) or {}).get("head") for one in (recipe, changed)]
     if heads[0] != heads[1]:
-        raise RecipeError(f"{label}: the objective has another head than the run, which the checkpoint has not. Give another")
+        raise RecipeError(
+            f"{label}: the objective has another head than the run, which the checkpoint has not. Give another"
+        )
     if changed.model.init is not None and changed.train.seed != recipe.train.seed:
-        raise RecipeError(f"{label}: model.init draws the first weights by the seed, so they would be others. Leave it out")
+        raise RecipeError(
+            f"{label}: model.init draws the first weights by the seed, so they would be others. Leave it out"
+        )
     length = changed.train.steps
     if length is not None and length < plan.end:
         raise RecipeError(f"{label}: the futures end at step {plan.end}. Give {plan.end} or more")
@@ -375,7 +386,8 @@ def _check_seeds(recipe: Recipe, changes: Sequence[Change], plan: WhatIfPlan) ->
         )
     if recipe.model.init is not None:
         raise UsageError(
-            f"--seeds {plan.num_seeds}: model.init draws the first weights by the seed, so they would be others. Give one"
+            f"--seeds {plan.num_seeds}: model.init draws the first weights by the seed, so they would be others. "
+            "Give one seed"
         )
     for change in changes:
         if any(key == "train.seed" for key, _ in change.overrides):

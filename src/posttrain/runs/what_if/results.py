@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -140,7 +140,7 @@ class WhatIfResults:
 
     def summary(self, label: str, name: str, *, held_out: bool = False) -> Summary | None:
         """Return the mean over seeds of a metric: of the steps, or of the last evaluation."""
-        return summarize_seeds([value for value in self._values(label, name, held_out).values()])
+        return summarize_seeds(list(self._values(label, name, held_out).values()))
 
     def difference(self, label: str, name: str, *, held_out: bool = False) -> Summary | None:
         """Return the mean over seeds of the difference from the unchanged future of the same seed."""
@@ -200,7 +200,8 @@ class WhatIfResults:
         """Return the text of ``table.md``."""
         lines = [self.equality.describe(self.plan), *self.notes()]
         lines += [f"{label}: {message}" for label, message in self.failures.items()]
-        return "\n".join([f"# {plain(self.table().title)}\n", to_markdown(self.table()), bullets(lines)])
+        table = self.table()
+        return "\n".join([f"# {plain(table.title)}\n", to_markdown(replace(table, title="")), bullets(lines)])
 
     def notes(self) -> list[str]:
         """Return how to read the numbers."""
@@ -208,8 +209,8 @@ class WhatIfResults:
         lines = [f"the first step with the change is step {first}; its prompts and answers are numbered from 0"]
         if self.plan.num_seeds > 1:
             lines.append(
-                f"{self.plan.num_seeds} seeds: that of the run, and others from the second rollout batch on; differences "
-                "are from the unchanged future of the same seed, ± the 95 % interval of their mean"
+                f"{self.plan.num_seeds} seeds: the run's, and others from the second rollout batch on; differences are "
+                "from the unchanged future of the same seed, ± the 95 % interval of their mean"
             )
         else:
             lines.append("one seed: differences are exact, and say nothing of other random numbers; --seeds plays more")

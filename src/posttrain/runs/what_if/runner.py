@@ -64,7 +64,9 @@ def choose_jobs(planned: Planned, jobs: int | None) -> int:
     recipe = planned.recipe
     own = sorted(set(re.findall(rf"{SESSION}:\w+", recipe.to_yaml())))
     if own and jobs is not None and jobs > 1:
-        raise UsageError(f"jobs: {', '.join(own)} is a function of this session, which no other process has. Give jobs=1")
+        raise UsageError(
+            f"jobs: {', '.join(own)} is a function of this session, which no other process has. Give jobs=1"
+        )
     if own:
         return 1
     if jobs is None:
@@ -210,4 +212,3 @@ class _Players:
             else:
                 reason = "; ".join(ends) or "no process played it"
                 directory.write_status(replace(status, state="failed", message=reason))
-

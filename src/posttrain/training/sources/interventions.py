@@ -41,15 +41,17 @@ class Intervention:
             self._check_place(f"reward {prompt}.{answer}", prompt, len(sampled))
             if answer >= len(sampled[prompt]):
                 raise UsageError(
-                    f"reward {prompt}.{answer}: prompt {prompt} of step {step} has {len(sampled[prompt])} answers. Give "
-                    f"one from 0 to {len(sampled[prompt]) - 1}"
+                    f"reward {prompt}.{answer}: prompt {prompt} of step {step} has {len(sampled[prompt])} answers. "
+                    f"Give one from 0 to {len(sampled[prompt]) - 1}"
                 )
         gone = set[int]()
         for prompt in self.dropped:
             what = f"drop prompt:{prompt}"
             self._check_place(what, prompt, len(sampled))
             if not any(group is sampled[prompt] for group in chosen):
-                raise UsageError(f"{what}: step {step} did not train on it, so it cannot be dropped. Give another prompt")
+                raise UsageError(
+                    f"{what}: step {step} did not train on it, so it cannot be dropped. Give another prompt"
+                )
             gone.add(id(sampled[prompt]))
         kept = [group for group in chosen if id(group) not in gone]
         if not kept:
