@@ -175,7 +175,7 @@ def test_further_seeds_share_the_first_batch(finished: Path, tmp_path: Path) -> 
     own = [sum(rewards["train.lr=0.01", seed]) / 2 - sum(rewards["unchanged", seed]) / 2 for seed in (0, 1)]
     difference = done.results.difference("train.lr=0.01", "reward")
     assert difference is not None
-    assert difference.mean == approx(sum(own) / 2, abs=rounding(torch.float64, terms=4))  # the mean of two differences of means
+    assert difference.mean == approx(sum(own) / 2, abs=rounding(torch.float64, terms=4))
     assert difference.n == 2
 
 
