@@ -121,10 +121,18 @@ class RecordKeeper:
     _kl_weight: dict[str, float] = field(default_factory=dict)
     _record: StepRecord | None = None
     _leftover: int = 0
+    _is_changed: bool = False
+
+    def forget(self) -> None:
+        """Know nothing of earlier updates: weights, optimizer and batch are others now."""
+        self.weights.forget()
+        self.before = Before()
+        self._answers = ()
+        self._advantages = None
 
     def resume(self, step: int) -> None:
         """Go on after ``step`` updates: take back what records of earlier updates say."""
-        self.weights.forget()
+        self.forget()
         if isinstance(self.store, NoRecords):
             return
         sampling = self.facts.sampling
@@ -161,7 +169,8 @@ class RecordKeeper:
         self._record = None
         found: list[Imbalance] = []
         again = self._score_again(draw, step, forward)
-        if self.process_group.is_main and draw.batch is not None and draw.batch.answers is not None:
+        knows_answers = self.facts.sampling is None or bool(draw.rollouts or self._answers)
+        if self.process_group.is_main and draw.batch is not None and draw.batch.answers is not None and knows_answers:
             self._record = self._build(draw, draw.batch, step, captured)
             measured = {"loss": loss, "leftover": float(self._leftover), **again, **self._kl_weight}
             measured |= {name: metrics[name] for name in KEPT_METRICS if name in metrics}
@@ -220,6 +229,7 @@ class RecordKeeper:
         if draw.rollouts:
             self._answers = [sampled_answer(rollout) for rollout in draw.rollouts]
             self._advantages = None
+            self._is_changed = draw.is_changed
             self._kl_weight = {name: x for name, x in draw.metrics.items() if name in ("kl_weight", "kl_in_reward")}
         fields = {name: x.cpu() for name, x in batch.fields.items()}
         whole: dict[str, Tensor] = {}
@@ -243,10 +253,15 @@ class RecordKeeper:
             whole_answers=whole_answers,
         )
         rows = self._sum_rows(tokens, captured.computed, batch.rows_per_unit)
+        facts = self.facts
+        if self._is_changed and facts.sampling is not None:  # rewards were set, or prompts left out, on purpose
+            facts = replace(facts, sampling=replace(facts.sampling, rewards=None, takes_all=False))
+        elif draw.is_changed:
+            facts = replace(facts, num_given=None)
         return StepRecord(
             step,
             update,
-            self.facts,
+            facts,
             {},
             rows,
             self._answers,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,13 +17,16 @@ from posttrain.errors import UsageError
 from posttrain.randomness import permutation
 from posttrain.types import Batch, Rollout
 
+if TYPE_CHECKING:
+    from posttrain.training.sources.interventions import Intervention
+
 
 @dataclass(slots=True)
 class TrainBatch:
     """The batch of one step, None where nothing is to be trained on, with rollouts to record, metrics and timing.
 
     ``fresh``: the batch was made for this step, not kept from an earlier one. ``whole``: all rows of the rollout batch
-    that it is a part of. ``given``: what the data say of each row.
+    that it is a part of. ``given``: what the data say of each row. ``is_changed``: by an intervention.
     """
 
     batch: Batch | None
@@ -32,10 +36,19 @@ class TrainBatch:
     timing: dict[str, float] = field(default_factory=dict)
     whole: Batch | None = None
     given: list[GivenRow] = field(default_factory=list)
+    is_changed: bool = False
 
 
 class Source:
-    """A source of batches, called with a step; by default it has no state between two steps."""
+    """A source of batches, called with a step; by default it has no state between two steps.
+
+    ``intervention``: a change of one batch, of a future that is played to see what it does (``runs/what_if``).
+    """
+
+    intervention: Intervention | None = None
+
+    def _is_changed(self, step: int) -> bool:
+        return self.intervention is not None and self.intervention.step == step
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """Return the tensors that updates after ``step`` still need, to be saved."""
