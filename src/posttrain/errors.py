@@ -481,4 +481,4 @@ class EngineMismatch(RunFailure):
 
 
 class Unbalanced(RunFailure):
-    """What an update logged is not what its records give (``train.strict``)."""
+    """The log of an update is not what its records give (``train.strict``)."""

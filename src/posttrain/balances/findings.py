@@ -45,7 +45,7 @@ class Imbalance:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What may have caused a violation, the likeliest first, and how to tell."""
+    """Causes of a violation, the likeliest first, and the test that tells them apart."""
 
     causes: tuple[str, ...]
     decided_by: str

@@ -24,7 +24,7 @@ LARGEST = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What an objective reads, float64 ``[B, T]`` (``[B]`` for numbers of rows).
+    """The inputs of an objective, float64 ``[B, T]`` (``[B]`` for numbers of rows).
 
     mask ``bool [B, T]``; counts ``[B]``: trained tokens of each row, where a row is one entry that stands for all of
     them. scores: of a head, ``[B, T]`` or ``[B, T, C]``. fields: further batch fields by name.

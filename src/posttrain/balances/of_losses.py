@@ -23,7 +23,7 @@ CORRECTION_LIMIT = 1e-5  # factors are fp32
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What the sum of a loss is made of: inputs, weights (``[B, T]``, or ``[U]`` of units), and the correction."""
+    """The terms of the sum that is a loss: inputs, weights (``[B, T]``, or ``[U]`` of units), and the correction."""
 
     inputs: LossInputs
     weights: Tensor
@@ -82,7 +82,7 @@ def _recompute(record: StepRecord, rows: RowSums, terms: LossTerms) -> Iterator[
 
 
 def _contributions(record: StepRecord, terms: LossTerms, computed: Computed) -> Tensor:
-    """What each token or unit adds to the loss."""
+    """The terms of the loss, one for each token or unit."""
     facts = record.facts
     values = computed.values
     if facts.level == "token":
@@ -142,7 +142,7 @@ def _correction(tokens: TokenRecord, terms: LossTerms) -> Iterator[Reading]:
 
 
 def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | None) -> LossTerms:
-    """What the loss reads, from the answers as far as they have it, else from the fields of the batch."""
+    """Inputs, weights and correction: from the answers as far as they have them, else from the batch."""
     rows = record.rows
     assert rows is not None
     facts = record.facts

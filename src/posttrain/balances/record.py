@@ -51,7 +51,7 @@ class PenaltyFacts:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
-    """How answers are sampled and chosen.
+    """The rules by which answers are sampled and chosen.
 
     rewards: weight of each part; None where it is not known. max_tokens, context: limits of an answer, and of prompt
     and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
@@ -83,7 +83,7 @@ class SamplingFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the balances read of a recipe and of what was built from it.
+    """The facts that balances read of a recipe and of what was built from it.
 
     sampler_limit, trainer_limit: the largest mean KL, in nats per token, between sampler and trainer, and between two
     passes of the trainer over the same weights (``limits.py``). updates: of a batch. has_dropout: while it trains.
@@ -198,7 +198,7 @@ class RowSums:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What an update computed at each token: ``[B, T]`` unless said otherwise.
+    """The numbers that an update computed at each token: ``[B, T]`` unless said otherwise.
 
     mask ``bool``: trained. answers ``int64 [B]``: as in ``RowSums``. weights: of the sum, ``[U]`` of units. values: of
     the objective, times the correction.
@@ -222,7 +222,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a record is compared with of the updates before it.
+    """The updates before a record, as far as it is compared with them.
 
     seen: the last pass of each prompt (or unit). taken: answers that updates of this pass over the batch have had.
     moved: sum of the shares by which weights have moved. surprise: see ``surprise_of``. kl_weight: the penalty's that
@@ -274,7 +274,7 @@ class StepRecord:
         return [list(range(start, min(start + size, len(self.answers)))) for start in range(0, len(self.answers), size)]
 
     def following(self) -> Before:
-        """What the next record is compared with; ``seen`` is taken over and changed, so that a pass costs no copies."""
+        """Return the same for the next record; ``seen`` is taken over and changed, so that a pass costs no copies."""
         before = self.before
         taken = before.taken
         if self.update % self.facts.num_minibatches == 0:

@@ -56,7 +56,7 @@ from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.records.capture import Capture
-from posttrain.training.records.keeper import RecordKeeper, open_records
+from posttrain.training.records.update_records import UpdateRecords, open_records
 from posttrain.training.sources import TrainBatch
 from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
@@ -92,10 +92,10 @@ class Loop:
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
-    keeper: RecordKeeper = field(init=False)
+    update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keeper = open_records(self.recipe, self.parts, self.rollouts, self.steps, self.process_group)
+        self.update_records = open_records(self.recipe, self.parts, self.rollouts, self.steps, self.process_group)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -109,7 +109,7 @@ class Loop:
         again = (keep,) if self.unevaluated else ()
         num_dropped = self.metrics.trim(keep, again)
         self.rollouts.trim(keep, again)
-        self.keeper.resume(self.step)
+        self.update_records.resume(self.step)
         if checkpoint is None and num_dropped:
             dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
@@ -133,7 +133,7 @@ class Loop:
         vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
         self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
         self.step = checkpoint.step
-        self.keeper.forget()
+        self.update_records.forget()
         self.best = checkpoint.state.get("best")
         self.evaluations = checkpoint.state.get("evaluations")
         self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
@@ -305,19 +305,19 @@ class Loop:
         idle_rows = choose_idle_rows(options, step, self.steps)
         learning = self.parts.learning()
         capture = Capture()
-        self.keeper.begin()
+        self.update_records.begin()
         loss, metrics = accumulate(
             learning, batch, options, process_group=self.process_group, idle_rows=idle_rows, capture=capture
         )
         captured = capture.collect(batch, learning.level, self.process_group)
-        found = self.keeper.open_record(draw, step, loss, metrics, captured, learning.forward)
+        found = self.update_records.open_record(draw, step, loss, metrics, captured, learning.forward)
         found = check_mismatch(self.recipe, self.parts.policy, batch, found, metrics)
-        self.keeper.end_if_strict(found)
+        self.update_records.end_if_strict(found)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
             own, apart = self.parts.split_parameters()
-            self.keeper.weights.before_update()
+            self.update_records.weights.before_update()
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
             if self.parts.shards is not None:
@@ -325,7 +325,7 @@ class Loop:
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
-        moved, of_step = self.keeper.close_record(lr, norm)
+        moved, of_step = self.update_records.close_record(lr, norm)
         self._tell_imbalances([*found, *of_step])
         if step <= NUM_STEPS:
             metrics[MOVED] = float(moved > 0.0)
@@ -333,7 +333,7 @@ class Loop:
 
     def _tell_imbalances(self, found: Sequence[Imbalance]) -> None:
         """Store the record of an update, and tell of each balance that does not hold for the first time."""
-        self.keeper.keep(found)
+        self.update_records.keep(found)
         for one in found:
             if one.check in self.warned:
                 continue

@@ -1,4 +1,4 @@
-"""What a pass over an optimizer batch computed at each token, of all its micro-batches and processes."""
+"""The results of a pass over an optimizer batch at each token, of all its micro-batches and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the balances of a run read of its recipe and of what was built from it."""
+"""The facts that the balances of a run read of its recipe and of what was built from it."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward")
 
 def open_records(
     recipe: Recipe, parts: TrainerState, store: RolloutStore | NoRecords, steps: int, process_group: ProcessGroup
-) -> RecordKeeper:
-    """Return the keeper of a run of so many steps."""
+) -> UpdateRecords:
+    """Return the records of a run of so many steps."""
     facts = parts.facts
     assert facts is not None, "built with the run"
     assert facts.optimizer is not None
@@ -50,7 +50,7 @@ def open_records(
         weights.betas = tuple(options["betas"])
         weights.eps = options["eps"]
     facts = replace(facts, optimizer=replace(facts.optimizer, steps=steps))
-    return RecordKeeper(facts, weights, store, process_group, recipe.train.strict)
+    return UpdateRecords(facts, weights, store, process_group, recipe.train.strict)
 
 
 def sampled_answer(rollout: Rollout) -> SampledAnswer:
@@ -103,7 +103,7 @@ def _is_alone(failures: Sequence[str]) -> bool:
 
 
 @dataclass(slots=True)
-class RecordKeeper:
+class UpdateRecords:
     """The records of one run, each made in ``open_record`` before the weights change and closed by ``close_record``.
 
     Each process of the ``process_group`` calls it alike; the main one checks and stores. ends_run: a violated balance
@@ -142,7 +142,7 @@ class RecordKeeper:
         if sampling is None:
             return
         if not sampling.redraws:
-            self.before.seen.update(self.store.passes_of_prompts())
+            self.before.seen.update(self.store.last_passes())
         if step % self.facts.updates:
             first = step - step % self.facts.updates + 1
             self._answers = [recorded_answer(row) for row in self.store.training(first)]
