@@ -379,7 +379,7 @@ def build_optimizer(
     for members, factor in _by_ratio(named, head_parameters, ratios, recipe):
         if not members:
             continue
-        own = build(members, recipe.train.lr)
+        own: Optimizer = registry.construct("optimizer", build, Optimizer, members, recipe.train.lr)
         for group in own.param_groups:
             group["lr_ratio"] = group.get("lr_ratio", 1.0) * factor
         if optimizer is None:
