@@ -41,16 +41,16 @@ TOKENS: dict[str, int] = {
     "graders": 38_320,
     "ground": 18_141,
     "interpret": 37_939,
-    "models": 32_274,
-    "other_names": 5_005,
-    "recipes": 9_354,
+    "models": 32_434,
+    "other_names": 5_031,
+    "recipes": 9_383,
     "reports": 16_977,
     "runs": 24_624,
     "sampling": 48_940,
     "store": 17_306,
     "sweeps": 15_901,
     "terminal": 4_099,
-    "training": 54_436,
+    "training": 55_831,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
