@@ -437,7 +437,7 @@ class RolloutStore:
                 steps.setdefault(name, []).append(step)
         return count, steps
 
-    def last_passes(self) -> dict[int, int]:
+    def epochs_of_prompts(self) -> dict[int, int]:
         """Return the last pass over the prompts in which each was sampled, by its index."""
         with self._connection() as db:
             rows = db.execute("SELECT prompt_index, MAX(epoch) FROM rollouts GROUP BY prompt_index").fetchall()

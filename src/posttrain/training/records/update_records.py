@@ -142,7 +142,7 @@ class UpdateRecords:
         if sampling is None:
             return
         if not sampling.redraws:
-            self.before.seen.update(self.store.last_passes())
+            self.before.seen.update(self.store.epochs_of_prompts())
         if step % self.facts.updates:
             first = step - step % self.facts.updates + 1
             self._answers = [recorded_answer(row) for row in self.store.training(first)]
