@@ -47,10 +47,10 @@ TOKENS: dict[str, int] = {
     "reports": 16_977,
     "runs": 24_624,
     "sampling": 48_940,
-    "store": 17_306,
+    "store": 17_361,
     "sweeps": 15_901,
     "terminal": 4_099,
-    "training": 55_831,
+    "training": 55_910,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

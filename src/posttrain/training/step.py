@@ -119,12 +119,11 @@ def accumulate(
     """
     forward, level = method.forward, method.level
     entropy = method.entropy if learns else "none"
-    batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
+    batch.weights = _weigh(method.aggregate, batch, level)
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
-    slots = used = 0.0
-    num_computed = 0
+    slots = used = num_computed = 0.0
     is_checked = idle_rows != "measure" or not method.vanishes
     for chosen, places, has_gradients in _divide(method, batch, "train" if not learns else idle_rows):
         pieces = split_rows(chosen, options.micro_batch_tokens, options.micro_batch_rows, process_group)
@@ -137,10 +136,8 @@ def accumulate(
                 if capture is not None:
                     capture.watch(outputs)
                 result = _apply(method.objective, outputs, part, level)
-                assert part.weights is not None
-                weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
                 values = kept_values(result, part, level)
-                loss = (values * weights).sum()
+                loss = (values * _own_weights(part, values, counts)).sum()
                 if learns and has_gradients:
                     with forward.backward_context():
                         loss.backward()
@@ -155,12 +152,25 @@ def accumulate(
             _measure(means, result, outputs, part, level, float(planned.mask.sum()))
             slots += forward.last_slots
             used += forward.last_tokens
-    mine = (float(total), float(slots), float(used))
-    loss, slots, used = (sum(parts) for parts in zip(*process_group.gather([mine], "losses"), strict=True))
+    whole_loss, slots, used = _add_up((float(total), float(slots), float(used)), process_group)
     metrics = means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
     if learns and idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
-        metrics["computed_rows"] = float(num_computed)
-    return loss, metrics
+        metrics["computed_rows"] = num_computed
+    return whole_loss, metrics
+
+
+def _own_weights(part: Batch, values: Tensor, counts: bool) -> Tensor:
+    """The weights of a micro-batch in the type of its values; 0 of one that does not count."""
+    assert part.weights is not None
+    if not counts:
+        return torch.zeros_like(values)
+    return part.weights.to(values.dtype)
+
+
+def _add_up(mine: tuple[float, float, float], process_group: ProcessGroup) -> tuple[float, float, float]:
+    """The sums over all processes."""
+    first, second, third = zip(*process_group.gather([mine], "losses"), strict=True)
+    return sum(first), sum(second), sum(third)
 
 
 def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, list[int], bool]]:
@@ -230,8 +240,11 @@ def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
     return sums
 
 
-def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
-    """The weights of the whole optimizer batch: one per token, or one per unit (a row of ``mask``)."""
+def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) -> Tensor:
+    """The weights of the whole optimizer batch: one per token, or one per unit."""
+    mask = batch.unit_mask
+    if level == "token":
+        mask = batch.mask
     weights: Tensor = registry.call("aggregate", aggregate, mask)
     expected = mask.shape if level == "token" else mask.shape[:1]
     if getattr(weights, "shape", None) != expected:

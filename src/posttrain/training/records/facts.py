@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,10 @@ from posttrain.balances.limits import kl_limit
 from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
 from posttrain.balances.record import Formula, OptimizerFacts, PenaltyFacts, RunFacts, SamplingFacts
 from posttrain.balances.weights import formulas_of_weights
+from posttrain.data.render import stop_ids
+from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
+from posttrain.models.load import LoadedModel
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, RolloutSection
 from posttrain.sampling.rollout import Grader
@@ -24,20 +26,12 @@ UNKNOWN_LAYERS = 32
 
 
 def describe_run(
-    components: Components,
-    policy: Forward,
-    grader: Grader,
-    *,
-    stop_ids: Collection[int],
-    context: int,
-    num_examples: int | None,
+    components: Components, loaded: LoadedModel, policy: Forward, grader: Grader, num_examples: int | None
 ) -> RunFacts:
     """Return what an update of a resolved recipe is meant to do.
 
     Args:
-        policy: the forward pass of the model that is trained.
-        stop_ids: the ids that end an answer.
-        context: the limit of prompt and answer together.
+        loaded: the model that is trained, and its tokenizer; ``policy`` is its forward pass.
         num_examples: prompts or units of a pass over the data; None of a mixture, whose parts have passes of their own.
     """
     recipe = components.recipe
@@ -49,8 +43,8 @@ def describe_run(
         sampling = replace(
             _describe_sampling(components, recipe.rollout),
             rewards={name: weight for name, weight, _ in grader.rewards},
-            stop_ids=tuple(sorted(stop_ids)),
-            context=context,
+            stop_ids=tuple(sorted(stop_ids(loaded.tokenizer, grader.template))),
+            context=recipe.within(context_length(loaded.model.config)),
             num_examples=num_examples,
         )
     regularizers: dict[str, Any] = {}
