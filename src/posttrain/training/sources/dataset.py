@@ -170,14 +170,15 @@ class SupervisedSource(Source):
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
         turn = self.order.turn(step - 1)
-        units = turn.places
+        numbers = list(range(len(turn.places)))
         if self.intervention is not None:
-            units = self.intervention.keep_units(step, units)
-        epochs = dict(zip(turn.places, turn.epochs, strict=True))
+            numbers = self.intervention.keep_units(step, numbers)
         given: list[GivenRow] = []
-        for unit in units:
-            given += [GivenRow(unit, epochs[unit], self._trained_places(row), row.score) for row in self.units[unit]]
-        return TrainBatch(self.batch_of(units), given=given, is_changed=self._is_changed(step))
+        for number in numbers:
+            unit, epoch = turn.places[number], turn.epochs[number]
+            given += [GivenRow(unit, epoch, self._trained_places(row), row.score) for row in self.units[unit]]
+        batch = self.batch_of([turn.places[number] for number in numbers])
+        return TrainBatch(batch, given=given, is_changed=self._is_changed(step))
 
     def _trained_places(self, row: TokenRow) -> list[int]:
         """The positions of a row that are to be trained, as the row says it."""
