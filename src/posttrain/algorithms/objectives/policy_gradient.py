@@ -10,9 +10,12 @@ To all of them the loop may add the same regularizers, a KL to the reference and
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from posttrain.acting import IF_RATIO_FALLS, IF_RATIO_MOVES, IF_RATIO_VARIES, IF_VALUES_MOVE
 from posttrain.algorithms.objectives.primitives import log_ratio, row_mean
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
@@ -35,7 +38,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2) -> Loss:
+def grpo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 0.2, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.2) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``,
@@ -56,7 +59,7 @@ def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_hi
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
+def gspo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
@@ -78,7 +81,7 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_h
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
+def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
     ``values = −min(s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t)`` with
@@ -100,7 +103,7 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, 
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> Loss:
+def cispo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 1.0, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4.0) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
@@ -122,7 +125,7 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss:
+def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Annotated[Positive, IF_RATIO_VARIES] = 1.0, tau_negative: Annotated[Positive, IF_RATIO_VARIES] = 1.05) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
     ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
@@ -144,7 +147,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
+def gmpo(outputs: Outputs, batch: Batch, *, clip: Annotated[NotNegative, IF_RATIO_MOVES] = 0.4) -> Loss:
     """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
 
     ``values = −A · exp(mean_t c_t)`` at every token of the sequence, where
@@ -191,10 +194,10 @@ def ppo(
     outputs: Outputs,
     batch: Batch,
     *,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 0.2,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.2,
     value_weight: NotNegative = 0.5,
-    value_clip: NotNegative | None = 0.2,
+    value_clip: Annotated[NotNegative | None, IF_VALUES_MOVE] = 0.2,
 ) -> Loss:
     """Proximal policy optimization: the clipped surrogate and a value function with a clipped loss.
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from posttrain.acting import unless_zero
 from posttrain.algorithms.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.registry import register
@@ -189,7 +190,7 @@ def cpo(
     *,
     beta: Positive = 0.1,
     nll_weight: NotNegative = 1.0,
-    nll_length_normalized: bool = True,
+    nll_length_normalized: Annotated[bool, unless_zero("nll_weight")] = True,
 ) -> Loss:
     """Contrastive preference optimization: DPO with a uniform reference, plus the chosen answer's likelihood.
 

@@ -1,0 +1,294 @@
+"""Conditions on which an option acts, declared beside the option: ``clip_low: Annotated[float, IF_RATIO_FALLS]``.
+
+A condition reads the rest of a resolved recipe as dotted keys. Torch and pydantic are not imported here, so that a
+component that declares one can be called without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The largest distance from 1 of the ratio of a model to itself, over any token: in fp32, and where either side rounds.
+FP32_NOISE = 1e-4
+BF16_NOISE = 0.1
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A resolved recipe as far as conditions read it.
+
+    ``settings``: values by dotted key, without keys that are None by default. ``needs``: the batch fields that the run
+    fills. ``scale_free``: the advantage does not change if all rewards are multiplied. ``scores_only``: a reward model
+    is trained, which writes no answers.
+    """
+
+    settings: Mapping[str, Any]
+    needs: Collection[str] = ()
+    scale_free: bool = False
+    scores_only: bool = False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at a dotted key."""
+        return self.settings.get(key, default)
+
+    def beside(self, key: str, other: str) -> Any:
+        """Return the value of the option ``other`` of the component or section that ``key`` is in."""
+        above, _, _ = key.rpartition(".")
+        return self.settings.get(f"{above}.{other}")
+
+    @property
+    def samples(self) -> bool:
+        """True if the model samples the answers that it is trained on."""
+        return "rollout.num_prompts" in self.settings
+
+    @property
+    def updates(self) -> int:
+        """The number of updates that one batch of answers serves."""
+        return int(self.get("train.ppo_epochs", 1)) * int(self.get("train.num_minibatches", 1))
+
+    @property
+    def steps(self) -> int | None:
+        """The number of updates of the run; None if passes over the data decide."""
+        steps: int | None = self.get("train.steps")
+        return steps
+
+    @property
+    def has_one_batch(self) -> bool:
+        """True if the whole run trains on one batch of answers."""
+        return self.samples and self.steps is not None and self.steps <= self.updates
+
+    @property
+    def is_on_policy(self) -> bool:
+        """True if every batch of answers is sampled with the weights that it updates, once."""
+        return self.samples and self.updates == 1 and not self.get("rollout.staleness")
+
+    @property
+    def drops_inputs(self) -> bool:
+        """True if an adapter drops inputs in the update and not in the sampler."""
+        return bool(self.get("model.adapter.dropout"))
+
+    @property
+    def rounds(self) -> bool:
+        """True if sampler and trainer may round otherwise than in fp32: another engine, or 16 or fewer bits."""
+        is_whole = self.get("model.dtype") in ("fp32", "fp64") and self.get("train.precision") == "fp32"
+        return not is_whole or self.get("rollout.engine.name") != "native" or bool(self.get("model.load_bits"))
+
+    @property
+    def noise(self) -> float:
+        """The distance from 1 up to which ratios of equal weights may come by rounding."""
+        if self.rounds:
+            return BF16_NOISE
+        return FP32_NOISE
+
+
+class Rounding(str):
+    """The reason why an option changes the rounding of the weights, and nothing else."""
+
+
+class SwitchedOff(str):
+    """The reason why an option does nothing at its own value."""
+
+
+@dataclass(frozen=True)
+class ActsIf:
+    """When an option acts.
+
+    Args:
+        when: the condition, after "acts": ``if train.schedule is linear or cosine``.
+        why_not: takes the facts of a run and the option's dotted key; returns why the option does nothing there
+            (``Rounding``: nothing but that), or an empty text if it acts.
+        remedy: what makes it act, without a full stop.
+        by_default: the option is what the method is about, so that a run says so at the option's default, too, unless
+            that switches it off (``SwitchedOff``).
+    """
+
+    when: str
+    why_not: Callable[[RunFacts, str], str]
+    remedy: str = ""
+    by_default: bool = False
+
+
+def why_ratio_is_one(facts: RunFacts, distance: float = 1.0) -> str:
+    """Return why a bound in this ``distance`` from 1 never meets a ratio of the policy to its sampler."""
+    if not facts.is_on_policy or facts.drops_inputs or distance < facts.noise:
+        return ""
+    one = "one update per batch of answers (train.num_minibatches 1, train.ppo_epochs 1), so the ratio is 1"
+    if facts.rounds:
+        return Rounding(f"{one} up to rounding")
+    return one
+
+
+def _bound(facts: RunFacts, key: str) -> str:
+    value = facts.get(key)
+    if value is None:  # no bound is as good as a far one
+        return why_ratio_is_one(facts)
+    return why_ratio_is_one(facts, float(value))
+
+
+def _cap(facts: RunFacts, key: str) -> str:
+    value = facts.get(key)
+    if value is None:
+        return Rounding(why_ratio_is_one(facts))
+    return why_ratio_is_one(facts, float(value) - 1.0)
+
+
+def _lower_bound(facts: RunFacts, key: str) -> str:
+    value = float(facts.get(key))
+    if value >= 1:
+        return SwitchedOff(f"at {value:g} it is no bound, as a ratio is above 0")
+    return why_ratio_is_one(facts, value)
+
+
+def _gate(facts: RunFacts, key: str) -> str:
+    return Rounding(why_ratio_is_one(facts))
+
+
+def _value_bound(facts: RunFacts, key: str) -> str:
+    if facts.beside(key, "value_weight") == 0:
+        return "objective.value_weight is 0"
+    if facts.get(key) is None:
+        return Rounding(why_ratio_is_one(facts))
+    is_first = facts.samples and facts.updates == 1 and not facts.get("rollout.staleness")
+    if not is_first or facts.drops_inputs or facts.rounds or facts.get(key) < FP32_NOISE:
+        return ""
+    return (
+        "one update per batch of answers (train.num_minibatches 1, train.ppo_epochs 1), so the critic's values are "
+        "those of the batch"
+    )
+
+
+_SEVERAL = "if one batch of answers serves several updates, or is sampled ahead (rollout.staleness)"
+_MORE_UPDATES = "Set train.num_minibatches or train.ppo_epochs to 2 or more"
+
+IF_RATIO_MOVES = ActsIf(_SEVERAL, _bound, _MORE_UPDATES, by_default=True)
+IF_RATIO_FALLS = ActsIf(f"{_SEVERAL}; at 1 or more it is no bound", _lower_bound, _MORE_UPDATES, by_default=True)
+IF_RATIO_REACHES_CAP = ActsIf(_SEVERAL, _cap, _MORE_UPDATES, by_default=True)
+IF_RATIO_VARIES = ActsIf(_SEVERAL, _gate, _MORE_UPDATES, by_default=True)
+IF_VALUES_MOVE = ActsIf(_SEVERAL, _value_bound, _MORE_UPDATES, by_default=True)
+
+
+def _samplers_ratio(facts: RunFacts, distance: float) -> str:
+    """Return why a bound in this ``distance`` from 1 never meets a ratio of the trainer to the sampler."""
+    if facts.rounds or facts.get("rollout.staleness") or distance < FP32_NOISE:
+        return ""
+    return "the native engine samples in fp32 with the trainer's own weights, so their ratio is 1"
+
+
+def _samplers_cap(facts: RunFacts, key: str) -> str:
+    if facts.beside(key, "weigh") == "none":
+        return "nothing is weighed (correction.weigh none)"
+    return _samplers_ratio(facts, facts.get(key) - 1.0)
+
+
+def _samplers_range(facts: RunFacts, key: str) -> str:
+    return _samplers_ratio(facts, abs(facts.get(key) - 1.0))
+
+
+def _samplers_weight(facts: RunFacts, key: str) -> str:
+    return Rounding(_samplers_ratio(facts, 1.0))
+
+
+_ELSEWHERE = "if the sampler's probabilities are not the trainer's: another engine, bf16, or rollout.staleness"
+_ANOTHER_SAMPLER = "Set rollout.staleness, or take another engine or precision"
+
+IF_SAMPLER_REACHES_CAP = ActsIf(_ELSEWHERE, _samplers_cap, _ANOTHER_SAMPLER, by_default=True)
+IF_SAMPLER_DIFFERS = ActsIf(_ELSEWHERE, _samplers_range, _ANOTHER_SAMPLER, by_default=True)
+IF_SAMPLER_IS_WEIGHED = ActsIf(_ELSEWHERE, _samplers_weight, _ANOTHER_SAMPLER)
+
+
+def _single_turn(facts: RunFacts, key: str) -> str:
+    if facts.get("rollout.max_turns") not in (None, 1):
+        return ""
+    return "a completion has one turn (rollout.max_turns)"
+
+
+def _single_prompt(facts: RunFacts, key: str) -> str:
+    if facts.get("rollout.num_prompts") != 1:
+        return ""
+    return Rounding("a batch has one group (rollout.num_prompts 1), so both means are the same")
+
+
+IF_SEVERAL_TURNS = ActsIf("if a completion has several turns", _single_turn, "Set rollout.max_turns", by_default=True)
+IF_SEVERAL_PROMPTS = ActsIf("if a batch has several prompts", _single_prompt, "Set rollout.num_prompts")
+
+
+def _always_short(facts: RunFacts, key: str) -> str:
+    limit = facts.get("rollout.max_tokens")
+    margin = facts.beside(key, "limit") - facts.beside(key, "cache")
+    if limit is None or facts.get("rollout.max_turns") not in (None, 1) or margin < limit:
+        return ""
+    return f"no answer is longer than rollout.max_tokens {limit}, and none shorter than limit - cache {margin} is punished"
+
+
+def _demonstrations(facts: RunFacts, key: str) -> str:
+    if not facts.samples:
+        return ""
+    return "the model samples its answers, and demonstrations are not read"
+
+
+IF_ANSWERS_GROW_LONG = ActsIf("if limit - cache is below rollout.max_tokens", _always_short, "Set limit lower")
+IF_DEMONSTRATIONS_ARE_READ = ActsIf("if the recipe has 'data'", _demonstrations)
+
+
+def _cancels(facts: RunFacts, key: str) -> str:
+    """Return why the weight of a reward does nothing: it is the only one, and the advantage divides by the spread."""
+    weights = [value for name, value in facts.settings.items() if name.startswith("rewards.") and name.endswith(".weight")]
+    num_counted = sum(1 for weight in weights if weight)
+    if not facts.scale_free or num_counted > 1 or not facts.get(key) > 0 or facts.get("kl_in_reward.weight"):
+        return ""
+    return Rounding("there is one reward, and the advantage divides by its spread or mean")
+
+
+IF_REWARDS_DIFFER = ActsIf("if there are several rewards, or the advantage keeps their scale", _cancels, "Add a reward")
+
+
+def _adapts(facts: RunFacts, key: str) -> str:
+    targets = facts.get("model.adapter.targets") == "all-linear" and not facts.get("model.adapter.target_parameters.0")
+    if not targets or "head.trunk" in facts.settings:
+        return ""
+    return "the adapter's matrices are all that is trained, and Muon orthogonalizes all of them"
+
+
+IF_ADAMW_TRAINS_SOME = ActsIf("if anything but hidden matrices is trained", _adapts)
+
+
+def unless_zero(option: str) -> ActsIf:
+    """Return the condition that the option beside it is not 0."""
+
+    def why_not(facts: RunFacts, key: str) -> str:
+        if facts.beside(key, option):
+            return ""
+        above, _, _ = key.rpartition(".")
+        return f"{above}.{option} is 0"
+
+    return ActsIf(f"if {option} is above 0", why_not, f"Set {option}")
+
+
+def if_option_is(option: str, value: object) -> ActsIf:
+    """Return the condition that the option beside it has a ``value``."""
+
+    def why_not(facts: RunFacts, key: str) -> str:
+        other = facts.beside(key, option)
+        if other == value:
+            return ""
+        above, _, _ = key.rpartition(".")
+        return f"{above}.{option} is {other}"
+
+    return ActsIf(f"if {option} is {value}", why_not, f"Set {option}: {value}")
+
+
+def if_below_share_of_group(parts: int) -> ActsIf:
+    """Return the condition that a number of answers of a prompt is less than ``rollout.group_size`` over ``parts``."""
+
+    def why_not(facts: RunFacts, key: str) -> str:
+        most = int(facts.get("rollout.group_size")) // parts
+        if facts.get(key) < most:
+            return ""
+        return f"a group of rollout.group_size {facts.get('rollout.group_size')} gives at most {most}"
+
+    share = "rollout.group_size"
+    if parts > 1:
+        share = f"{share} / {parts}"
+    return ActsIf(f"below {share}", why_not, "Set rollout.group_size higher")
