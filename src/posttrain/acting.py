@@ -102,12 +102,14 @@ class ActsIf:
         remedy: what makes it act, without a full stop.
         by_default: the option is what the method is about, so that a run says so at the option's default, too, unless
             that switches it off (``SwitchedOff``).
+        distance: of a bound of the ratio of the policy to its sampler, how far from 1 it is at a value.
     """
 
     when: str
     why_not: Callable[[RunFacts, str], str]
     remedy: str = ""
     by_default: bool = False
+    distance: Callable[[float], float] | None = None
 
 
 def why_ratio_is_one(facts: RunFacts, distance: float = 1.0) -> str:
@@ -162,9 +164,11 @@ def _value_bound(facts: RunFacts, key: str) -> str:
 _SEVERAL = "if one batch of answers serves several updates, or is sampled ahead (rollout.staleness)"
 _MORE_UPDATES = "Set train.num_minibatches or train.ppo_epochs to 2 or more"
 
-IF_RATIO_MOVES = ActsIf(_SEVERAL, _bound, _MORE_UPDATES, by_default=True)
-IF_RATIO_FALLS = ActsIf(f"{_SEVERAL}; at 1 or more it is no bound", _lower_bound, _MORE_UPDATES, by_default=True)
-IF_RATIO_REACHES_CAP = ActsIf(_SEVERAL, _cap, _MORE_UPDATES, by_default=True)
+IF_RATIO_MOVES = ActsIf(_SEVERAL, _bound, _MORE_UPDATES, by_default=True, distance=float)
+IF_RATIO_FALLS = ActsIf(
+    f"{_SEVERAL}; at 1 or more it is no bound", _lower_bound, _MORE_UPDATES, by_default=True, distance=float
+)
+IF_RATIO_REACHES_CAP = ActsIf(_SEVERAL, _cap, _MORE_UPDATES, by_default=True, distance=lambda cap: cap - 1.0)
 IF_RATIO_VARIES = ActsIf(_SEVERAL, _gate, _MORE_UPDATES, by_default=True)
 IF_VALUES_MOVE = ActsIf(_SEVERAL, _value_bound, _MORE_UPDATES, by_default=True)
 
