@@ -21,6 +21,10 @@ from posttrain.recipes.sections import Component, Section, task_components
 from posttrain.untrusted import is_declared
 
 
+ROOM = 10  # how many times the mismatch of ratios a clip range should be
+BF16_MISMATCH = 5e-3  # what bf16 moves the ratio of a sampled token by, in the mean, on models of 0.1 to 2 billion
+
+
 @dataclass(frozen=True, slots=True)
 class InertOption:
     """An option that does nothing in a run.
@@ -69,6 +73,42 @@ def find_inert_options(recipe: Recipe, needs: Collection[str]) -> list[InertOpti
         is_shown = speaks or not is_default
         found.append(InertOption(key, str(reason), is_exact, is_shown, condition.remedy))
     return found
+
+
+def ratio_bounds(recipe: Recipe) -> dict[str, float]:
+    """Return by key how far from 1 the objective's bounds of the ratio to the sampler are."""
+    bounds = {}
+    for key, value, field in _options_of(recipe):
+        condition = condition_of(field)
+        if condition is not None and condition.distance is not None and value is not None:
+            bounds[key] = condition.distance(value)
+    return bounds
+
+
+def narrow_bounds(recipe: Recipe, mismatch: float) -> str:
+    """Return the bounds of the ratio that are less than ``ROOM`` times its mismatch, with their values, in words."""
+    narrow = []
+    for key, distance in ratio_bounds(recipe).items():
+        if distance < ROOM * mismatch:
+            narrow.append(f"{key} {distance:g}")
+    return ", ".join(narrow)
+
+
+def expected_narrow_bounds(recipe: Recipe) -> list[str]:
+    """Return a line where bounds of the ratio are as narrow as what 16 bits round, before anything is measured."""
+    rollout = recipe.rollout
+    if rollout is None or rollout.old_logprobs == "trainer":
+        return []
+    types = {recipe.model.dtype, rollout.engine.options.get("dtype", recipe.model.dtype)}
+    if "bf16" not in types:
+        return []
+    narrow = narrow_bounds(recipe, BF16_MISMATCH)
+    if not narrow:
+        return []
+    return [
+        f"{narrow}: in bf16 sampler and trainer round apart, which moves ratios by about {BF16_MISMATCH:g}, and a clip "
+        f"range below {ROOM} times that clips rounding. Set rollout.old_logprobs: trainer"
+    ]
 
 
 def _silent_values(field: FieldInfo) -> list[object]:
