@@ -18,7 +18,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.training.checks import resolve_components
 from small_runs import one_layer_recipe, run, save_perturbed
 
-SEVERAL = {"ppo_epochs": 3}  # updates of one batch of answers
+SEVERAL = {"ppo_epochs": 2, "num_minibatches": 2, "steps": 6}  # updates of one batch of answers
 PLAIN = {"name": "adamw", "eps": 1.0}  # steps of the size of the gradient, which amplify no rounding
 SHORT = {"max_tokens": 8}
 
@@ -74,6 +74,7 @@ CASES: dict[str, Case] = {
         {"objective": {"name": "f_dpo", "divergence": "jensen_shannon"}},
         {"objective": {"name": "f_dpo", "divergence": "alpha"}},
         kind="judged",
+        base={"train": {"lr": 1e-4}},
     ),
     "gmpo clip": ratio("gmpo", "clip", 0.4, 0.001),
     "ppo clip_low": ratio("ppo", "clip_low", 0.2, 0.001),
@@ -161,7 +162,7 @@ CASES: dict[str, Case] = {
     ),
     "uniform_by": Case(
         "rollout.uniform_by",
-        ("reward", "many_vowels"),
+        ("reward", "small_runs:many_vowels"),
         {},
         {"rollout": {"drop_uniform_groups": True}},
         base={"rollout": SHORT, "rewards": ["small_runs:vowel_share", "small_runs:many_vowels"]},
@@ -270,7 +271,7 @@ CASES: dict[str, Case] = {
         (40, 64),
         {"rollout": {"max_tokens": 1}},
         {"rollout": {"max_tokens": 8}},
-        base={"rewards": ["small_runs:vowel_share", {"name": "overlong", "limit": 64, "cache": 39}]},
+        base={"rewards": ["small_runs:vowel_share", {"name": "overlong", "limit": 64, "cache": 39}], "advantage": "raw"},
     ),
     "stories worked": Case(
         "task.worked", (1.0, 0.0), {"kind": "grpo"}, {"kind": "sft"}, base={"task": {"name": "stories", "size": 32}}
