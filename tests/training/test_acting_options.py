@@ -90,7 +90,11 @@ CASES: dict[str, Case] = {
     "sapo tau_positive": ratio("sapo", "tau_positive", 1.0, 2.0, is_exact=False),
     "sapo tau_negative": ratio("sapo", "tau_negative", 1.05, 2.0, is_exact=False),
     "sdpo ratio_cap": ratio(
-        "sdpo", "ratio_cap", 2.0, 1.001, base={"teacher": {"name": "self", "top_k": 4}, "rollout": SHORT | {"label_above": 0.25}}
+        "sdpo",
+        "ratio_cap",
+        2.0,
+        1.001,
+        base={"teacher": {"name": "self", "top_k": 4}, "rollout": SHORT | {"label_above": 0.25}},
     ),
     "on_policy_distillation clip": ratio(
         "on_policy_distillation", "clip", 0.2, 0.001, base={"teacher": {"name": "PERTURBED"}}
@@ -271,7 +275,10 @@ CASES: dict[str, Case] = {
         (40, 64),
         {"rollout": {"max_tokens": 1}},
         {"rollout": {"max_tokens": 8}},
-        base={"rewards": ["small_runs:vowel_share", {"name": "overlong", "limit": 64, "cache": 39}], "advantage": "raw"},
+        base={
+            "rewards": ["small_runs:vowel_share", {"name": "overlong", "limit": 64, "cache": 39}],
+            "advantage": "raw",
+        },
     ),
     "stories worked": Case(
         "task.worked", (1.0, 0.0), {"kind": "grpo"}, {"kind": "sft"}, base={"task": {"name": "stories", "size": 32}}
@@ -360,7 +367,7 @@ def weights_after(recipe: Recipe, folder: Path) -> Tensor:
     step = run(folder, recipe).step
     place = folder / "checkpoints" / f"step-{step:06d}"
     names = ("model.safetensors", "adapter_model.safetensors", "heads.safetensors", "critic.safetensors")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
         if (place / name).is_file():
             tensors |= load_file(place / name)

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from posttrain.acting import IF_SAMPLER_DIFFERS, IF_SAMPLER_IS_WEIGHED, IF_SAMPLER_REACHES_CAP
+from posttrain.acting.methods import IF_SAMPLER_DIFFERS, IF_SAMPLER_IS_WEIGHED, IF_SAMPLER_REACHES_CAP
 from posttrain.algorithms.objectives import primitives
 from posttrain.algorithms.objectives.surrogate import Positive
 from posttrain.registry import register
@@ -56,7 +56,13 @@ def sequence_tis(log_ratio: Tokens, mask: Mask, *, cap: Annotated[Positive, IF_S
 
 
 @register("correction")
-def icepop(log_ratio: Tokens, mask: Mask, *, low: Annotated[float, Range(ge=0), IF_SAMPLER_DIFFERS] = 0.5, high: Annotated[Positive, IF_SAMPLER_DIFFERS] = 5.0) -> Tokens:
+def icepop(
+    log_ratio: Tokens,
+    mask: Mask,
+    *,
+    low: Annotated[float, Range(ge=0), IF_SAMPLER_DIFFERS] = 0.5,
+    high: Annotated[Positive, IF_SAMPLER_DIFFERS] = 5.0,
+) -> Tokens:
     """The token's ratio where it lies in [α, β], else 0: ``w_t = k · 1[α ≤ k ≤ β]``, k = π_old / μ.
 
     IcePop (Ling Team 2025, "Every step evolves"; the Ring-1T report). The range is the one in use in

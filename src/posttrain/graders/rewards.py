@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.acting import IF_ANSWERS_GROW_LONG
+from posttrain.acting.methods import IF_ANSWERS_GROW_LONG
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade, is_blank

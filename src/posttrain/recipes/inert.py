@@ -14,12 +14,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from posttrain import registry
-from posttrain.acting import ActsIf, Rounding, RunFacts, SwitchedOff
+from posttrain.acting.facts import ActsIf, Rounding, RunFacts, SwitchedOff
 from posttrain.recipes.overriding import flatten
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe
 from posttrain.recipes.sections import Component, Section, task_components
 from posttrain.untrusted import is_declared
-
 
 ROOM = 10  # how many times the mismatch of ratios a clip range should be
 BF16_MISMATCH = 5e-3  # what bf16 moves the ratio of a sampled token by, in the mean, on models of 0.1 to 2 billion

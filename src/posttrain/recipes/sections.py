@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
-from posttrain.acting import IF_REWARDS_DIFFER
+from posttrain.acting import sections as conditions
+from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
 from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
 from posttrain.other_names import short_dtype
-from posttrain.recipes import conditions
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
 

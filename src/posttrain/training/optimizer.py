@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from posttrain import registry
-from posttrain.acting import IF_ADAMW_TRAINS_SOME
+from posttrain.acting.methods import IF_ADAMW_TRAINS_SOME
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.process_group import whole

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from posttrain.acting import (
+from posttrain.acting.methods import (
     IF_RATIO_FALLS,
     IF_RATIO_MOVES,
     IF_RATIO_REACHES_CAP,
@@ -78,7 +78,13 @@ DPPO_NEEDS = ("advantages", "sampler_logprobs")
 
 
 @register("objective", level="token", needs=DPPO_NEEDS, vanishes=("advantages",), policy_term=True)
-def dppo_tv(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15) -> Loss:
+def dppo_tv(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15,
+) -> Loss:
     """Divergence PPO with the total variation of a token: the trust region is in probabilities, not in ratios.
 
     ``values = −m ρ A`` with ``ρ = π(a_t | s_t) / μ(a_t | s_t)`` and μ the sampler's probability. The mask m is 0 if
@@ -104,7 +110,13 @@ def dppo_tv(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, 
 
 
 @register("objective", level="token", needs=DPPO_NEEDS, vanishes=("advantages",), policy_term=True)
-def dppo_kl(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05) -> Loss:
+def dppo_kl(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05,
+) -> Loss:
     """Divergence PPO with the KL divergence of "this token or any other".
 
     ``values = −m ρ A`` as in ``dppo_tv``, with ``D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π))``. The mask m is 0 if
@@ -168,7 +180,13 @@ def dro(outputs: Outputs, batch: Batch, *, beta: Annotated[NotNegative, IF_RATIO
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gspo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4) -> Loss:
+def gspo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4,
+) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
@@ -190,7 +208,13 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4) -> Loss:
+def gspo_token(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4,
+) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
     ``values = −min(s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t)`` with
@@ -212,7 +236,13 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegativ
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def cispo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 1.0, clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4.0) -> Loss:
+def cispo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 1.0,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4.0,
+) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
@@ -234,7 +264,13 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: Annotated[NotNegative, IF
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Annotated[Positive, IF_RATIO_VARIES] = 1.0, tau_negative: Annotated[Positive, IF_RATIO_VARIES] = 1.05) -> Loss:
+def sapo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    tau_positive: Annotated[Positive, IF_RATIO_VARIES] = 1.0,
+    tau_negative: Annotated[Positive, IF_RATIO_VARIES] = 1.05,
+) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
     ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1

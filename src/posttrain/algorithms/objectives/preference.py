@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from posttrain.acting import if_option_is, unless_zero
+from posttrain.acting.methods import if_option_is, unless_zero
 from posttrain.algorithms.objectives.primitives import (
     MAX_LOG_RATIO,
     MAX_LOGPROB,

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.acting import IF_DEMONSTRATIONS_ARE_READ
+from posttrain.acting.methods import IF_DEMONSTRATIONS_ARE_READ
 from posttrain.data.base import ExamplesOnDemand, Split, Task
 from posttrain.data.stories.families import (
     FAMILIES,

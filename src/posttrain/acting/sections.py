@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.acting import ActsIf, Rounding, RunFacts
+from posttrain.acting.facts import ActsIf, Rounding, RunFacts
 
 
 def _no_kl(facts: RunFacts, key: str) -> str:
@@ -138,9 +138,7 @@ IF_POLICY_DRIFTS = ActsIf(
     "from the second update on, when policy and reference differ", _never_drifts, "Set train.steps"
 )
 IF_SAMPLER_DRIFTS = ActsIf(
-    "from the second batch of answers on, when policy and reference differ",
-    _reward_never_drifts,
-    "Set train.steps"
+    "from the second batch of answers on, when policy and reference differ", _reward_never_drifts, "Set train.steps"
 )
 IF_PENALTY_COUNTS = ActsIf("if kl_in_reward.weight is above 0", _no_penalty, "Set kl_in_reward.weight")
 IF_WEIGHT_ADAPTS = ActsIf("if kl_in_reward.target is given", _no_target, "Set kl_in_reward.target")
@@ -148,7 +146,9 @@ IF_GROUPS_ARE_DROPPED = ActsIf(
     "if rollout.drop_uniform_groups is true", _keeps_groups, "Set rollout.drop_uniform_groups: true"
 )
 IF_LABELS_ARE_READ = ActsIf("if the objective reads labels, such as kto", _no_labels)
-IF_OLD_LOGPROBS_ARE_READ = ActsIf("if the objective has an importance ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs)
+IF_OLD_LOGPROBS_ARE_READ = ActsIf(
+    "if the objective has an importance ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs
+)
 IF_SEVERAL_BATCHES = ActsIf("from the second batch of answers on", _one_batch, "Set train.steps")
 IF_TURN_IS_SHORTER = ActsIf("below rollout.max_tokens", _turn_fits)
 IF_CANDIDATES_ARE_READ = ActsIf("if the objective compares whole distributions", _no_candidates)
