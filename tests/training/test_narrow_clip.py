@@ -1,4 +1,4 @@
-"""A clip range that is as narrow as the rounding of ratios is said to clip rounding, before and after it is measured."""
+"""A clip range that is as narrow as the rounding of ratios is said to clip rounding, before and after measuring."""
 
 from __future__ import annotations
 

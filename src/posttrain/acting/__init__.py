@@ -1,1 +1,1 @@
-"""Conditions on which options act, declared beside the options."""
+"""Conditions on which options act, declared at the options."""

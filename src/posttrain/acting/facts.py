@@ -1,4 +1,4 @@
-"""What a condition is, and the facts of a run that it reads: ``clip_low: Annotated[float, IF_RATIO_FALLS]``.
+"""Conditions on which an option acts, and the facts of a run that they read: ``clip_low: Annotated[float, IF_RATIO_FALLS]``.
 
 A condition reads the rest of a resolved recipe as dotted keys. Torch and pydantic are not imported here, so that a
 component that declares one can be called without them.
@@ -33,7 +33,7 @@ class RunFacts:
         """Return the value at a dotted key."""
         return self.settings.get(key, default)
 
-    def beside(self, key: str, other: str) -> Any:
+    def next_to(self, key: str, other: str) -> Any:
         """Return the value of the option ``other`` of the component or section that ``key`` is in."""
         above, _, _ = key.rpartition(".")
         return self.settings.get(f"{above}.{other}")
@@ -93,7 +93,7 @@ class SwitchedOff(str):
 
 @dataclass(frozen=True)
 class ActsIf:
-    """When an option acts.
+    """A condition on which an option acts.
 
     Args:
         when: the condition, after "acts": ``if train.schedule is linear or cosine``.

@@ -41,7 +41,7 @@ def _gate(facts: RunFacts, key: str) -> str:
 
 
 def _value_bound(facts: RunFacts, key: str) -> str:
-    if facts.beside(key, "value_weight") == 0:
+    if facts.next_to(key, "value_weight") == 0:
         return "objective.value_weight is 0"
     if facts.get(key) is None:
         return Rounding(why_ratio_is_one(facts))
@@ -74,7 +74,7 @@ def _samplers_ratio(facts: RunFacts, distance: float) -> str:
 
 
 def _samplers_cap(facts: RunFacts, key: str) -> str:
-    if facts.beside(key, "weigh") == "none":
+    if facts.next_to(key, "weigh") == "none":
         return "nothing is weighed (correction.weigh none)"
     return _samplers_ratio(facts, facts.get(key) - 1.0)
 
@@ -113,12 +113,11 @@ IF_SEVERAL_PROMPTS = ActsIf("if a batch has several prompts", _single_prompt, "S
 
 def _always_short(facts: RunFacts, key: str) -> str:
     limit = facts.get("rollout.max_tokens")
-    margin = facts.beside(key, "limit") - facts.beside(key, "cache")
+    margin = facts.next_to(key, "limit") - facts.next_to(key, "cache")
     if limit is None or facts.get("rollout.max_turns") not in (None, 1) or margin < limit:
         return ""
-    return (
-        f"no answer is longer than rollout.max_tokens {limit}, and none shorter than limit - cache {margin} is punished"
-    )
+    longest = f"no answer is longer than rollout.max_tokens {limit}"
+    return f"{longest}, and none of up to limit - cache = {margin} tokens is punished"
 
 
 def _demonstrations(facts: RunFacts, key: str) -> str:
@@ -133,10 +132,10 @@ IF_DEMONSTRATIONS_ARE_READ = ActsIf("if the recipe has 'data'", _demonstrations)
 
 def _cancels(facts: RunFacts, key: str) -> str:
     """Return why the weight of a reward does nothing: it is the only one, and the advantage divides by the spread."""
-    weights = [
-        value for name, value in facts.settings.items() if name.startswith("rewards.") and name.endswith(".weight")
-    ]
-    num_counted = sum(1 for weight in weights if weight)
+    num_counted = 0
+    for name, value in facts.settings.items():
+        if name.startswith("rewards.") and name.endswith(".weight") and value:
+            num_counted += 1
     if not facts.scale_free or num_counted > 1 or not facts.get(key) > 0 or facts.get("kl_in_reward.weight"):
         return ""
     return Rounding("there is one reward, and the advantage divides by its spread or mean")
@@ -156,10 +155,10 @@ IF_ADAMW_TRAINS_SOME = ActsIf("if anything but hidden matrices is trained", _ada
 
 
 def unless_zero(option: str) -> ActsIf:
-    """Return the condition that the option beside it is not 0."""
+    """Return the condition that the option next to it is not 0."""
 
     def why_not(facts: RunFacts, key: str) -> str:
-        if facts.beside(key, option):
+        if facts.next_to(key, option):
             return ""
         above, _, _ = key.rpartition(".")
         return f"{above}.{option} is 0"
@@ -168,10 +167,10 @@ def unless_zero(option: str) -> ActsIf:
 
 
 def if_option_is(option: str, value: object) -> ActsIf:
-    """Return the condition that the option beside it has a ``value``."""
+    """Return the condition that the option next to it has a ``value``."""
 
     def why_not(facts: RunFacts, key: str) -> str:
-        other = facts.beside(key, option)
+        other = facts.next_to(key, option)
         if other == value:
             return ""
         above, _, _ = key.rpartition(".")

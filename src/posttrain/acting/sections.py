@@ -13,7 +13,7 @@ def _no_kl(facts: RunFacts, key: str) -> str:
 
 def _never_drifts(facts: RunFacts, key: str) -> str:
     """The KL of the policy to itself is 0, and so are the gradients of k2 and k3 there."""
-    moves = facts.steps != 1 or facts.beside(key, "kl_estimator") == "k1" or facts.drops_inputs
+    moves = facts.steps != 1 or facts.next_to(key, "kl_estimator") == "k1" or facts.drops_inputs
     if moves or not facts.get(key):
         return ""
     return Rounding("the run makes one update (train.steps 1), and until then the policy is the reference")
@@ -147,7 +147,7 @@ IF_GROUPS_ARE_DROPPED = ActsIf(
 )
 IF_LABELS_ARE_READ = ActsIf("if the objective reads labels, such as kto", _no_labels)
 IF_OLD_LOGPROBS_ARE_READ = ActsIf(
-    "if the objective has an importance ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs
+    "if the objective has a ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs
 )
 IF_SEVERAL_BATCHES = ActsIf("from the second batch of answers on", _one_batch, "Set train.steps")
 IF_TURN_IS_SHORTER = ActsIf("below rollout.max_tokens", _turn_fits)

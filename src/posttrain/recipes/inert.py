@@ -1,6 +1,6 @@
 """Options of a resolved recipe that cannot change what its run does, with the reason.
 
-The conditions are declared beside the options (``posttrain.acting``): in the annotations of sections, and of the
+The conditions are declared at the options (``posttrain.acting``): in the annotations of sections, and of the
 keyword-only arguments of components.
 """
 
