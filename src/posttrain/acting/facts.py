@@ -1,4 +1,4 @@
-"""Conditions on which an option acts, and the facts of a run that they read: ``clip_low: Annotated[float, IF_RATIO_FALLS]``.
+"""Conditions on which an option acts, and the facts that they read: ``clip: Annotated[float, IF_RATIO_MOVES]``.
 
 A condition reads the rest of a resolved recipe as dotted keys. Torch and pydantic are not imported here, so that a
 component that declares one can be called without them.
