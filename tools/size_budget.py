@@ -41,16 +41,16 @@ TOKENS: dict[str, int] = {
     "graders": 38_333,
     "ground": 18_099,
     "interpret": 37_939,
-    "models": 32_274,
-    "other_names": 5_005,
-    "recipes": 10_758,
+    "models": 32_434,
+    "other_names": 5_031,
+    "recipes": 10_787,
     "reports": 16_977,
     "runs": 24_624,
     "sampling": 48_940,
     "store": 15_947,
     "sweeps": 16_001,
     "terminal": 4_099,
-    "training": 47_704,
+    "training": 49_099,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
