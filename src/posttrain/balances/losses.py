@@ -33,6 +33,7 @@ class LossInputs:
     mask: Tensor
     logprobs: Tensor
     old: Tensor | None = None
+    sampler: Tensor | None = None
     advantages: Tensor | None = None
     reference: Tensor | None = None
     entropy: Tensor | None = None
@@ -81,7 +82,9 @@ def expected_regularizers(inputs: LossInputs, kl_coef: float, estimator: str, en
     if kl_coef:
         assert inputs.reference is not None
         r = _between(inputs.logprobs, inputs.reference)
-        kl = {"k1": r, "k2": r * r / 2, "k3": (-r).expm1() + r}[estimator]
+        kl = {"k1": r, "k2": r * r / 2}.get(estimator, (-r).expm1() + r)
+        if estimator == "k3_weighted":
+            kl = _log_rho(inputs).exp() * kl
         values = values + kl_coef * kl
     if entropy_coef:
         assert inputs.entropy is not None
@@ -118,7 +121,13 @@ def _surrogate(rho: Tensor, a: Tensor, o: OptionValues) -> Computed:
     held_low = (a < 0) & (rho < low)
     held_high = (a > 0) & (rho > high)
     values = torch.where(held_low, -a * low, torch.where(held_high, -a * high, -a * rho))
-    return Computed(values, (held_low | held_high).double())
+    held = held_low | held_high
+    most = o.get("clip_max")
+    if most is not None:  # the dual clip (Ye et al. 2020, eq. 3)
+        held_most = (a < 0) & (rho > most)
+        values = torch.where(held_most, -a * most, values)
+        held = held | held_most
+    return Computed(values, held.double())
 
 
 def _score_function(x: LossInputs, o: OptionValues) -> Computed:
@@ -177,6 +186,41 @@ def _actor_and_critic(x: LossInputs, o: OptionValues) -> Computed:
     return Computed(policy.values + o.get("value_weight", 0.5) * loss, policy.clipped)
 
 
+def _within_trust(x: LossInputs, o: OptionValues, *, in_nats: bool) -> Computed:
+    """``−ρ A`` with the sampler's ratio, 0 of tokens that left the trust region (Qi et al. 2026, eq. 13 and 14)."""
+    assert x.sampler is not None
+    a = _a(x)
+    gap = torch.where(x.mask, _between(x.logprobs, x.sampler), torch.zeros_like(x.logprobs))
+    policy, sampler = x.logprobs.detach().exp(), x.sampler.exp()
+    distance = (policy - sampler).abs()
+    limit = 0.15
+    if in_nats:
+        rest = [torch.log(-torch.expm1(p.clamp(max=-1e-6))) for p in (x.sampler, x.logprobs.detach())]
+        distance = -sampler * gap.detach() + (1.0 - sampler) * (rest[0] - rest[1])
+        limit = 0.05
+    rises = (a > 0) & (policy > sampler) & (distance > o.get("clip_high", limit))
+    falls = (a < 0) & (policy < sampler) & (distance > o.get("clip_low", limit))
+    left = rises | falls
+    return Computed(torch.where(left, torch.zeros_like(a), -gap.exp() * a), left.double())
+
+
+def _trust_in_probability(x: LossInputs, o: OptionValues) -> Computed:
+    return _within_trust(x, o, in_nats=False)
+
+
+def _trust_in_nats(x: LossInputs, o: OptionValues) -> Computed:
+    return _within_trust(x, o, in_nats=True)
+
+
+def _squared_ratio(x: LossInputs, o: OptionValues) -> Computed:
+    rho = _log_rho(x)
+    return Computed(o.get("beta", 0.05) * rho * rho / 2 - _a(x) * x.logprobs)
+
+
+def _own_probability(x: LossInputs, o: OptionValues) -> Computed:
+    return Computed(-x.logprobs * x.logprobs.detach().exp())
+
+
 def _likelihood(x: LossInputs, o: OptionValues) -> Computed:
     return Computed(-x.logprobs)
 
@@ -221,7 +265,11 @@ _TOKENS: dict[str, Callable[[LossInputs, OptionValues], Computed]] = {
     "sapo": _soft_gate,
     "gmpo": _geometric_mean,
     "ppo": _actor_and_critic,
+    "dppo_tv": _trust_in_probability,
+    "dppo_kl": _trust_in_nats,
+    "dro": _squared_ratio,
     "cross_entropy": _likelihood,
+    "dft": _own_probability,
     "on_policy_distillation": _towards_teacher,
     "outcome": _outcomes,
     "process": _steps,
@@ -320,6 +368,54 @@ def _anchored_down(x: LossInputs, o: OptionValues) -> Tensor:
     return chosen.sigmoid() + 1.0 - (chosen - rejected).sigmoid()
 
 
+def _two_targets(x: LossInputs, o: OptionValues) -> Tensor:
+    chosen, rejected = _ratios(x, o)
+    target = 0.5 / o.get("beta", 0.1)
+    return (chosen - target).square() + (rejected + target).square()
+
+
+def _two_classes(x: LossInputs, o: OptionValues) -> Tensor:
+    chosen, rejected = _rewards(x, o, 0.1)
+    return softplus(-chosen) + softplus(rejected)
+
+
+def _blend(x: LossInputs, o: OptionValues) -> Tensor:
+    logit = _logit(x, {"beta": 0.05, **o})
+    share = (logit / o.get("temperature", 0.05)).sigmoid()
+    return (1.0 - share) * softplus(-logit) + share * torch.exp(-logit.clamp(min=-LARGEST))
+
+
+def _other_divergence(x: LossInputs, o: OptionValues) -> Tensor:
+    kind = o.get("divergence", "jensen_shannon")
+    power = 1.0
+    if kind == "alpha":
+        power = o.get("alpha", 0.5)
+    slopes = []
+    for z in _ratios(x, {}):
+        slope = -torch.exp((-power * z).clamp(-LARGEST, LARGEST)) / power
+        if kind == "jensen_shannon":
+            slope = -softplus(-z)
+        slopes.append(slope)
+    return softplus(-o.get("beta", 0.1) * (slopes[0] - slopes[1]))
+
+
+def _common_length(x: LossInputs, o: OptionValues) -> Tensor:
+    """Tokens beyond the length of the other answer count α (Liu et al. 2024, eq. 9 and 10)."""
+    assert x.reference is not None
+    lengths = x.lengths
+    common = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)[:, None]
+    beyond = x.mask.cumsum(dim=1) > common
+    gap = x.logprobs - x.reference
+    rows = _sums(x, torch.where(beyond, o.get("alpha", 0.5) * gap, gap))
+    return softplus(-o.get("beta", 0.1) * (rows[0::2] - rows[1::2]))
+
+
+def _mixed(x: LossInputs, o: OptionValues) -> Tensor:
+    likelihood = (_sums(x, x.logprobs) / x.lengths)[0::2]
+    preference = o.get("preference_weight", 0.8) * softplus(-_logit(x, o))
+    return preference + o.get("quality_weight", 0.2) * _two_classes(x, o) - o.get("nll_weight", 1.0) * likelihood
+
+
 def _prospect(x: LossInputs, o: OptionValues) -> Tensor:
     assert x.reference is not None
     beta = o.get("beta", 0.1)
@@ -352,6 +448,12 @@ _UNITS: dict[str, Callable[[LossInputs, OptionValues], Tensor]] = {
     "nca": _noise_contrastive,
     "apo_zero": _anchored_at_zero,
     "apo_down": _anchored_down,
+    "sppo": _two_targets,
+    "bco": _two_classes,
+    "discopop": _blend,
+    "f_dpo": _other_divergence,
+    "ld_dpo": _common_length,
+    "mpo": _mixed,
     "kto": _prospect,
     "bradley_terry": _bradley_terry,
 }

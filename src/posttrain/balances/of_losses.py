@@ -18,6 +18,8 @@ from posttrain.balances.of_rows import places_of
 from posttrain.balances.record import RowSums, StepRecord, TokenRecord
 from posttrain.balances.weights import expected_correction, expected_weights
 
+# Read labels, a baseline, a teacher or single tokens, which a file has not.
+NEEDS_TOKENS = ("kto", "on_policy_distillation", "ld_dpo", "dft")
 CORRECTION_LIMIT = 1e-5  # factors are fp32
 
 
@@ -157,12 +159,14 @@ def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | 
     if old is not None and sampler is not None and sampling is not None and not sampling.old_from_trainer:
         old = sampler
     logprobs = tokens.logprobs.clone()
-    if old is not None:
-        logprobs[~rows.computed] = old[~rows.computed]
+    for known in (sampler, old):
+        if known is not None:
+            logprobs[~rows.computed] = known[~rows.computed]
     inputs = LossInputs(
         mask,
         logprobs,
         old,
+        sampler,
         _advantages_at_tokens(record, tokens, advantages, places, grid),
         fields.get("ref_logprobs"),
         entropy=_copied(tokens.entropy),
@@ -278,8 +282,8 @@ def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) ->
     facts = record.facts
     if facts.objective.name in OF_A_HEAD or facts.correction is not None or facts.entropy_coef:
         return None
-    if facts.objective.name in ("kto", "on_policy_distillation"):
-        return None  # labels, a baseline or a teacher, which a file has not
+    if facts.objective.name in NEEDS_TOKENS or facts.kl_estimator == "k3_weighted":
+        return None
     a = rows.advantage.clone()
     reads_advantages = facts.level == "token" and facts.objective.name != "cross_entropy"
     if reads_advantages:
@@ -297,6 +301,7 @@ def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) ->
     inputs = LossInputs(
         (counts > 0)[:, None],
         (rows.logprob / each)[:, None],
+        (rows.old / each)[:, None],
         (rows.old / each)[:, None],
         a[:, None],
         (rows.reference / each)[:, None],

@@ -53,7 +53,7 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, check_mismatch
+from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.update_records import UpdateRecords, open_records
@@ -287,6 +287,9 @@ class Loop:
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
+        narrow = describe_narrow_clip(self.recipe, self.parts.policy, metrics, self.step)
+        if narrow:
+            warnings["clip"] = narrow
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
             warnings |= learning_warnings(self.metrics.read())
         for name in warnings.keys() - self.warned:
@@ -335,9 +338,10 @@ class Loop:
         """Store the record of an update, and tell of each balance that does not hold for the first time."""
         self.update_records.keep(found)
         for one in found:
-            if one.check in self.warned:
+            key = f"balance {one.check}"
+            if key in self.warned:
                 continue
-            self.warned.add(one.check)
+            self.warned.add(key)
             self.observer("notice", {"message": one.message})
 
     @phase("held-out evaluation")
