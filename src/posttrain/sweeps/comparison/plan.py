@@ -274,7 +274,7 @@ def describe_design(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> lis
 def describe_power(plan: ComparisonPlan) -> list[str]:
     """Say which differences the final seeds can find, in standard deviations over seeds."""
     if plan.num_seeds < 2:
-        return ["one seed a method has no spread: no difference can be told from chance. Give --seeds 2 or more"]
+        return ["one seed a method has no spread: no difference is more than chance. Give --seeds 2 or more"]
     num_pairs = len(list(combinations(plan.rows, 2)))
     parts = []
     for count, what in ((1, "one comparison"), (len(plan.rows) - 1, "against the baseline"), (num_pairs, "all pairs")):
