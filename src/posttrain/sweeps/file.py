@@ -102,7 +102,7 @@ class Variants(Section):
     label: str
 
 
-class Stage(Section):
+class EvaluatedRuns(Section):
     """A part of a comparison. ``split``, ``problems``: what its runs are evaluated on, ``every`` so many steps.
 
     ``cpu_seconds``: of a run, an estimate for each variant, until runs of it have been measured.
@@ -114,7 +114,7 @@ class Stage(Section):
     cpu_seconds: Annotated[list[float], Field(min_length=1)]
 
 
-class Tuning(Stage):
+class Tuning(EvaluatedRuns):
     """The runs that choose each row's learning rate; their seeds are 0, 1, ..."""
 
     seeds: int = Field(default=2, ge=1, le=99)
@@ -132,7 +132,7 @@ class Comparison(Section):
     rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
     over: Variants | None = None
     tuning: Tuning
-    final: Stage
+    final: EvaluatedRuns
     threshold: float = Field(default=0.5, gt=0, le=1)
     recorded: str | None = None
     keep_runs: bool = False

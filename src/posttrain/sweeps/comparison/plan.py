@@ -26,7 +26,7 @@ from posttrain.sweeps.file import (
     Comparison,
     Overrides,
     RowReader,
-    Stage,
+    EvaluatedRuns,
     SweepFile,
     SweepRow,
     choose_rows,
@@ -119,7 +119,7 @@ class ComparisonPlan:
     def _data(self, stage: StageName, recipe: Recipe, variant: int) -> dict[str, Any]:
         """Return the data of a recipe in a variant, evaluated as a stage wants it."""
         data = recipe.dump()
-        section: Stage = getattr(self.design, stage)
+        section: EvaluatedRuns = getattr(self.design, stage)
         tasks = [{**task, "split": section.split} for task in data["eval"]["tasks"]]
         evaluation = {"tasks": tasks, "every": section.every, "num_examples": section.problems}
         data["eval"] = {**data["eval"], **evaluation}
