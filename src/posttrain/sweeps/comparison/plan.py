@@ -24,9 +24,9 @@ from posttrain.strict_yaml import write_yaml
 from posttrain.sweeps.comparison.records import TrialRecord
 from posttrain.sweeps.file import (
     Comparison,
+    EvaluatedRuns,
     Overrides,
     RowReader,
-    EvaluatedRuns,
     SweepFile,
     SweepRow,
     choose_rows,
