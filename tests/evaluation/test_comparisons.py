@@ -88,8 +88,8 @@ def test_probability_of_improvement_is_rliables() -> None:
 def test_holm_by_hand() -> None:
     # sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1; none below the one before it
     assert holm([0.04, 0.01, 0.03, 0.02]) == approx([0.06, 0.04, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([0.5, 0.9]).tolist() == [1.0, 1.0]
+    assert holm([]).tolist() == []
 
 
 @pytest.mark.parametrize(

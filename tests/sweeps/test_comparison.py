@@ -29,7 +29,7 @@ from posttrain.sweeps.comparison.plan import (
 )
 from posttrain.sweeps.comparison.records import TrialRecord, read_recorded, record_path
 from posttrain.sweeps.comparison.report import collect_comparison
-from posttrain.sweeps.comparison.runner import load_records, run_comparison
+from posttrain.sweeps.comparison.runner import load_records, make_comparison
 from posttrain.sweeps.runner import SweepOutcome
 
 SMALL = [
@@ -126,7 +126,7 @@ def test_trials_differ_in_what_they_are_named_after(make_plan: MakePlan) -> None
 def test_the_best_rate_is_trained_with_fresh_seeds(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
     train = FakeTraining(monkeypatch)
-    outcome = run_comparison(plan, train=train)
+    outcome = make_comparison(plan, train=train)
     assert (outcome.failures, outcome.interrupted) == ({}, False)
     assert train.names[4:] == [
         f"final-{row}-num_minibatches-2-lr1e-05-seed{seed}" for seed in (100, 101, 102) for row in ("grpo", "dr-grpo")
@@ -136,29 +136,29 @@ def test_the_best_rate_is_trained_with_fresh_seeds(make_plan: MakePlan, monkeypa
     assert choose_rates(plan, records) == {("grpo", 0): 1e-5, ("dr-grpo", 0): 1e-5}
     assert not list((plan.folder / "cells").glob("*/recipe.yaml"))  # folders of runs go
     again = FakeTraining(monkeypatch)
-    run_comparison(plan, train=again)
+    make_comparison(plan, train=again)
     assert again.names == []
 
 
 def test_more_seeds_and_rows_are_added_to_what_is_there(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_comparison(make_plan(num_seeds=2), train=FakeTraining(monkeypatch))
+    make_comparison(make_plan(num_seeds=2), train=FakeTraining(monkeypatch))
     more = FakeTraining(monkeypatch)
     plan = make_plan(rows=("dr-grpo", "cispo"), num_seeds=3)
     assert describe_design(plan, load_records(plan))[0].endswith("; 7 are left")
-    run_comparison(plan, train=more)
+    make_comparison(plan, train=more)
     assert sum("cispo" in name for name in more.names) == 2 + 3
     assert len(more.names) == 7
 
 
 def test_an_interrupted_comparison_goes_on(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
-    outcome = run_comparison(
+    outcome = make_comparison(
         plan, train=FakeTraining(monkeypatch, {"tuning-dr-grpo-num_minibatches-2-lr1e-05": "interrupt"})
     )
     assert outcome.interrupted
     assert len(load_records(plan)) == 3
     train = FakeTraining(monkeypatch)
-    assert not run_comparison(plan, train=train).interrupted
+    assert not make_comparison(plan, train=train).interrupted
     assert train.names[0] == "tuning-dr-grpo-num_minibatches-2-lr1e-05-seed0"
     resumed = next(record for record in load_records(plan) if (record.row, record.rate) == ("dr-grpo", 1e-5))
     assert resumed.cpu_seconds is None  # those of the first attempt are not known
@@ -168,7 +168,7 @@ def test_a_failure_stops_no_other_and_its_method_is_not_tuned(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan()
-    outcome = run_comparison(
+    outcome = make_comparison(
         plan, train=FakeTraining(monkeypatch, {"tuning-dr-grpo-num_minibatches-2-lr0.0001": "fail"})
     )
     assert list(outcome.failures) == ["tuning-dr-grpo-num_minibatches-2-lr0.0001-seed0"]
@@ -176,17 +176,17 @@ def test_a_failure_stops_no_other_and_its_method_is_not_tuned(
     assert {record.row for record in records if record.stage == "final"} == {"grpo"}
     results = collect_comparison(plan, records, outcome, "a command")
     assert "it broke" in results.problems[0]
-    run_comparison(plan, train=FakeTraining(monkeypatch))
+    make_comparison(plan, train=FakeTraining(monkeypatch))
     assert len(load_records(plan)) == 10
 
 
 def test_records_of_another_recipe_are_refused_and_nothing_changes(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_comparison(make_plan(), train=FakeTraining(monkeypatch))
+    make_comparison(make_plan(), train=FakeTraining(monkeypatch))
     train = FakeTraining(monkeypatch)
     with pytest.raises(RunConflict, match="--run NAME"):
-        run_comparison(make_plan(("rollout.temperature", "0.9")), train=train)
+        make_comparison(make_plan(("rollout.temperature", "0.9")), train=train)
     assert train.names == []
 
 
@@ -204,14 +204,14 @@ def test_a_trial_that_another_process_holds_is_waited_for(make_plan: MakePlan, m
             held.close()
         return train(recipe, **options)
 
-    run_comparison(plan, train=launch_and_release)
+    make_comparison(plan, train=launch_and_release)
     assert train.names.index(first.name) == 3  # the last of the tuning
     assert len(load_records(plan)) == 8
 
 
 def test_recorded_results_are_taken_over(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = make_plan()
-    run_comparison(plan, train=FakeTraining(monkeypatch))
+    make_comparison(plan, train=FakeTraining(monkeypatch))
     path = tmp_path / "earlier.json"
     results = collect_comparison(plan, load_records(plan), SweepOutcome(), "a command")
     path.write_text(results.to_json())
@@ -224,19 +224,19 @@ def test_recorded_results_are_taken_over(make_plan: MakePlan, monkeypatch: pytes
         num_seeds=4,
     )
     train = FakeTraining(monkeypatch)
-    run_comparison(later, train=train)
+    make_comparison(later, train=train)
     assert sorted(name.rpartition("-")[2] for name in train.names) == ["seed103"] * 2
     path.write_text('{"trials": [{"row": 1}]}')
     with pytest.raises(DataError, match="trials"):
-        run_comparison(later, train=train)
+        make_comparison(later, train=train)
     path.unlink()
     with pytest.raises(DataError, match="no such file"):
-        run_comparison(later, train=train)
+        make_comparison(later, train=train)
 
 
 def test_tables_say_what_was_measured(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
-    run_comparison(plan, train=FakeTraining(monkeypatch))
+    make_comparison(plan, train=FakeTraining(monkeypatch))
     results = collect_comparison(plan, load_records(plan), SweepOutcome(), "a command")
     methods, pairs, rates = results.tables
     grpo = dict(zip(methods.header, methods.lines[0], strict=True))
@@ -265,7 +265,7 @@ def test_one_seed_has_intervals_over_problems_and_no_pairs(
 ) -> None:
     plan = make_plan(num_seeds=1)
     assert "no spread" in describe_design(plan, [])[-1]
-    run_comparison(plan, train=FakeTraining(monkeypatch))
+    make_comparison(plan, train=FakeTraining(monkeypatch))
     results = collect_comparison(plan, load_records(plan), SweepOutcome(), "a command")
     assert len(results.tables) == 2
     assert "83.3% [" in results.tables[0].lines[0][4]
@@ -273,7 +273,7 @@ def test_one_seed_has_intervals_over_problems_and_no_pairs(
 
 def test_a_fall_from_the_peak_is_told(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
-    run_comparison(plan, train=FakeTraining(monkeypatch))
+    make_comparison(plan, train=FakeTraining(monkeypatch))
     records = [replace(record, curve=[(0, 0.1), (1, 0.9), (2, 0.6)]) for record in load_records(plan)]
     results = collect_comparison(plan, records, SweepOutcome(), "a command")
     assert "grpo fell: 90.0% at the peak, 60.0% at the end" in results.findings

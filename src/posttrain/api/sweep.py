@@ -28,7 +28,7 @@ from posttrain.reports.sweeps import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design, load_comparison, names_comparison
 from posttrain.sweeps.comparison.report import collect_comparison
-from posttrain.sweeps.comparison.runner import load_records, run_comparison
+from posttrain.sweeps.comparison.runner import load_records, make_comparison
 from posttrain.sweeps.file import Overrides
 from posttrain.sweeps.plan import SweepPlan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
@@ -200,7 +200,7 @@ def make_sweep(plan: SweepPlan | ComparisonPlan, command: str, jobs: int | None,
             tell(line, False)
     with heartbeat("sweep", console.file, is_on=not quiet and not console.is_terminal):
         if isinstance(plan, ComparisonPlan):
-            outcome = run_comparison(plan, jobs=jobs, say=tell)
+            outcome = make_comparison(plan, jobs=jobs, say=tell)
         else:
             outcome = run_trials(plan, jobs=jobs, say=tell)
     try:

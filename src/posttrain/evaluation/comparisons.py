@@ -144,17 +144,18 @@ def improvement_interval(
     return float(low), float(high)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values so that the chance of any false finding among them stays below the level they are held against.
+def holm(p_values: ArrayLike) -> NDArray[np.float64]:
+    """Adjust p values ``[m]`` so that the chance of any false finding is no more than the level they are compared with.
 
-    ``max over j up to i of min(1, (m − j + 1) p_(j))`` for the i-th smallest of m. Source: Holm (1979).
+    ``max over j up to i of min(1, (m − j + 1) p_(j))`` for the i-th smallest. Source: Holm (1979).
     """
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = highest
+    import numpy as np
+
+    values = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty_like(values)
+    factors = np.arange(len(values), 0, -1)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(values[order] * factors))
     return adjusted
 
 

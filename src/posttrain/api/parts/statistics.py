@@ -3,8 +3,7 @@
 ``pass_at_k``, ``wilson_interval``, ``item_interval``, ``standard_error``, ``mcnemar_p``, ``majority_at_k``,
 ``pair_wins``, ``area_under_curve`` and ``best_of_n`` take the standard library alone; ``paired_bootstrap``,
 ``half_width`` and ``summarize_seeds`` take numpy, as do those of methods that are compared over seeds and problems
-(``interquartile_mean`` to ``detectable_difference``), but for ``holm``, ``mean_height``, ``steps_to`` and
-``usable_rates``.
+(``interquartile_mean`` to ``detectable_difference``), but for ``mean_height``, ``steps_to`` and ``usable_rates``.
 
 Examples:
     >>> statistics.wilson_interval(30, 100)

@@ -166,8 +166,8 @@ def compare_pairs(methods: Sequence[MethodResult], baseline: str) -> list[PairRe
             pairs.append((a, b))
     ends = [crossed_difference(a.outcomes, b.outcomes) for a, b in pairs]
     runs = [seed_difference(a.heights, b.heights) for a, b in pairs]
-    end_ps = holm([end.p for end in ends])
-    run_ps = holm([run.p for run in runs])
+    end_ps = holm([end.p for end in ends]).tolist()
+    run_ps = holm([run.p for run in runs]).tolist()
     results = []
     for (a, b), end, run, end_p, run_p in zip(pairs, ends, runs, end_ps, run_ps, strict=True):
         results.append(PairResult(a.row, b.row, end, run, end_p, run_p))

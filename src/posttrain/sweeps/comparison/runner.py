@@ -87,7 +87,7 @@ def _find(plan: ComparisonPlan, trial: ComparisonTrial, earlier: Mapping[str, Tr
     return record
 
 
-def run_comparison(
+def make_comparison(
     plan: ComparisonPlan,
     *,
     jobs: int | None = None,
