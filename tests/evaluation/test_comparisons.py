@@ -103,6 +103,12 @@ def test_detectable_difference_has_the_power_that_scipy_computes(n: int, one: fl
         assert detectable_difference(n, num_comparisons=12) == approx(twelve, abs=0.001)
 
 
+@pytest.mark.parametrize("options", [{"power": 1.0}, {"power": 0.01}, {"level": 0.0}, {"num_comparisons": 0}])
+def test_power_that_no_difference_has_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="0 < level < power < 1"):
+        detectable_difference(5, **options)  # type: ignore[arg-type]
+
+
 def test_power_is_the_level_without_a_difference_and_is_that_of_a_simulation() -> None:
     assert power_of_two_samples(0.0, 4) == approx(0.05, abs=1e-6)
     assert power_of_two_samples(50.0, 4) == approx(1.0, abs=1e-9)

@@ -335,8 +335,10 @@ def detectable_difference(n: int, *, num_comparisons: int = 1, power: float = 0.
         num_comparisons: the level is divided by it (Bonferroni; the first step of Holm's procedure).
 
     Raises:
-        ValueError: fewer than two runs.
+        ValueError: fewer than two runs, no comparison, or not ``0 < level < power < 1``.
     """
+    if not 0.0 < level < power < 1.0 or num_comparisons < 1:
+        raise ValueError("0 < level < power < 1 and one comparison or more are needed")
     own_level = level / num_comparisons
     low = 0.0
     high = 1.0
