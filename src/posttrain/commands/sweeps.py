@@ -121,12 +121,16 @@ def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
 
 
 def describe_plan(plan: SweepPlan | ComparisonPlan) -> list[str]:
-    """Describe the trials and what each needs, and how rows differ from their base, a line each."""
+    """Describe the trials and what each needs, how rows differ from their base, and options that do nothing."""
+    from posttrain.api.training import inert_lines
     from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design
     from posttrain.sweeps.comparison.runner import load_records
 
     if isinstance(plan, ComparisonPlan):
-        return [f"{plan.folder}: a comparison", *describe_design(plan, load_records(plan))]
+        lines = [f"{plan.folder}: a comparison", *describe_design(plan, load_records(plan))]
+        for trial in plan.first_trials():
+            lines += [f"{trial.name}: {line}" for line in inert_lines(trial.recipe)]
+        return lines
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
         after = ""
@@ -137,6 +141,8 @@ def describe_plan(plan: SweepPlan | ComparisonPlan) -> list[str]:
         for row in plan.rows:
             changes = ", ".join(sorted(row.differs)) or "nothing but the method"
             lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
+    for row in plan.rows:
+        lines += [f"{row.name}: {line}" for line in inert_lines(row.recipe)]
     return lines
 
 

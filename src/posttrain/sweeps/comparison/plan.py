@@ -101,6 +101,11 @@ class ComparisonPlan:
                         trials.append(self._trial("final", row, variant, rate, seed))
         return trials
 
+    def first_trials(self) -> list[ComparisonTrial]:
+        """One trial of each row in each variant, to be checked before any is trained."""
+        cells = [(row, variant) for variant in range(len(self.variants)) for row in self.rows]
+        return [self._trial("final", row, variant, self.design.rates[0], FIRST_FINAL_SEED) for row, variant in cells]
+
     def _trial(self, stage: StageName, row: SweepRow, variant: int, rate: float, seed: int) -> ComparisonTrial:
         words = [stage, row.name]
         if self.design.over is not None:
@@ -195,11 +200,8 @@ def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> None:
         raise error_at(document, "comparison.rates", "a rate is there twice; leave one out")
     if len(set(plan.variants)) < len(plan.variants):
         raise error_at(document, "comparison.over.values", "a value is there twice; leave one out")
-    rates = {(row.name, variant): design.rates[0] for row in plan.rows for variant in range(len(plan.variants))}
     seen: dict[str, str] = {}
-    for trial in plan.final(rates):
-        if trial.seed > FIRST_FINAL_SEED:
-            break
+    for trial in plan.first_trials():
         if not trial.recipe.eval.tasks:
             raise RecipeError(f"{trial.row}: eval.tasks: a comparison needs held-out problems; name a task")
         try:
