@@ -128,8 +128,8 @@ def describe_plan(plan: SweepPlan | ComparisonPlan) -> list[str]:
 
     if isinstance(plan, ComparisonPlan):
         lines = [f"{plan.folder}: a comparison", *describe_design(plan, load_records(plan))]
-        for trial in plan.first_trials():
-            lines += [f"{trial.name}: {line}" for line in inert_lines(trial.recipe)]
+        for first in plan.first_trials():
+            lines += [f"{first.name}: {line}" for line in inert_lines(first.recipe)]
         return lines
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
