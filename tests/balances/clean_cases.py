@@ -110,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": grpo(model=LORA, regularize={"kl_coef": 0.1}),
     "lora with dropout": grpo(model={"adapter": {"rank": 2, "dropout": 0.3}}, train=SHARED),
     "lora, weights in bf16": grpo(model=LORA | {"dtype": "bf16"}, regularize={"kl_coef": 0.1}),
-    "bf16 products": grpo(rollout=SHORT | TRAINER, train={"precision": "bf16", "steps": 4}, regularize={"kl_coef": 0.1}),
+    "bf16 products": grpo(rollout=SHORT | TRAINER, train={"precision": "bf16"}, regularize={"kl_coef": 0.1}),
     "fp64": grpo(model={"dtype": "fp64"}, train=SHARED),
     "muon": grpo(optimizer="muon"),
     "decay and warm-up": grpo(
@@ -133,7 +133,9 @@ CASES: dict[str, dict[str, Any]] = {
         train={"steps": 6},
     ),
     "all tokens": {"kind": "sft", "data": {"train_on": "all"}},
-    "two rewards": grpo(rewards=[{"name": "small_runs:vowel_share", "weight": 2.0}, {"name": "xml_format", "weight": -0.3}]),
+    "two rewards": grpo(
+        rewards=[{"name": "small_runs:vowel_share", "weight": 2.0}, {"name": "xml_format", "weight": -0.3}]
+    ),
 }
 # One of each kind, for the fast suite.
 FAST = (
