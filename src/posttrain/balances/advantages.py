@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.balances.record import RunFacts, SampledAnswer, StepRecord
+from posttrain.balances.record import SampledAnswer, StepRecord, UpdateFacts
 
 PerAnswer = Sequence[list[float] | None]  # of each answer one number, or one for each token that the model wrote
 Groups = Sequence[Sequence[float]]
@@ -222,7 +222,7 @@ def _per_token(record: StepRecord, members: Sequence[Sequence[int]]) -> PerAnswe
     return [computed.get(place) for place in range(len(record.answers))]
 
 
-def _pay(facts: RunFacts, answer: SampledAnswer, penalty: Sequence[float], is_unpaid: bool) -> list[float]:
+def _pay(facts: UpdateFacts, answer: SampledAnswer, penalty: Sequence[float], is_unpaid: bool) -> list[float]:
     """Rewards at own tokens: those of turns at their ends, the rest at the last, less the penalty of each."""
     assert facts.sampling is not None
     paid = [-x for x in penalty]

@@ -82,7 +82,7 @@ class SamplingFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class UpdateFacts:
     """The facts that balances read of a recipe and of what was built from it.
 
     sampler_limit, trainer_limit: the largest mean KL, in nats per token, between sampler and trainer, and between two
@@ -247,7 +247,7 @@ class StepRecord:
 
     step: int
     update: int
-    facts: RunFacts
+    facts: UpdateFacts
     measured: Mapping[str, float]
     rows: RowSums | None = None
     answers: Sequence[SampledAnswer] = ()

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
-from posttrain.balances.record import RunFacts
+from posttrain.balances.record import UpdateFacts
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
@@ -82,7 +82,7 @@ class TrainerState:
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
-    facts: RunFacts | None = None  # what its updates are meant to do
+    facts: UpdateFacts | None = None  # what its updates are meant to do
 
     @property
     def engines(self) -> list[Engine]:

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.balances.advantages import formulas_of_advantages
 from posttrain.balances.limits import kl_limit
 from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
-from posttrain.balances.record import Formula, OptimizerFacts, PenaltyFacts, RunFacts, SamplingFacts
+from posttrain.balances.record import Formula, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
 from posttrain.balances.weights import formulas_of_weights
 from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
@@ -27,7 +27,7 @@ UNKNOWN_LAYERS = 32
 
 def describe_run(
     components: Components, loaded: LoadedModel, policy: Forward, grader: Grader, num_examples: int | None
-) -> RunFacts:
+) -> UpdateFacts:
     """Return what an update of a resolved recipe is meant to do.
 
     Args:
@@ -52,7 +52,7 @@ def describe_run(
         regularizers = recipe.regularize.model_dump()
     assert recipe.aggregate is not None, "resolved"
     num_layers = getattr(policy.model.config.get_text_config(), "num_hidden_layers", UNKNOWN_LAYERS)
-    return RunFacts(
+    return UpdateFacts(
         Formula(recipe.objective.name, recipe.objective.options),
         Formula(recipe.aggregate.name, recipe.aggregate.options),
         advantage=_formula(recipe.advantage),

@@ -13,7 +13,7 @@ from posttrain.balances.advantages import expected_advantages, following_kl_weig
 from posttrain.balances.checks import check_balances
 from posttrain.balances.findings import Imbalance
 from posttrain.balances.of_answers import surprise_of
-from posttrain.balances.record import Before, RowSums, RunFacts, SampledAnswer, StepRecord, TokenRecord
+from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
 from posttrain.errors import Unbalanced
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.process_group import ProcessGroup
@@ -110,7 +110,7 @@ class UpdateRecords:
     ends the run (``train.strict``).
     """
 
-    facts: RunFacts
+    facts: UpdateFacts
     weights: WatchedWeights
     store: RolloutStore | NoRecords
     process_group: ProcessGroup
