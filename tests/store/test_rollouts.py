@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, RewardFailure, StorageError
-from posttrain.store import rollouts
+from posttrain.store import database
 from posttrain.store.rollouts import RolloutStore, connect
 from posttrain.store.schema import MIGRATIONS, SCHEMA_VERSION
 from posttrain.types import Completion, Example, Message, Rollout
@@ -266,7 +266,7 @@ def test_record_beside_a_reader_that_keeps_an_old_state_goes_on(tmp_path: Path) 
 def test_record_while_another_program_holds_the_write_lock_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollouts, "_BUSY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_SECONDS", 0.1)
     path = tmp_path / "r.db"
     store = RolloutStore(path)
     store.record([make_rollout(1)])
