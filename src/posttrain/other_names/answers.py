@@ -111,7 +111,7 @@ SAID = {
         "inference.parallel.tp vllm.num_engines rollout_num_gpus_per_engine"
     ),
     "scale.processes, and rollout.engine.gpus for a vLLM server": (
-        "gpus trainer_gpu_ids num_gpus_per_node actor.num_gpus_per_node num_learners_per_node "
+        "gpus rollout.n_gpus_per_node trainer_gpu_ids num_gpus_per_node actor.num_gpus_per_node num_learners_per_node "
         "critic.num_gpus_per_node ref.num_gpus_per_node num_inference_workers num_training_workers "
         "num_postprocessing_workers rollout_num_gpus gpus_per_node"
     ),
@@ -168,9 +168,9 @@ SAID = {
         "task.path data.path file data_path train_file data_files dataset_path dataset_dir tokenized_path "
         "dataset.source prompt_file"
     ),
-    "eval.tasks, task names or files; in Python eval_data=": (
+    "eval.tasks, a list of task names, or of {name: jsonl, path: FILE}; in Python eval_data=": (
         "eval_dataset test_dataset eval.dataset val_dataset validation_dataset eval_file val_file dataset_val "
-        "eval_on_each_dataset eval_prompt_data"
+        "eval_on_each_dataset eval_prompt_data test_datasets val_files dataset_mixer_eval_list eval.env"
     ),
     "task: mixture, with parts, each a task and its weight": (
         "dataset_mixer dataset_mixer_list dataset_mixture interleave_probs dataset_probs prompt_probs env_ratios "
@@ -194,8 +194,9 @@ SAID = {
         "use_reward_loop reward_model_plugin rm_type custom_rm_path group_rm"
     ),
     "rewards: {name: reward_model, run: FOLDER}, a run that trained a reward model": (
-        "reward_model reward_model_path reward_model.model.path reward.model_name_or_path remote_rm_url "
-        "reward_pretrain reward_model_name_or_path reward.remote_url rm_path reward_model_name prm_model "
+        "reward_model reward_model_path reward_model.model.path reward_model.model_path "
+        "reward.model_name_or_path remote_rm_url reward_pretrain reward_model_name_or_path reward.remote_url rm_path "
+        "reward_model_name prm_model "
         "orm_model reward_adapters"
     ),
     "rewards.0.weight, or rewards.NAME.weight: each reward has its own": (
@@ -205,8 +206,14 @@ SAID = {
     "rewards: {name: judge, model: NAME}, with url, temperature, max_tokens and timeout_seconds": (
         "llm_judge_model llm_judge_max_tokens llm_judge_temperature llm_judge_timeout judge_model llm_as_a_judge judge"
     ),
+    "task.split, or the split of each part of task: mixture": "dataset_mixer_list_splits",
+    "model.adapter.alpha, of LoRA": "alpha",
+    "teacher.name, one model": "teacher_models",
+    "rollout.engine.url, one address": "client.base_url",
+    "rollout.tool_seconds, of one call of a tool": "env.timeout",
     "the grader code_tests, with timeout_seconds and memory_megabytes": (
-        "code_max_execution_time code_api_url sandbox_fusion sandbox_fusion.url memory_limit_mb"
+        "sandbox_fusion.max_concurrent code_max_execution_time code_api_url sandbox_fusion sandbox_fusion.url "
+        "memory_limit_mb"
     ),
     "the reward overlong, with limit and cache": (
         "overlong_buffer overlong_buffer.len overlong_buffer_len overlong_penalty_factor "
@@ -424,6 +431,9 @@ SAID = {
 
 # What needs no key: the reason, and the names.
 NOT_NEEDED = {
+    "weights of an adapter are fp32": "model.lora.dtype",
+    "a model has one adapter": "adapter_name",
+    "a reward model is in the trainer's process": "reward_model.n_gpus_per_node",
     "weights are stored as safetensors": "save_safetensors safe_serialization save_format use_safetensors",
     "the tokenizer is the model's own (model.name)": (
         "tokenizer_name tokenizer_type tokenizer_name_or_path tokenizer_path tokenizer_config tokenizer_mode "
