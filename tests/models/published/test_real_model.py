@@ -15,7 +15,7 @@ from posttrain.cli import main
 from posttrain.models.load import load_model
 from posttrain.models.published import fetch
 from posttrain.models.published.catalog import PUBLISHED
-from posttrain.models.published.fetch import digest_of
+from posttrain.models.published.gguf import digest_of
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
 
