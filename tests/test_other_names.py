@@ -17,9 +17,10 @@ from posttrain.cli import main
 from posttrain.errors import PosttrainError, RecipeError, UnknownComponent
 from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling, answer_value
 from posttrain.other_names.absent import METHODS, OPTIONS
-from posttrain.other_names.answers import NOT_NEEDED, SAID
+from posttrain.other_names.answers import SAID
 from posttrain.other_names.command_names import COMPONENTS
 from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
+from posttrain.other_names.not_needed import NOT_NEEDED
 from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.registry import suggest_key

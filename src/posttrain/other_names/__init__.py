@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from posttrain.other_names.absent import METHODS, OPTIONS
-from posttrain.other_names.answers import NOT_NEEDED, SAID
+from posttrain.other_names.answers import SAID
 from posttrain.other_names.command_names import COMMAND_OPTIONS, COMMAND_SAYS, COMMANDS_BY_NAMES, COMPONENTS
 from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
+from posttrain.other_names.not_needed import NOT_NEEDED
 from posttrain.other_names.terms import TERMS
 from posttrain.other_names.values import VALUES, WITHOUT_DEFAULT
 
