@@ -100,7 +100,8 @@ def _repeated(record: StepRecord, drawn: Sequence[tuple[int, int]]) -> int:
     """Return how many were drawn before in the same pass or a later one."""
     repeated = sum(number - 1 for number in Counter(drawn).values())
     for index, epoch in set(drawn):
-        repeated += record.before.seen.get(index, -1) >= epoch
+        last, step = record.before.seen.get(index, (-1, 0))
+        repeated += last >= epoch and step < record.step
     return repeated
 
 

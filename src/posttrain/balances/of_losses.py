@@ -196,6 +196,7 @@ def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | 
     facts = record.facts
     shape = tokens.mask.shape
     places = places_of(record)
+    assert places is not None, "of a running update answers or rows are known"
     grid = Grid.of(shape, places)
     mask = grid.mask()
     fields = {name: x.double() for name, x in tokens.fields.items() if x.is_floating_point()}
@@ -342,7 +343,10 @@ def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) ->
             values = advantages[place]
             if values is not None and len(values) == 1:
                 a[row] = values[0]
-    counts = torch.tensor([len(one) for one in places_of(record)], dtype=torch.float64)
+    places = places_of(record)
+    counts = rows.tokens.double()
+    if places is not None:
+        counts = torch.tensor([len(one) for one in places], dtype=torch.float64)
     each = counts.clamp(min=1)
     inputs = LossInputs(
         (counts > 0)[:, None],

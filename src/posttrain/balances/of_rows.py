@@ -17,9 +17,14 @@ from posttrain.balances.weights import expected_weights
 WEIGHT_LIMIT = 1e-6  # of float64 weights, which a file keeps in fp32
 
 
-def places_of(record: StepRecord) -> list[Sequence[int]]:
-    """Return the positions of each row that are to be trained, from its answer or its row of the data."""
+def places_of(record: StepRecord) -> list[Sequence[int]] | None:
+    """Return the positions of each row that are to be trained, from its answer or its row of the data.
+
+    None where the record has neither: a file does not keep the rows of a data set.
+    """
     assert record.rows is not None
+    if not record.given and not record.answers:
+        return None
     if record.given:
         return [row.places for row in record.given]
     found: list[Sequence[int]] = []
@@ -36,10 +41,13 @@ def read_row_balances(record: StepRecord, advantages: PerAnswer | None) -> Itera
     rows = record.rows
     assert rows is not None
     places = places_of(record)
-    lengths = torch.tensor([len(one) for one in places])
+    lengths = rows.tokens
+    if places is not None:
+        lengths = torch.tensor([len(one) for one in places])
     if record.answers and record.facts.sampling is not None:
         yield _taken(record, rows, record.facts.sampling)
-    yield _tokens(rows, places, lengths)
+    if places is not None:
+        yield _tokens(rows, places, lengths)
     if advantages is not None:
         yield _advantages(record, rows, advantages)
         if record.is_first:

@@ -224,12 +224,12 @@ class TokenRecord:
 class Before:
     """The updates before a record, as far as it is compared with them.
 
-    seen: the last pass of each prompt (or unit). taken: answers that updates of this pass over the batch have had.
-    moved: sum of the shares by which weights have moved. surprise: see ``surprise_of``. kl_weight: the penalty's that
-    the next batch must have.
+    seen: of each prompt (or unit) the last pass, and the update that drew it. taken: answers that updates of this pass
+    over the batch have had. moved: sum of the shares by which weights have moved. surprise: see ``surprise_of``.
+    kl_weight: the penalty's that the next batch must have.
     """
 
-    seen: dict[int, int] = field(default_factory=dict)
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     taken: frozenset[int] = frozenset()
     moved: float = 0.0
     surprise: float = 0.0
@@ -283,8 +283,8 @@ class StepRecord:
             taken |= frozenset(self.rows.answers.tolist())
         seen = before.seen
         if self.is_first and self.answers:
-            seen.update((a.prompt_index, a.epoch) for a in first_round(self))
-        seen.update((row.unit, row.epoch) for row in self.given)
+            seen.update((a.prompt_index, (a.epoch, self.step)) for a in first_round(self))
+        seen.update((row.unit, (row.epoch, self.step)) for row in self.given)
         return replace(
             before,
             seen=seen,

@@ -324,6 +324,14 @@ class RolloutStore:
             raise DataError(self.path, "damaged: a step is no whole number; move it away")
         return counts
 
+    def about(self, key: str) -> str | None:
+        """Return a fact about the run that travels with the file."""
+        with self._connection() as db:
+            row = db.execute("SELECT value FROM about WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        return str(row[0])
+
     def updates(self, since: int = 0) -> list[RecordedUpdate]:
         """Return the records of updates from step ``since`` on, in order; none in files before version 7."""
         return self._updates("WHERE step >= ? ORDER BY id", (since,))
@@ -348,11 +356,15 @@ class RolloutStore:
                 steps.setdefault(name, []).append(step)
         return count, steps
 
-    def epochs_of_prompts(self) -> dict[int, int]:
-        """Return the last pass over the prompts in which each was sampled, by its index."""
+    def epochs_of_prompts(self) -> dict[int, tuple[int, int]]:
+        """Return by index the last pass over the prompts in which each was sampled, and the last step."""
         with self._connection() as db:
-            rows = db.execute("SELECT prompt_index, MAX(epoch) FROM rollouts GROUP BY prompt_index").fetchall()
-        return {index: epoch for index, epoch in rows if isinstance(index, int) and isinstance(epoch, int)}
+            rows = db.execute(
+                "SELECT prompt_index, MAX(epoch), MAX(step) FROM rollouts GROUP BY prompt_index"
+            ).fetchall()
+        return {
+            index: (epoch, step) for index, epoch, step in rows if isinstance(index, int) and isinstance(epoch, int)
+        }
 
     def _updates(self, condition: str, values: tuple[int, ...]) -> list[RecordedUpdate]:
         if self._pending:

@@ -78,11 +78,11 @@ class TrainerState:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    facts: UpdateFacts  # what its updates are meant to do
     shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
-    facts: UpdateFacts | None = None  # what its updates are meant to do
 
     @property
     def engines(self) -> list[Engine]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.balances.findings import Imbalance
+from posttrain.balances.record import UpdateFacts
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
@@ -56,6 +57,8 @@ from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.records.capture import Capture
+from posttrain.training.records.facts import of_steps
+from posttrain.training.records.stored_records import FACTS, write_facts
 from posttrain.training.records.update_records import UpdateRecords, open_records
 from posttrain.training.sources import TrainBatch
 from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -95,7 +98,7 @@ class Loop:
     update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
-        self.update_records = open_records(self.recipe, self.parts, self.rollouts, self.steps, self.process_group)
+        self.update_records = open_records(self.recipe, self.parts, self.rollouts, self.process_group)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -518,12 +521,13 @@ def open_loop(
     """
     with _threads_of_main(process_group):
         parts = prepare(recipe, files.folder, process_group)
-        kept = _records(recipe, files, trackers, process_group)
+        steps, length = recipe.train.steps, None
+        if recipe.train.num_epochs is not None:
+            steps, length = parts.source.length_of(recipe.train.num_epochs)
+        assert steps is not None, "a recipe says steps or num_epochs"
+        parts.facts = of_steps(parts.facts, steps)
+        kept = _records(recipe, files, trackers, parts.facts, process_group)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
-            steps, length = recipe.train.steps, None
-            if recipe.train.num_epochs is not None:
-                steps, length = parts.source.length_of(recipe.train.num_epochs)
-            assert steps is not None, "a recipe says steps or num_epochs"
             yield Loop(recipe, files, parts, metrics, rollouts, observer, steps, process_group), length
 
 
@@ -553,13 +557,13 @@ def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def _records(
-    recipe: Recipe, files: RunFiles, trackers: Sequence[Tracker], process_group: ProcessGroup
+    recipe: Recipe, files: RunFiles, trackers: Sequence[Tracker], facts: UpdateFacts, process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
     """Open the stores of metrics and rollouts; those of other processes than the main one keep nothing."""
     if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return
-    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
+    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint(), FACTS: write_facts(facts)}
     metrics = TrackedMetrics(files.metrics, trackers)
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         yield metrics, rollouts

@@ -136,6 +136,12 @@ def _describe_optimizer(recipe: Recipe) -> OptimizerFacts:
     )
 
 
+def of_steps(facts: UpdateFacts, steps: int) -> UpdateFacts:
+    """Return the facts of a run of so many steps."""
+    assert facts.optimizer is not None
+    return replace(facts, optimizer=replace(facts.optimizer, steps=steps))
+
+
 def without_formula(components: Components) -> list[str]:
     """Return a line about components from outside, which no balance can compute again; none if there are none."""
     recipe = components.recipe

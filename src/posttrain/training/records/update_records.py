@@ -18,11 +18,12 @@ from posttrain.errors import Unbalanced
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.process_group import ProcessGroup
 from posttrain.recipes.recipe import Recipe
-from posttrain.store.rollouts import RecordedRollout, RolloutStore
+from posttrain.store.rollouts import RolloutStore
 from posttrain.store.updates import RecordedUpdate
 from posttrain.training.build import TrainerState
 from posttrain.training.files import NoRecords
 from posttrain.training.records.capture import Captured
+from posttrain.training.records.stored_records import is_left_out, recorded_answer
 from posttrain.training.records.weights import WatchedWeights
 from posttrain.training.sources import TrainBatch
 from posttrain.types import Batch, Rollout
@@ -36,12 +37,9 @@ KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward")
 
 
 def open_records(
-    recipe: Recipe, parts: TrainerState, store: RolloutStore | NoRecords, steps: int, process_group: ProcessGroup
+    recipe: Recipe, parts: TrainerState, store: RolloutStore | NoRecords, process_group: ProcessGroup
 ) -> UpdateRecords:
-    """Return the records of a run of so many steps."""
-    facts = parts.facts
-    assert facts is not None, "built with the run"
-    assert facts.optimizer is not None
+    """Return the records of a run."""
     own, _ = parts.split_parameters()
     options = recipe.optimizer.options
     weights = WatchedWeights(own, parts.optimizer, recipe.train.max_grad_norm)
@@ -49,8 +47,7 @@ def open_records(
         weights.decay = options["weight_decay"]
         weights.betas = tuple(options["betas"])
         weights.eps = options["eps"]
-    facts = replace(facts, optimizer=replace(facts.optimizer, steps=steps))
-    return UpdateRecords(facts, weights, store, process_group, recipe.train.strict)
+    return UpdateRecords(parts.facts, weights, store, process_group, recipe.train.strict)
 
 
 def sampled_answer(rollout: Rollout) -> SampledAnswer:
@@ -71,35 +68,8 @@ def sampled_answer(rollout: Rollout) -> SampledAnswer:
         completion.version,
         rollout.outcome,
         tuple(turn.reward for turn in rollout.turns),
-        takes_part=not _is_alone(rollout.failures),
+        takes_part=not is_left_out(rollout.failures),
     )
-
-
-def recorded_answer(row: RecordedRollout) -> SampledAnswer:
-    """Return an answer as ``rollouts.db`` has it."""
-    start = len(row.token_ids) - row.num_tokens
-    return SampledAnswer(
-        row.prompt_index,
-        row.epoch,
-        row.rollout_index,
-        row.token_ids[:start],
-        row.token_ids[start:],
-        row.own,
-        row.sampler_logprobs,
-        row.parts,
-        row.reward,
-        row.advantage,
-        row.finish,
-        row.version,
-        row.outcome,
-        tuple(turn.reward for turn in row.turns),
-        takes_part=not _is_alone(row.failures),
-    )
-
-
-def _is_alone(failures: Sequence[str]) -> bool:
-    """Return whether a completion was left out because too few others of its group were played."""
-    return any(failure.startswith("left out: ") for failure in failures)
 
 
 @dataclass(slots=True)
@@ -175,6 +145,8 @@ class UpdateRecords:
             measured = {"loss": loss, "leftover": float(self._leftover), **again, **self._kl_weight}
             measured |= {name: metrics[name] for name in KEPT_METRICS if name in metrics}
             measured |= self._surprise(self._record)
+            if self._record.facts != self.facts:
+                measured["changed"] = 1.0
             self._record = replace(self._record, measured=measured)
             self._record = self._with_advantages(self._record)
             found = check_balances(self._record)
@@ -382,7 +354,10 @@ def stored_rows(rows: RowSums, *, is_first_pass: bool) -> dict[str, list[int] | 
         names += ["advantage", "uneven", "old", "reference", "kl_sampler", "kl_reference"]
     for name in names:
         values: Tensor = getattr(rows, name)
-        if not bool(values.isnan().all()) and bool((values != 0).any()):
+        is_needed = not bool(values.isnan().all())
+        if name == "uneven":
+            is_needed = bool(values.any())
+        if is_needed:
             columns[name] = values.tolist()
     if not bool(rows.computed.all()):
         columns["computed"] = rows.computed.long().tolist()

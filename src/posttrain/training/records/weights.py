@@ -14,6 +14,7 @@ from posttrain.process_group import own_part
 from posttrain.types import with_float64
 
 NUM_EACH = 256  # of a tensor
+NOISE = 1e-4  # of an update: moments that a resumed run reads again are rounded to fp32
 
 
 def sample_evenly(tensors: Sequence[Tensor], num_each: int = NUM_EACH) -> Tensor:
@@ -81,7 +82,11 @@ class WatchedWeights:
         if self._shadow is not None:
             scale = clip_scale(norm, self.max_grad_norm)
             expected = self._shadow.step(self._before, self._gradients, self._present, lr, scale)
-            measured["update_gap"] = update_gap(self._before, after, expected)
+            gap = update_gap(self._before, after, expected)
+            if gap > NOISE:
+                measured["update_gap"] = gap
+            else:
+                measured["update_gap"] = 0.0
         return measured
 
     def forget(self) -> None:
