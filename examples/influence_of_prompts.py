@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Influence:
-    """Of one prompt: its text, the mean of its rewards, and both influences in nats per held-out token."""
+    """One prompt: its text, the mean of its rewards, and both influences in nats per held-out token."""
 
     prompt: str
     reward: float
