@@ -28,6 +28,7 @@ from posttrain.api.inputs import (
 from posttrain.api.run import Run
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
@@ -76,8 +77,11 @@ class Callbacks:
             callback = getattr(self, name)
             if callback is None:
                 continue
-            if not callable(callback):
-                raise UsageError(f"{name}: {type(callback).__name__} cannot be called. Give one function of an event")
+            if isinstance(callback, type) or not callable(callback):
+                what = type(callback).__name__
+                if isinstance(callback, type):
+                    what = f"the class {callback.__name__}"
+                raise UsageError(f"{name}: {what} is no function. Give one of an event: def {name}(event)")
             with reading(name):
                 if not registry.takes_one(callback):
                     raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")
@@ -230,6 +234,12 @@ def read_recipe(
     refuse_tasks(recipe)
     resolve_components(recipe)
     return recipe, lost_options(name, overrides)
+
+
+def inert_lines(recipe: Recipe) -> list[str]:
+    """Return a line for each reason why options of a resolved recipe do nothing in its run, or act on rounding."""
+    inert = find_inert_options(recipe, resolve_components(recipe).needs)
+    return [*describe_inert_options(inert), *expected_narrow_bounds(recipe)]
 
 
 def refuse_tasks(recipe: Recipe) -> None:

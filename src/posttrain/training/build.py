@@ -30,6 +30,7 @@ from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weigh
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
+from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.registry import Entry
@@ -174,8 +175,9 @@ class EngineBuilder:
 
     def __call__(self, entry: Entry, options: dict[str, object], where: str) -> Engine:
         """Return an engine that is ready; ``where`` names its key in the recipe."""
-        construct = entry.bind(options, where)
-        engine: Engine = construct(self.models.loaded.model, self.models.tokenizer)
+        make = entry.bind(options, where)
+        model = self.models.loaded.model
+        engine = registry.construct(where, make, Engine, model, self.models.tokenizer)  # type: ignore[type-abstract]
         engine = engine.settle(self.folder, self.process_group)
         shards = self.models.shards
         if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
@@ -295,7 +297,8 @@ def _build_warnings(
     """Return what was built in another way than the recipe says; the first of ``tasks`` is trained."""
     recipe = components.recipe
     of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
-    warnings = [*of_tasks, *unread_parts(components, tasks[0])]
+    inert = describe_inert_options(find_inert_options(recipe, components.needs))
+    warnings = [*of_tasks, *unread_parts(components, tasks[0]), *inert, *expected_narrow_bounds(recipe)]
     if not recipe.trains_scorer:
         warnings += describe_left_out(models.loaded)
     warnings += further_ends(models.tokenizer, template)
