@@ -45,7 +45,7 @@ TOKENS: dict[str, int] = {
     "other_names": 5_031,
     "recipes": 10_787,
     "reports": 16_977,
-    "runs": 24_624,
+    "runs": 24_777,
     "sampling": 48_940,
     "store": 15_947,
     "sweeps": 23_833,
