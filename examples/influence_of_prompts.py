@@ -61,7 +61,7 @@ def token_logprobs(model: PreTrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """Return the model of a checkpoint in float64: the influence of one prompt is far below one of fp32's units."""
+    """Return the model of a checkpoint in float64 (its norms round to fp32): the influence of one prompt is small."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import posttrain as pt
-from closeness import approx
+from closeness import approx, rounding
 from posttrain.runs.launch import launch
 from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe
@@ -81,16 +81,16 @@ def _check_score(
     advantages = torch.tensor([row.advantage for row in groups[1]], dtype=torch.float64)
     loss = -(advantages[owners] * logprobs).sum() / num_tokens
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    size = 1e-5 / float(torch.cat([g.flatten() for g in gradients]).norm())  # so far the weights move
+    size = 1e-3 / float(torch.cat([g.flatten() for g in gradients]).norm())  # so far the weights move
     means = []
     for step in (size, -2 * size):  # there, and back to the other side
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.sub_(step * gradient)
         means.append(example.mean_logprob(model, held_out))
-    # a central difference leaves out a term of the square of 1e-5, with the third derivative, and divides roundings of
-    # 1e-16 by 1e-5
-    assert score == approx(lr * (means[0] - means[1]) / (2 * size), rel=1e-4, abs=1e-12 * lr / size)
+    # A central difference leaves out a term of the square of 1e-3, and divides roundings: transformers computes its norms
+    # in fp32, whatever the model is in.
+    assert score == approx(lr * (means[0] - means[1]) / (2 * size), rel=1e-4, abs=lr * rounding(torch.float32) / size)
 
 
 def test_correlations_by_hand(example: ModuleType) -> None:
