@@ -88,7 +88,7 @@ def _check_score(
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.sub_(step * gradient)
         means.append(example.mean_logprob(model, held_out))
-    # A central difference leaves out a term of the square of 1e-3, and divides roundings: transformers computes its norms
+    # A central difference leaves out a term of the square of 1e-3, and divides roundings: transformers computes norms
     # in fp32, whatever the model is in.
     assert score == approx(lr * (means[0] - means[1]) / (2 * size), rel=1e-4, abs=lr * rounding(torch.float32) / size)
 
