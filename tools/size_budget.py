@@ -44,7 +44,7 @@ TOKENS: dict[str, int] = {
     "models": 32_434,
     "other_names": 5_031,
     "recipes": 10_787,
-    "reports": 16_977,
+    "reports": 17_187,
     "runs": 24_777,
     "sampling": 48_940,
     "store": 15_947,
