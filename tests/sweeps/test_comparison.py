@@ -99,8 +99,8 @@ def test_shipped_comparison_is_five_cpu_hours_and_says_what_it_can_find(tmp_path
     assert not (tmp_path / "x").exists()
     runs, hours, problems, twin, power = describe_design(plan, [])
     rows = len(plan.rows)
-    cells = 2 * rows - 1  # where there is one update a batch, a clip does nothing, and two rows are one
-    assert runs.startswith(f"{cells * 3 * 2 + cells * 10} runs: {cells} of {rows} methods x 2 variants")
+    arms = 2 * rows - 1  # where there is one update a batch, a clip does nothing, and two rows are one
+    assert runs.startswith(f"{arms * 3 * 2 + arms * 10} runs: {arms} of {rows} methods x 2 variants")
     assert twin.startswith("gspo-published is gspo where updates a batch = 1")
     assert float(hours.split()[1]) <= 5.0
     assert "300 problems of validation" in problems
@@ -122,7 +122,17 @@ def test_trials_differ_in_what_they_are_named_after(make_plan: MakePlan) -> None
         assert (recipe.train.lr, recipe.train.seed, recipe.train.num_minibatches) == (trial.rate, trial.seed, 2)
         assert [task.options["split"] for task in recipe.eval.tasks] == [split]
         assert (recipe.eval.every, recipe.eval.num_examples) == (every, 6)
-    assert len({trial.recipe.fingerprint() for trial in (*plan.tuning(), *final)}) == 7
+    assert len({trial.fingerprint for trial in (*plan.tuning(), *final)}) == 7
+
+
+def test_fingerprint_is_of_what_decides_the_result_and_of_no_default(make_plan: MakePlan) -> None:
+    trial = make_plan().tuning()[0]
+    recipe = trial.recipe.model_copy(deep=True)
+    recipe.description = "another one"
+    recipe.train.max_grad_norm = 1.0  # the default, now set
+    assert replace(trial, recipe=recipe).fingerprint == trial.fingerprint
+    recipe.train.max_grad_norm = 0.5
+    assert replace(trial, recipe=recipe).fingerprint != trial.fingerprint
 
 
 def test_the_best_rate_is_trained_with_fresh_seeds(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,15 +333,13 @@ def test_rows_that_cannot_differ_are_refused(make_plan: MakePlan, tmp_path: Path
     with pytest.raises(RecipeError, match="gspo-published: the same as gspo"):
         make_plan(("comparison.over.values", "[1]"), rows=("gspo", "gspo-published"))
     plan = make_plan(("comparison.over.values", "[1, 2]"), rows=("gspo", "gspo-published"))
-    assert [(row.name, variant) for row, variant in plan.cells] == [
+    assert [(row.name, variant) for row, variant in plan.arms] == [
         ("grpo", 0), ("gspo", 0), ("grpo", 1), ("gspo", 1), ("gspo-published", 1)
     ]  # fmt: skip
     path = tmp_path / "mine.yaml"
     path.write_text(plan.to_yaml())
     again = load_comparison(str(path), folder=plan.folder, num_seeds=3, rows=("gspo", "gspo-published"))
-    assert [trial.recipe.fingerprint() for trial in again.tuning()] == [
-        trial.recipe.fingerprint() for trial in plan.tuning()
-    ]
+    assert [trial.fingerprint for trial in again.tuning()] == [trial.fingerprint for trial in plan.tuning()]
 
 
 PAIRS = [

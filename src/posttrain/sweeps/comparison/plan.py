@@ -5,6 +5,7 @@ A trial is an ordinary run, told from others by the fingerprint of its resolved 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shlex
@@ -60,6 +61,12 @@ class ComparisonTrial:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 (16 hex digits) of what its recipe sets, without defaults: new keys leave it alone."""
+        given = decisive(self.recipe.model_dump(mode="json", exclude_defaults=True))
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
@@ -88,8 +95,8 @@ class ComparisonPlan:
         return [f"{over.label} = {value}" for value in over.values]
 
     @property
-    def cells(self) -> list[tuple[SweepRow, int]]:
-        """What is trained: every row in every variant, but for those that equal another one there."""
+    def arms(self) -> list[tuple[SweepRow, int]]:
+        """The arms of the experiment: every row in every variant, but for those that equal another one there."""
         every = [(row, variant) for variant in range(len(self.variants)) for row in self.rows]
         return [(row, variant) for row, variant in every if (row.name, variant) not in self.twins]
 
@@ -97,7 +104,7 @@ class ComparisonPlan:
         """The runs that choose the rates, seed by seed."""
         trials = []
         for seed in range(self.design.tuning.seeds):
-            for row, variant in self.cells:
+            for row, variant in self.arms:
                 trials += [self._trial("tuning", row, variant, rate, seed) for rate in self.design.rates]
         return trials
 
@@ -105,7 +112,7 @@ class ComparisonPlan:
         """The runs at the chosen rates, by row and variant, seed by seed; a row without a rate has none."""
         trials = []
         for seed in range(FIRST_FINAL_SEED, FIRST_FINAL_SEED + self.num_seeds):
-            for row, variant in self.cells:
+            for row, variant in self.arms:
                 rate = rates.get((row.name, variant))
                 if rate is not None:
                     trials.append(self._trial("final", row, variant, rate, seed))
@@ -114,7 +121,7 @@ class ComparisonPlan:
     def first_trials(self) -> list[ComparisonTrial]:
         """One trial of each row in each variant, to be checked before any is trained."""
         rate = self.design.rates[0]
-        return [self._trial("final", row, variant, rate, FIRST_FINAL_SEED) for row, variant in self.cells]
+        return [self._trial("final", row, variant, rate, FIRST_FINAL_SEED) for row, variant in self.arms]
 
     def _trial(self, stage: StageName, row: SweepRow, variant: int, rate: float, seed: int) -> ComparisonTrial:
         words = [stage, row.name]
@@ -276,7 +283,7 @@ def choose_rates(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> dict[t
     Of equal ones the higher mean height of the curve, then the smaller rate. A row that is not tuned yet has none.
     """
     chosen = {}
-    for row, variant in plan.cells:
+    for row, variant in plan.arms:
         found = tuning_results(plan, records, row.name, variant)
         counts = [len(own) for own in found.values()]
         if counts == [plan.design.tuning.seeds] * len(plan.design.rates):
@@ -308,14 +315,14 @@ def tuning_results(
 def describe_design(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> list[str]:
     """Say what the comparison costs and what it can find, a line each: runs, time, smallest differences."""
     design = plan.design
-    num_cells = len(plan.cells)
-    num_tuning = num_cells * len(design.rates) * design.tuning.seeds
-    num_final = num_cells * plan.num_seeds
+    num_arms = len(plan.arms)
+    num_tuning = num_arms * len(design.rates) * design.tuning.seeds
+    num_final = num_arms * plan.num_seeds
     costs = list(_costs(plan, records))
     hours = math.fsum(count * seconds for count, seconds in costs) / 3600
     shape = f"{len(plan.rows)} methods"
     if design.over is not None:
-        shape = f"{num_cells} of {len(plan.rows)} methods x {len(plan.variants)} variants ({', '.join(plan.variants)})"
+        shape = f"{num_arms} of {len(plan.rows)} methods x {len(plan.variants)} variants ({', '.join(plan.variants)})"
     num_left = num_tuning + num_final - len(records)
     lines = [
         f"{num_tuning + num_final} runs: {shape} x {len(design.rates)} learning rates x {design.tuning.seeds} seeds to "
@@ -365,4 +372,4 @@ def _costs(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> Iterator[tup
             seconds = estimates[min(variant, len(estimates) - 1)]
             if measured:
                 seconds = fmean(measured)
-            yield runs * sum(own == variant for _, own in plan.cells), seconds
+            yield runs * sum(own == variant for _, own in plan.arms), seconds

@@ -135,7 +135,7 @@ def _read_methods(plan: ComparisonPlan, records: Sequence[TrialRecord], variant:
     """Return the methods of a variant, the best mean at the end first."""
     rates = choose_rates(plan, records)
     methods = []
-    for row, own_variant in plan.cells:
+    for row, own_variant in plan.arms:
         if own_variant != variant:
             continue
         tuning = {}

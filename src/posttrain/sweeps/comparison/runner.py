@@ -75,7 +75,7 @@ def _find_all(
 
 def _find(plan: ComparisonPlan, trial: ComparisonTrial, earlier: Mapping[str, TrialRecord]) -> TrialRecord | None:
     """Return the record of a trial, made here or earlier."""
-    fingerprint = trial.recipe.fingerprint()
+    fingerprint = trial.fingerprint
     record = read_trial_record(record_path(plan.folder, trial.name))
     if record is None:
         record = earlier.get(fingerprint)
@@ -289,7 +289,7 @@ class _Worker:
             whole = time.process_time() - clock.started
         facts = facts_of_run(trial.folder, MetricsLog(trial.folder / "metrics.jsonl").read())
         record = TrialRecord(
-            fingerprint=trial.recipe.fingerprint(),
+            fingerprint=trial.fingerprint,
             stage=trial.stage,
             row=trial.row,
             variant=trial.variant,
