@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "runs": 24_624,
     "sampling": 48_940,
     "store": 15_947,
-    "sweeps": 24_627,
+    "sweeps": 24_679,
     "terminal": 4_099,
     "training": 49_099,
 }
