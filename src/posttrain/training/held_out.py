@@ -31,7 +31,7 @@ from posttrain.evaluation.items import default_ks
 from posttrain.evaluation.kl_from_initial import measure_kl
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.forward.micro import MicroBatches
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
@@ -42,7 +42,7 @@ from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
-from posttrain.types import Example, with_float64
+from posttrain.types import Batch, Example, with_float64
 
 # Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
@@ -135,9 +135,7 @@ def _is_shown(example: Example) -> bool:
 
 
 @torch.no_grad()
-def evaluate_loss(
-    held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, process_group: ProcessGroup = SINGLE_PROCESS
-) -> dict[str, float]:
+def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches: MicroBatches) -> dict[str, float]:
     """Loss of held-out demonstrations over their trained tokens.
 
     ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
@@ -147,25 +145,20 @@ def evaluate_loss(
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     batch = held_out.source.batch_of(held_out.units)
-    total = 0.0
-    correct = 0.0
-    pieces = split_rows(batch, tokens_per_micro, process_group=process_group)
-    for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=policy.is_sharded):
-        part = batch.select(rows)
+
+    def measure(part: Batch) -> tuple[float, float]:
+        """Return the log-probability of the trained tokens, and how many of them the policy finds likeliest."""
         outputs = policy(part, "none")
         candidates, _ = policy.top_candidates(part, 1)
-        if not counts:
-            continue
         likeliest = candidates[..., 0]
         mask = part.mask.to(likeliest.device)
         is_correct = likeliest == part.tokens.to(likeliest.device)
-        total -= float(with_float64(outputs.logprobs[mask]).double().sum())
-        correct += float(is_correct[mask].sum())
-    of_processes = process_group.gather([(total, correct)], "held-out loss")
-    total = sum(part_total for part_total, _ in of_processes)
-    correct = sum(part_correct for _, part_correct in of_processes)
+        logprob = with_float64(outputs.logprobs[mask]).double().sum()
+        return float(logprob), float(is_correct[mask].sum())
+
+    logprob, correct = micro_batches.total(batch, policy, measure, "held-out loss")
     tokens = float(batch.mask.sum())
-    loss = total / tokens
+    loss = -logprob / tokens
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
     return {
@@ -243,6 +236,10 @@ class Evaluator:
             max_tokens = 256
         return self.sampler.sampling(max_tokens, temperature)
 
+    def _micro_batches(self) -> MicroBatches:
+        """Return the passes over given answers."""
+        return MicroBatches(self.recipe.train.micro_batch_tokens, process_group=self.sampler.process_group)
+
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
         """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
@@ -262,8 +259,7 @@ class Evaluator:
         evaluation = evaluate(self.sampler, questions)
         if held_out is not None:
             started = time.perf_counter()
-            tokens_per_micro = self.recipe.train.micro_batch_tokens
-            loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.process_group)
+            loss = evaluate_loss(held_out, task, self.policy, self._micro_batches())
             evaluation.results.update(loss)
             evaluation.results["seconds"] += time.perf_counter() - started
         return evaluation
