@@ -45,7 +45,7 @@ TOKENS: dict[str, int] = {
     "recipes": 9_284,
     "reports": 15_785,
     "runs": 16_521,
-    "sampling": 48_700,
+    "sampling": 48_770,
     "store": 15_929,
     "sweeps": 15_901,
     "terminal": 4_099,
