@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(samples)
         batch = collate(samples)
         with torch.no_grad():
-            for micro in MicroBatches(TOKENS_PER_MICRO).passes(batch, self.forward):
+            for micro in MicroBatches(TOKENS_PER_MICRO).over(batch, self.forward):
                 part = micro.part
                 logprobs = self.forward(part, "none").logprobs.cpu().double()
                 likeliest = self.forward.top_candidates(part, 1)[0][..., 0].cpu()

@@ -177,7 +177,7 @@ def measure_answer_kl(
     """
     batch = answers_as_batch(answers)
     kl = [0.0] * len(answers)
-    for micro in MicroBatches(max_tokens).passes(batch, own):
+    for micro in MicroBatches(max_tokens).over(batch, own):
         sums = kl_of_states(micro.part, own, nullcontext(other), num_ids).sum(dim=1)
         for row, value in zip(micro.rows, sums.tolist(), strict=True):
             kl[row] = value

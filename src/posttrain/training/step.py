@@ -137,7 +137,7 @@ def accumulate(
     for chosen, is_trained in _divide(method, batch, idle_rows):
         num_computed += chosen.num_rows
         has_gradients = learns and is_trained
-        for micro in micro_batches.passes(chosen, forward):
+        for micro in micro_batches.over(chosen, forward):
             part = micro.part.to(device)
             with _learning(forward, options) if has_gradients else torch.no_grad():
                 outputs = forward(micro.part, entropy, "teacher_ids" in batch.fields)

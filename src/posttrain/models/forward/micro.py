@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ForwardPass(Protocol):
-    """What a pass over micro-batches knows of the model that reads them."""
+    """A forward pass, as far as the division into micro-batches depends on it."""
 
     @property
     def is_sharded(self) -> bool:
@@ -42,7 +42,7 @@ class MicroBatches:
     max_rows: int | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
 
-    def passes(self, batch: Batch, forward: ForwardPass) -> Iterator[MicroBatch]:
+    def over(self, batch: Batch, forward: ForwardPass) -> Iterator[MicroBatch]:
         """Yield the micro-batches that this process passes through ``forward``.
 
         A pass of a sharded model gathers weights from all processes, so all make as many: a process with fewer
@@ -60,7 +60,7 @@ class MicroBatches:
 
     def each(self, batch: Batch, forward: ForwardPass, compute: Callable[[Batch], T]) -> Iterator[tuple[list[int], T]]:
         """Yield the rows of each micro-batch of this process, with what is computed of them."""
-        for micro in self.passes(batch, forward):
+        for micro in self.over(batch, forward):
             computed = compute(micro.part)
             if micro.counts:
                 yield micro.rows, computed
