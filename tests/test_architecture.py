@@ -79,7 +79,6 @@ ALLOWED_IMPORTERS: dict[str, tuple[str, ...]] = {
     "httpx2": ("sampling/http.py",),
     "ray": ("runs/ray.py",),
     "accelerate": ("training/distributed.py",),
-    "lightning": ("interpret/saes/training.py",),
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),
     "torch.utils.tensorboard": ("store/trackers.py",),

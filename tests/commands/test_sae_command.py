@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from closeness import approx
-
-pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
-
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.saes.sae import load_sae, read_metadata
