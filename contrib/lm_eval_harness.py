@@ -22,7 +22,7 @@ from posttrain import registry
 from posttrain.data.render import encode_plain, encode_prompt, stop_ids
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import MicroBatches
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(samples)
         batch = collate(samples)
         with torch.no_grad():
-            for micro in MicroBatches(TOKENS_PER_MICRO).over(batch, self.forward):
+            for micro in MicroBatching(TOKENS_PER_MICRO).over(batch, self.forward):
                 part = micro.part
                 logprobs = self.forward(part, "none").logprobs.cpu().double()
                 likeliest = self.forward.top_candidates(part, 1)[0][..., 0].cpu()

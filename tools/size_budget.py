@@ -39,7 +39,7 @@ TOKENS: dict[str, int] = {
     "evaluation": 28_336,
     "graders": 38_320,
     "ground": 18_027,
-    "interpret": 37_906,
+    "interpret": 37_680,
     "models": 32_568,
     "other_names": 4_765,
     "recipes": 9_284,

@@ -13,7 +13,7 @@ from posttrain.algorithms.objectives.primitives import categorical_kl, with_tail
 from posttrain.errors import RunFailure, UsageError
 from posttrain.evaluation.generation import Questions, held_out
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import MicroBatches
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.types import Batch, Rollout, Sample, collate, with_float64
@@ -54,7 +54,7 @@ def measure_kl(
         chances = torch.where(trained, now.entropy, torch.zeros_like(now.entropy))
         return float(apart.sum()), float(with_float64(chances).sum(dtype=torch.float64))
 
-    micro_batches = MicroBatches(min(tokens_per_micro, MAX_TOKENS), process_group=sampler.process_group)
+    micro_batches = MicroBatching(min(tokens_per_micro, MAX_TOKENS), process_group=sampler.process_group)
     kl, entropy = micro_batches.total(batch, policy, measure, "drift")
     info = {
         "kl_initial": kl / len(rollouts),

@@ -23,7 +23,7 @@ from posttrain.activity import phase
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
-from posttrain.models.forward.micro import MicroBatches
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry, is_built_in, register
@@ -50,7 +50,7 @@ class Scorer:
     results, on the CPU. ``rows``: only these rows are computed, the results of the others are 0."""
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
-    micro_batches: MicroBatches
+    micro_batches: MicroBatching
     rows: Sequence[int] | None = None
 
     @property
@@ -453,7 +453,7 @@ class BatchFields:
     def _parts(self, rows: list[int] | None) -> dict[str, object]:
         """Return by name what the function of a batch field may ask for, but the batches; passes compute ``rows``."""
         train = self.recipe.train
-        micro_batches = MicroBatches(train.micro_batch_tokens, train.micro_batch_rows, self.process_group)
+        micro_batches = MicroBatching(train.micro_batch_tokens, train.micro_batch_rows, self.process_group)
 
         def scorer(open_forward: Callable[[], AbstractContextManager[Forward | ActorCritic]]) -> Scorer:
             return Scorer(open_forward, micro_batches, rows)

@@ -31,7 +31,7 @@ from posttrain.evaluation.items import default_ks
 from posttrain.evaluation.kl_from_initial import measure_kl
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import MicroBatches
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
@@ -135,7 +135,7 @@ def _is_shown(example: Example) -> bool:
 
 
 @torch.no_grad()
-def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches: MicroBatches) -> dict[str, float]:
+def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches: MicroBatching) -> dict[str, float]:
     """Loss of held-out demonstrations over their trained tokens.
 
     ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
@@ -236,9 +236,9 @@ class Evaluator:
             max_tokens = 256
         return self.sampler.sampling(max_tokens, temperature)
 
-    def _micro_batches(self) -> MicroBatches:
+    def _micro_batches(self) -> MicroBatching:
         """Return the passes over given answers."""
-        return MicroBatches(self.recipe.train.micro_batch_tokens, process_group=self.sampler.process_group)
+        return MicroBatching(self.recipe.train.micro_batch_tokens, process_group=self.sampler.process_group)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
         """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""

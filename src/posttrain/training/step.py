@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
-from posttrain.models.forward.micro import MicroBatches
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, own_part, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
@@ -133,7 +133,7 @@ def accumulate(
     used = 0.0
     num_computed = 0
     is_checked = idle_rows != "measure"
-    micro_batches = MicroBatches(options.micro_batch_tokens, options.micro_batch_rows, process_group)
+    micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
     for chosen, is_trained in _divide(method, batch, idle_rows):
         num_computed += chosen.num_rows
         has_gradients = learns and is_trained

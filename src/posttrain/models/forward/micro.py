@@ -1,6 +1,6 @@
 """Micro-batches: rows of an optimizer batch, or texts, in pieces of a bounded number of tokens.
 
-``MicroBatches`` is the pass over a batch, for training, scores and evaluations, in one process or several.
+``MicroBatching`` is the pass over a batch, for training, scores and evaluations, in one process or several.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatches:
+class MicroBatching:
     """The division of batches into micro-batches, and of these over the processes (see ``split_rows``)."""
 
     max_tokens: int
