@@ -31,7 +31,7 @@ from posttrain.option_types import shorten
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
-from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.launch import launch
 from posttrain.runs.processes import follow, is_follower
 from posttrain.terminal.training import choose_progress
 from posttrain.training.checks import resolve_components
@@ -152,17 +152,30 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
+    if not isinstance(resume, bool):
+        raise UsageError(
+            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
+        )
     runs_dir, run = _check_places(runs_dir, run, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
     notes += session_notes(checked)
-    options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        options["should_stop"] = lambda: callbacks.is_stopped
-        result, _ = carry_out(checked, called, runs_dir, run, callbacks, **options)
+        result = launch(
+            checked,
+            root=runs_dir,
+            name=run,
+            recipe_name=called,
+            resume=resume,
+            accept_changes=accept_changes,
+            observer=callbacks,
+            notes=notes,
+            should_stop=lambda: callbacks.is_stopped,
+            summarize=write_run_summary,
+        )
     return Run(result.folder)
 
 
@@ -260,27 +273,6 @@ def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
         )
     what = "a lambda or a function of a notebook is in no file, so the run cannot be resumed by another process"
     return [f"{name}: {what}" for name in names]
-
-
-def carry_out(
-    recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
-) -> tuple[RunResult, Path]:
-    """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
-    resume = options.get("resume", False)
-    if not isinstance(resume, bool):
-        raise UsageError(
-            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
-        )
-    result = launch(
-        recipe,
-        root=Path(runs_dir),
-        name=run,
-        recipe_name=called,
-        observer=observer,
-        summarize=write_run_summary,
-        **options,
-    )
-    return result, result.folder / "report.html"
 
 
 def write_run_summary(folder: Path) -> None:

@@ -414,7 +414,7 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
     recipe = components.recipe
     regularizers = recipe.regularize
     objective: Objective = components.objective.bind(recipe.objective.options, "objective")
-    if regularizers is not None:
+    if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):
         objective = with_regularizers(objective, **regularizers.model_dump())
     aggregate_options: dict[str, Any] = {}
     if recipe.aggregate is not None:

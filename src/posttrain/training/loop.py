@@ -191,7 +191,8 @@ class Loop:
         elif self.step == 0 and self.recipe.eval.every:
             self.evaluate()
         while self.step < self.steps and not self.process_group.agree(should_stop(), "being stopped"):
-            self.update()
+            with phase(f"step {self.step + 1} of {self.steps}"):
+                self.update()
             if self.unevaluated:
                 self.evaluate()
             if self._due(self.recipe.train.save_every) or self._is_best():
@@ -229,10 +230,6 @@ class Loop:
 
     def update(self) -> None:
         """Take one optimizer step and record it."""
-        with phase(f"step {self.step + 1} of {self.steps}"):
-            self._update()
-
-    def _update(self) -> None:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)

@@ -308,7 +308,8 @@ def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator
 
 
 def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
-    result = registry.call("objective", objective, outputs, batch)
+    with registry.failures_of("objective"):
+        result = objective(outputs, batch)
     if not isinstance(result, Loss):
         raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
     expected: tuple[int, ...] = (batch.num_rows // batch.rows_per_unit,)
