@@ -152,30 +152,18 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    if not isinstance(resume, bool):
-        raise UsageError(
-            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
-        )
-    runs_dir, run = _check_places(runs_dir, run, progress=progress, accept_changes=accept_changes)
+    runs_dir, run = _check_places(runs_dir, run, resume, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
     notes += session_notes(checked)
+    place: dict[str, Any] = {"root": runs_dir, "name": run, "recipe_name": called}
+    how: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "summarize": write_run_summary}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        result = launch(
-            checked,
-            root=runs_dir,
-            name=run,
-            recipe_name=called,
-            resume=resume,
-            accept_changes=accept_changes,
-            observer=callbacks,
-            notes=notes,
-            should_stop=lambda: callbacks.is_stopped,
-            summarize=write_run_summary,
-        )
+        how["should_stop"] = lambda: callbacks.is_stopped
+        result = launch(checked, **place, **how, observer=callbacks, notes=notes)
     return Run(result.folder)
 
 
@@ -186,8 +174,12 @@ def _called(name: str | dict[str, Any]) -> str:
     return "run"
 
 
-def _check_places(runs_dir: Place, run: str | None, **flags: bool) -> tuple[str, str | None]:
+def _check_places(runs_dir: Place, run: str | None, resume: object, **flags: bool) -> tuple[str, str | None]:
     """Return both as plain text; refuse what is neither, and ``flags`` that are none."""
+    if not isinstance(resume, bool):
+        raise UsageError(
+            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
+        )
     for name, flag in flags.items():
         check_flag(name, flag)
     if run is not None and not isinstance(run, str):

@@ -26,6 +26,7 @@ from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
 from posttrain.training.idle_rows import UNSCORED, split_idle_rows
 from posttrain.types import Batch, Sample, collate, with_float64
@@ -323,17 +324,17 @@ def comes_from_rollouts(name: str) -> bool:
     return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
 
 
-def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
+def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -> float:
     """Return the temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
 
     There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
     objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
     the model as it will be used, at temperature 1; at the sampling temperature it would fit p^(1/T).
     """
-    if recipe.rollout is None:
+    if rollout is None:
         return 1.0
     if any(comes_from_rollouts(name) for name in needs):
-        return recipe.rollout.temperature
+        return rollout.temperature
     return 1.0
 
 

@@ -334,15 +334,17 @@ def origins_of(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
     return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
 
 
-def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+def check_origins(models: Mapping[str, str], now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
     """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+    ``models``: the names in the recipe, by their key.
 
     Raises:
         UsageError: a name refers to another checkpoint than when the run began.
     """
-    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
-    if recipe.teacher is not None and now["teacher"] is not None:
-        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
+    named = [("model.name", models["model.name"], began.get("model"), now["model"])]
+    if now["teacher"] is not None:
+        named.append(("teacher.name", models["teacher.name"], began.get("teacher"), now["teacher"]))
     named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
     for key, name, then, place in named:
         if then not in (None, place):

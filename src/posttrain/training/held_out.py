@@ -35,7 +35,7 @@ from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import TrainSection
+from posttrain.recipes.sections import EvalSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Sampler
@@ -46,6 +46,7 @@ from posttrain.types import Batch, Example, with_float64
 
 # Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
+MAX_ANSWER_TOKENS = 256  # where the recipe says nothing
 MAX_EXPONENT = 700.0  # e to the power of more is no float
 
 
@@ -120,6 +121,15 @@ def choose_held_out(
                 "graded; name a task with responses, or switch evaluation off with eval.every: 0"
             )
     return chosen
+
+
+def answer_limit(recipe: Recipe) -> int:
+    """Return the number of tokens of an answer to evaluate: ``eval.max_tokens``, else as long as in training."""
+    if recipe.eval.max_tokens:
+        return recipe.eval.max_tokens
+    if recipe.rollout is not None:
+        return recipe.rollout.max_tokens
+    return MAX_ANSWER_TOKENS
 
 
 def is_read(task: Task, n: int) -> bool:
@@ -206,11 +216,14 @@ def evaluate_objective(
 class Evaluator:
     """The evaluation of a run on every held-out task (``eval``).
 
-    held_out: by a task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration.
-    start: the model at the start (None where no drift is measured).
+    options: of the evaluation. train: of the micro-batches, and the seed. max_tokens: of an answer. held_out: by a
+    task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration. start: the
+    model at the start (None where no drift is measured).
     """
 
-    recipe: Recipe
+    options: EvalSection
+    train: TrainSection
+    max_tokens: int
     tasks: Sequence[Task]
     held_out: Mapping[str, HeldOut]
     method: Method
@@ -228,24 +241,18 @@ class Evaluator:
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling of answers."""
-        recipe = self.recipe
-        max_tokens = recipe.eval.max_tokens
-        if not max_tokens and recipe.rollout is not None:
-            max_tokens = recipe.rollout.max_tokens
-        if not max_tokens:
-            max_tokens = 256
-        return self.sampler.sampling(max_tokens, temperature)
+        return self.sampler.sampling(self.max_tokens, temperature)
 
     def _micro_batches(self) -> MicroBatching:
         """Return the passes over given answers."""
-        return MicroBatching(self.recipe.train.micro_batch_tokens, process_group=self.sampler.process_group)
+        return MicroBatching(self.train.micro_batch_tokens, process_group=self.sampler.process_group)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
         """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
-            return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.process_group)
-        options = self.recipe.eval
+            return evaluate_objective(held_out, task, self.method, self.train, self.sampler.process_group)
+        options = self.options
         sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
         questions = Questions(
             task,
@@ -253,7 +260,7 @@ class Evaluator:
             options.num_examples,
             samples=options.samples,
             ks=default_ks(options.samples),
-            seed=self.recipe.train.seed,
+            seed=self.train.seed,
             step=step,
         )
         evaluation = evaluate(self.sampler, questions)
@@ -266,17 +273,17 @@ class Evaluator:
 
     def _with_kl(self, evaluation: Evaluation, task: Task) -> Evaluation:
         """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
-        if not self.recipe.eval.num_kl_prompts:
+        if not self.options.num_kl_prompts:
             return evaluation
         assert self.start is not None, "the reference is built where KL is measured"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         kl = measure_kl(
             self.sampler,
-            Questions(task, sampling, self.recipe.eval.num_kl_prompts, seed=self.recipe.train.seed),
+            Questions(task, sampling, self.options.num_kl_prompts, seed=self.train.seed),
             policy=self.policy,
             start=self.start,
-            tokens_per_micro=self.recipe.train.micro_batch_tokens,
+            tokens_per_micro=self.train.micro_batch_tokens,
         )
         evaluation.results.update(kl)
         evaluation.results["seconds"] += time.perf_counter() - started

@@ -19,7 +19,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.process_group import whole
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Component, HeadSection
 from posttrain.registry import register
 
 Named = Sequence[tuple[str, Parameter]]
@@ -200,9 +200,15 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def build_optimizer(
-    recipe: Recipe, model: torch.nn.Module, heads: dict[str, torch.nn.Module]
+    component: Component,
+    lr: float,
+    model: torch.nn.Module,
+    heads: dict[str, torch.nn.Module],
+    head_section: HeadSection | None,
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """Return the trained parameters by name (heads and critics included) and their optimizer.
+
+    ``head_section`` says how fast heads and critics learn, where there are any.
 
     Raises:
         RecipeError: an unknown optimizer, or trained weights in bfloat16.
@@ -216,9 +222,8 @@ def build_optimizer(
             f"model.dtype: {len(coarse)} trained weights would be bf16, where small updates are rounded away; "
             "use model.dtype fp32, or train an adapter (model.adapter), whose weights are fp32"
         )
-    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
-    build = entry.bind(recipe.optimizer.options, "optimizer")
-    optimizer = build(named, recipe.train.lr)
+    build = registry.find("optimizer", component.name, "optimizer").bind(component.options, "optimizer")
+    optimizer = build(named, lr)
     head_parameters: list[tuple[str, Parameter]] = []
     for head_name, head in heads.items():
         for name, parameter in head.named_parameters():
@@ -227,10 +232,10 @@ def build_optimizer(
     if not head_parameters:
         return [*named], optimizer
     of_parameter = {id(p): n for n, p in head_parameters}
-    for group in build(head_parameters, recipe.train.lr).param_groups:
-        assert recipe.head is not None
+    assert head_section is not None, "resolved"
+    for group in build(head_parameters, lr).param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
+        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * head_section.lr_ratio
         members = [(of_parameter[id(p)], p) for p in group["params"]]
         optimizer.add_param_group({"params": members, **settings})
     return [*named, *head_parameters], optimizer
