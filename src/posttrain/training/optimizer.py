@@ -223,7 +223,7 @@ def build_optimizer(
             "use model.dtype fp32, or train an adapter (model.adapter), whose weights are fp32"
         )
     build = registry.find("optimizer", component.name, "optimizer").bind(component.options, "optimizer")
-    optimizer = build(named, lr)
+    optimizer = registry.construct("optimizer", build, torch.optim.Optimizer, named, lr)
     head_parameters: list[tuple[str, Parameter]] = []
     for head_name, head in heads.items():
         for name, parameter in head.named_parameters():
