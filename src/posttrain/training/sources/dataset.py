@@ -168,7 +168,7 @@ class SupervisedSource(Source):
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
-        return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
+        return TrainBatch(self.batch_of(self.order.round_of(step - 1).places))
 
     def length_of(self, epochs: float) -> tuple[int, str]:
         """Return the number of steps of ``epochs``, rounded up, and a line about it."""
@@ -261,7 +261,7 @@ class SupervisedSource(Source):
         assert steps is not None, "a recipe says steps or num_epochs"
         seen: set[int] = set()
         for batch in range(steps):
-            seen.update(self.order.turn(batch).places)
+            seen.update(self.order.round_of(batch).places)
             if len(seen) == len(self.units):
                 break
         return sorted(seen)
