@@ -34,8 +34,8 @@ import torch
 from planted import TensorRows, match, plant, plant_change
 from torch import Tensor
 
-from posttrain.interpret.saes.recipe import SaeRecipe
-from posttrain.interpret.saes.training import TrainedDictionary, train_sae
+from posttrain.interpret.saes.sae_recipe import SaeRecipe
+from posttrain.interpret.saes.sae_training import TrainedDictionary, train_sae
 from posttrain.store.metrics import MetricsLog
 
 RESULTS = Path(__file__).parent / "results" / "dictionaries.json"

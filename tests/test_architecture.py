@@ -126,7 +126,12 @@ TINY = 1e-4  # a difference below a number of this size is a comparison too
 # A name means one thing. These classes share a name with a class or a type alias, each for its reason.
 DOUBLE_CLASSES = {
     "Grader": "the public API's name for the graders that one call reaches; below it a recipe's rewards with weights",
-    "Turn": "a model's turn in a conversation, and the rows of one round of a data source",
+}
+# Modules of one name: one thing in several layers, or what the name of the folder completes (``graders/math/grader``).
+DOUBLE_MODULES = {
+    *("advantages", "losses", "statistics", "grading", "rollouts", "rows", "sae", "steering", "quantize"),
+    *("reference", "plan", "run"),
+    *("base", "engine", "grader", "command", "calls", "answers", "files", "listing", "models", "reading"),
 }
 # Functions of one name in several modules. The list may only shrink.
 DOUBLE_FUNCTIONS = {
@@ -342,6 +347,13 @@ def test_function_name_has_one_meaning() -> None:
     doubles = {name: homes for name, homes in homes_of(exported_functions).items() if len(homes) > 1}
     assert {name: homes for name, homes in doubles.items() if name not in DOUBLE_FUNCTIONS} == {}
     assert set(doubles) >= DOUBLE_FUNCTIONS, "a double that is gone leaves the list"
+
+
+def test_module_name_has_one_meaning() -> None:
+    names = [module.rpartition(".")[2] for module in MODULES]
+    doubles = {name for name in names if names.count(name) > 1 and name != "__init__"}
+    assert doubles - DOUBLE_MODULES == set()
+    assert doubles >= DOUBLE_MODULES, "a double that is gone leaves the list"
 
 
 def test_exported_names_are_seen_and_components_are_not() -> None:

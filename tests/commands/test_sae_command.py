@@ -77,7 +77,7 @@ def test_training_that_is_stopped_while_it_measures_is_not_finished_and_measures
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("posttrain.interpret.saes.training._recovered", stop)
+        patch.setattr("posttrain.interpret.saes.sae_training._recovered", stop)
         assert main(["sae", "train", "tiny/sae", *SMALL, "--run", "it"]) != 0
     shown = capsys.readouterr()
     assert "finished after step" not in shown.out + shown.err

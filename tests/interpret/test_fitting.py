@@ -24,8 +24,8 @@ from posttrain.interpret.saes.fitting import (
     median_norm,
     recover,
 )
-from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
+from posttrain.interpret.saes.sae_recipe import SaeComponent, SaeTrainSection
 
 X = torch.arange(60.0).view(30, 2)
 

@@ -19,8 +19,8 @@ from posttrain.errors import CheckpointError, DataError, NonFiniteLoss, Posttrai
 from posttrain.interpret.activations import record
 from posttrain.interpret.activations.shards import ActivationStore, StoreWriter
 from posttrain.interpret.saes.fitting import first_held_out, fit_sae
-from posttrain.interpret.saes.recipe import SaeRecipe, load_sae_recipe
-from posttrain.interpret.saes.training import TrainedDictionary, open_or_record, train_sae
+from posttrain.interpret.saes.sae_recipe import SaeRecipe, load_sae_recipe
+from posttrain.interpret.saes.sae_training import TrainedDictionary, open_or_record, train_sae
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.checkpoint_files import seal

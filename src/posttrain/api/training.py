@@ -33,7 +33,7 @@ from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
 from posttrain.runs.launch import launch
 from posttrain.runs.processes import follow, is_follower
-from posttrain.terminal.training import choose_progress
+from posttrain.terminal.training_progress import choose_progress
 from posttrain.training.checks import resolve_components
 from posttrain.training.files import Observer
 

@@ -28,9 +28,9 @@ from posttrain.evaluation.plan import Drawing, measure
 from posttrain.evaluation.tables import ResultsRow, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, map_tasks
-from posttrain.reports.evaluation import write_page
+from posttrain.reports.evaluation_page import write_page
 from posttrain.reports.page import write_html
-from posttrain.reports.run import ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
+from posttrain.reports.run_page import ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 from posttrain.reports.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
@@ -39,7 +39,7 @@ from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import show_turns
 from posttrain.terminal.console import Text, open_console, print_table
-from posttrain.terminal.training import choose_progress, show_duration
+from posttrain.terminal.training_progress import choose_progress, show_duration
 
 NUM_HELD_OUT = 500
 NUM_SHOWN = 2

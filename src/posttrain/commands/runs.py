@@ -57,7 +57,7 @@ from posttrain.terminal.console import (
     say,
     show_bytes,
 )
-from posttrain.terminal.training import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
+from posttrain.terminal.training_progress import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
 from posttrain.untrusted import cut_end, fitting, harmless
 
 STYLES = {
@@ -525,7 +525,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
     runs_dir = str(place.path.parent)
     how = {"resume": True, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
     if "dictionary" in run.read_recipe():
-        from posttrain.interpret.saes.recipe import load_sae_recipe
+        from posttrain.interpret.saes.sae_recipe import load_sae_recipe
 
         recipe = load_sae_recipe(name, changes).resolve()
         return train_sae_recipe(recipe, name, runs_dir, place.path.name, **how, allow_large=True)

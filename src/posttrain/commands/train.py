@@ -17,7 +17,7 @@ from posttrain.recipes.sections import task_components
 from posttrain.runs.directory import check_run_name
 from posttrain.runs.launch import launch
 from posttrain.runs.processes import follow, is_follower
-from posttrain.terminal.training import choose_progress
+from posttrain.terminal.training_progress import choose_progress
 from posttrain.untrusted import harmless
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from posttrain.evaluation.statistics import Summary
 from posttrain.reports.charts import NUM_TOGETHER, Panel, Series, draw_png, interval_ends
-from posttrain.reports.sweeps import each_alone
+from posttrain.reports.sweep_page import each_alone
 from posttrain.runs.what_if.plan import UNCHANGED
 from posttrain.runs.what_if.results import FutureResult, WhatIfResults
 from posttrain.store.durable import replace_file

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.generation import write_ends
+from posttrain.models.answer_end import write_ends
 from posttrain.models.load import ONE_FILE, LoadedModel, note_base_bits
 from posttrain.models.sources import SCORE, resolve_model_name
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory

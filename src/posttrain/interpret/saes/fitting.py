@@ -24,8 +24,8 @@ from posttrain.activity import phase
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import device_of, replaced
-from posttrain.interpret.saes.recipe import DIFFERENCE, SaeComponent, SaeTrainSection
 from posttrain.interpret.saes.sae import SparseAutoencoder, keep_largest
+from posttrain.interpret.saes.sae_recipe import DIFFERENCE, SaeComponent, SaeTrainSection
 from posttrain.models.forward.precision import DTYPES
 from posttrain.randomness import generator, permutation
 from posttrain.types import Model

@@ -302,8 +302,8 @@ class RolloutSource(Source):
         )
         while drawn is None:
             attempt = len(sampled) // self.options.num_prompts
-            turn = self.order.turn(cycle, attempt)
-            prompts = [self.prompts.draw(place) for place in turn.places]
+            wanted = self.order.round_of(cycle, attempt)
+            prompts = [self.prompts.draw(place) for place in wanted.places]
             request = RolloutRequest(
                 [prompt.example for prompt in prompts],
                 [prompt.ids for prompt in prompts],
@@ -312,7 +312,7 @@ class RolloutSource(Source):
                 group=self.options.group_size,
                 step=step,
                 prompt_indices=[prompt.index for prompt in prompts],
-                epochs=turn.epochs,
+                epochs=wanted.epochs,
             )
             groups, seconds = collect(sampler, request)
             grading += seconds

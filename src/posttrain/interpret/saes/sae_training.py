@@ -36,8 +36,8 @@ from posttrain.interpret.saes.fitting import (
     sample_rows,
     too_few_rows,
 )
-from posttrain.interpret.saes.recipe import ACTIVATIONS, DIFFERENCE, SaeRecipe
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
+from posttrain.interpret.saes.sae_recipe import ACTIVATIONS, DIFFERENCE, SaeRecipe
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.document import decisive
 from posttrain.recipes.sections import ModelSection
