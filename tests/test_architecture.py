@@ -130,7 +130,7 @@ DOUBLE_CLASSES = {
 # Modules of one name: one thing in several layers, or what the name of the folder completes (``graders/math/grader``).
 DOUBLE_MODULES = {
     *("advantages", "losses", "statistics", "grading", "rollouts", "rows", "sae", "steering", "quantize"),
-    *("reference", "plan", "run"),
+    *("reference", "plan", "run", "runner", "results", "changes", "what_if"),
     *("base", "engine", "grader", "command", "calls", "answers", "files", "listing", "models", "reading"),
 }
 # Functions of one name in several modules. The list may only shrink.
