@@ -318,7 +318,7 @@ def _build_optimizer(recipe: Recipe, models: BuiltModels) -> tuple[list[tuple[st
     if models.shards is not None:
         model = models.shards.model
         heads = models.shards.heads
-    return build_optimizer(recipe.optimizer, recipe.train.lr, model, heads, recipe.head)
+    return build_optimizer(recipe, model, heads)
 
 
 def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
