@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
@@ -53,7 +55,7 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
+from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.sources import TrainBatch
 from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights, sample_weights
@@ -75,6 +77,7 @@ class LoopPlan:
 
     train: with the number of steps filled in. writes_shares: each process writes its share of the weights into a
     checkpoint. models: the model and a teacher by their key. identity: of the recipe, as checkpoints keep it.
+    describe_clip: warns of a clip range that is too narrow (``describe_narrow_clip``).
     """
 
     train: TrainSection
@@ -83,6 +86,7 @@ class LoopPlan:
     writes_shares: bool
     models: Mapping[str, str]
     identity: Mapping[str, object]
+    describe_clip: Callable[[Forward, Mapping[str, float], int], str]
 
 
 def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
@@ -97,6 +101,7 @@ def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
         writes_shares=recipe.scale.checkpoint == "sharded",
         models=models,
         identity={"recipe": recipe.fingerprint(), "settings": decisive(recipe.dump())},
+        describe_clip=partial(describe_narrow_clip, recipe),
     )
 
 
@@ -306,6 +311,9 @@ class Loop:
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
+        narrow = self.plan.describe_clip(self.parts.policy, metrics, self.step)
+        if narrow:
+            warnings["clip"] = narrow
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
             warnings |= learning_warnings(self.metrics.read())
         for name in warnings.keys() - self.warned:
