@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
     checkpoint_steps,
+    read_newest,
     remove_tree,
     rename_into_place,
     seal,
@@ -156,15 +158,11 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
             raise CheckpointError(f"{root}: no checkpoint of step {step}; there are: {there}")
         steps = [step]
     skipped: list[str] = []
-    for candidate in reversed(steps):
-        path = step_folder(root, candidate)
-        try:
-            checkpoint = _read(path, candidate, skipped)
-        except (Unverified, OSError) as reason:
-            skipped.append(f"{path.name}: {reason}")
-            continue
+    newest = read_newest(root, steps, partial(_read, skipped), skipped)
+    if newest is not None:
+        found, checkpoint = newest
         if set_aside and skipped:
-            set_aside_steps(root, [s for s in steps if s > candidate])
+            set_aside_steps(root, [s for s in steps if s > found])
         return checkpoint
     if not steps:
         return None
@@ -230,7 +228,7 @@ class KeptState(BaseModel, strict=True, extra="allow"):
     unevaluated: bool = False
 
 
-def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
+def _read(skipped: list[str], path: Path, step: int) -> Checkpoint:
     files = verify(path, step)
     state = (path / "state.json").read_bytes() if "state.json" in files else b"{}"
     try:

@@ -43,9 +43,9 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.checkpoint_files import (
     ASIDE,
-    Unverified,
     checkpoint_steps,
     prune_checkpoints,
+    read_newest,
     rename_into_place,
     seal,
     set_aside_steps,
@@ -366,15 +366,13 @@ def _read_state(path: Path) -> Mapping[str, Any]:
 def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:
     """Return the newest step whose checkpoint verifies, and rename later ones ``failed-…``; None: there are none."""
     steps = checkpoint_steps(folder)
-    for step in reversed(steps):
-        try:
-            verify(step_folder(folder, step), step)
-        except Unverified as problem:
-            notice = f"checkpoint of step {step} is damaged ({problem}); using the one before"
-            observer("notice", {"message": notice})
-            continue
-        set_aside_steps(folder, [other for other in steps if other > step])
-        return step
+    skipped: list[str] = []
+    newest = read_newest(folder, steps, verify, skipped)
+    for reason in skipped:
+        observer("notice", {"message": f"this checkpoint is damaged, and the one before is used: {reason}"})
+    if newest is not None:
+        set_aside_steps(folder, [step for step in steps if step > newest[0]])
+        return newest[0]
     if steps:
         raise CheckpointError(f"{folder}: none of the checkpoints verifies; start again under another name")
     return None
