@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
-from posttrain.data.base import Task, build_task
+from posttrain.data.base import Task, build_task, document_texts
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.data.rendered import take_rendered
@@ -32,7 +31,7 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import InitSection, ModelSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -163,9 +162,8 @@ class Prompting:
 
     def sampler(self, engine: Engine, process_group: ProcessGroup) -> Sampler:
         """Return a sampler of graded answers that an engine writes."""
-        return Sampler(
-            engine, self.tokenizer, self.grader, self.row_limit, process_group=process_group, stage=self.stage
-        )
+        limit = self.row_limit
+        return Sampler(engine, self.tokenizer, self.grader, limit, process_group=process_group, stage=self.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,7 +567,10 @@ def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> F
 def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
     """Return the model to train, with a new adapter where the recipe has one; ``device``: in place of the recipe's."""
     section = recipe.model if device is None else recipe.model.model_copy(update={"device": device})
-    loaded = load_model(section, seed=recipe.train.seed, texts=_texts(task, recipe.model.init))
+    texts: Iterator[str] | None = None
+    if recipe.model.init is not None:  # for a new tokenizer
+        texts = document_texts(task.examples, recipe.model.init.tokenizer.num_documents)
+    loaded = load_model(section, seed=recipe.train.seed, texts=texts)
     model = loaded.model
     if recipe.model.adapter is not None:
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
@@ -591,11 +592,3 @@ def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> Load
             raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
-
-
-def _texts(task: Task, init: InitSection | None) -> Iterator[str] | None:
-    """Return texts for a new tokenizer, from the first examples of the task."""
-    if init is None:
-        return None
-    examples = islice(iter(task.examples), init.tokenizer.num_documents)
-    return (" ".join([*(m.content for m in e.messages), e.demonstration or e.solution or ""]).strip() for e in examples)
