@@ -128,12 +128,6 @@ TINY = 1e-4  # a difference below a number of this size is a comparison too
 DOUBLE_CLASSES = {
     "Grader": "the public API's name for the graders that one call reaches; below it a recipe's rewards with weights",
 }
-# Modules of one name: one thing in several layers, or what the name of the folder completes (``graders/math/grader``).
-DOUBLE_MODULES = {
-    *("advantages", "losses", "statistics", "grading", "rollouts", "rows", "sae", "steering", "quantize"),
-    *("reference", "plan", "run", "runner", "results", "changes", "what_if"),
-    *("base", "engine", "grader", "command", "calls", "answers", "files", "listing", "models", "reading"),
-}
 # Functions of one name in several modules. The list may only shrink.
 DOUBLE_FUNCTIONS = {
     # the public API's name for what a module below does
@@ -348,13 +342,6 @@ def test_function_name_has_one_meaning() -> None:
     doubles = {name: homes for name, homes in homes_of(exported_functions).items() if len(homes) > 1}
     assert {name: homes for name, homes in doubles.items() if name not in DOUBLE_FUNCTIONS} == {}
     assert set(doubles) >= DOUBLE_FUNCTIONS, "a double that is gone leaves the list"
-
-
-def test_module_name_has_one_meaning() -> None:
-    names = [module.rpartition(".")[2] for module in MODULES]
-    doubles = {name for name in names if names.count(name) > 1 and name != "__init__"}
-    assert doubles - DOUBLE_MODULES == set()
-    assert doubles >= DOUBLE_MODULES, "a double that is gone leaves the list"
 
 
 def test_exported_names_are_seen_and_components_are_not() -> None:
