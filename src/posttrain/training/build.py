@@ -223,8 +223,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe, models)
-    num_examples = None if task.parts else source.num_examples
-    facts = describe_run(components, models.loaded, models.policy, prompting.grader, num_examples)
+    facts = describe_run(components, models.loaded, models.policy, prompting.grader, source.num_examples)
     return TrainerState(
         model=models.loaded.model,
         tokenizer=models.tokenizer,

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.balances.findings import Imbalance
 from posttrain.balances.record import UpdateFacts
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
@@ -32,7 +31,6 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
-from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import choose_primary_metric
 from posttrain.store.metrics import (
     MOVED,
@@ -55,7 +53,7 @@ from posttrain.training.checkpoint import (
     restore_model,
     save_checkpoint,
 )
-from posttrain.training.files import NoRecords, Observer, RunFiles
+from posttrain.training.files import NoRecords, Observer, RunFiles, save_batch
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
@@ -365,7 +363,9 @@ class Loop:
                 self.parts.shards.gather()
         except NonFiniteLoss as error:
             self.consistent = True
-            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
+            raise NonFiniteLoss(
+                f"{error}. {save_batch(self.files, batch, step, is_main=self.process_group.is_main)}"
+            ) from None
         moved, of_step = self.update_records.close_record(lr, norm)
         self._tell_imbalances([*found, *of_step])
         if step <= NUM_STEPS:
@@ -490,19 +490,6 @@ class Loop:
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})
-
-    def _save_batch(self, batch: Batch, step: int) -> str:
-        """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
-        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
-        if not self.process_group.is_main:
-            return "Rank 0 saves the batch"
-        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
-        tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
-        try:
-            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
-        except StorageError as failure:
-            return f"The batch could not be kept: {failure}"
-        return f"The batch is saved in {path}"
 
 
 def train(

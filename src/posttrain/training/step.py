@@ -21,7 +21,7 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
-from posttrain.training.records.capture import Capture, kept_values
+from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
 from posttrain.types import Batch, Loss, Outputs, with_float64
 
 Objective = Callable[[Outputs, Batch], Loss]
@@ -110,7 +110,7 @@ def accumulate(
     learns: bool = True,
     process_group: ProcessGroup = SINGLE_PROCESS,
     idle_rows: IdleRows = "train",
-    capture: Capture | None = None,
+    capture: Capture = NO_CAPTURE,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
@@ -121,18 +121,15 @@ def accumulate(
     that cannot change the gradient (``idle_rows.py``). If they are skipped, the metrics are of the rows that are
     computed. ``capture`` is given the results of each micro-batch.
     """
-    forward = method.forward
-    level = method.level
+    forward, level = method.forward, method.level
     entropy = method.entropy
     if not learns:
-        entropy = "none"
-        idle_rows = "train"
+        entropy, idle_rows = "none", "train"
     batch.weights = _weigh(method.aggregate, batch, level)
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
-    slots = 0.0
-    used = 0.0
+    slots = used = 0.0
     num_computed = 0
     is_checked = idle_rows != "measure"
     micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
@@ -143,8 +140,7 @@ def accumulate(
             part = micro.part.to(device)
             with _learning(forward, options) if has_gradients else torch.no_grad():
                 outputs = forward(micro.part, entropy, "teacher_ids" in batch.fields)
-                if capture is not None:
-                    capture.watch(outputs)
+                capture.watch(outputs)
                 result = _apply(method.objective, outputs, part, level)
                 values = kept_values(result, part, level)
                 loss = (values * _own_weights(part, values, micro.counts)).sum()
@@ -156,8 +152,7 @@ def accumulate(
                 is_checked = True
             if not micro.counts:
                 continue
-            if capture is not None:
-                capture.add([places[row] for row in micro.rows], outputs, values)
+            capture.add([places[row] for row in micro.rows], outputs, values)
             total += with_float64(loss.detach()).to(torch.float64)
             _measure(means, result, outputs, part, level, float(micro.part.mask.sum()))
             slots += forward.last_slots
