@@ -209,7 +209,7 @@ COMPARISONS = {"sweep/methods", "sweep/preference-methods"}
 
 
 def test_shipped_sweeps_are_whole_and_apart_from_recipes() -> None:
-    names = ("all-policy-gradient", "all-preference", "hh-gpt2", "overoptimization", "ppo-grpo-dpo", "prm-vs-orm")
+    names = ("hh-gpt2", "overoptimization", "ppo-grpo-dpo", "prm-vs-orm")
     assert set(shipped_sweeps()) - COMPARISONS == {f"sweep/{name}" for name in (*names, "staleness", "tiny", "tiny-hh")}
     assert not set(shipped_sweeps()) & set(training_recipe_names())
     for name in shipped_sweeps():
