@@ -43,10 +43,6 @@ def percent(summary: Mapping[str, float]) -> str:
     return f"{100 * summary['mean']:.1f} ± {100 * summary['half_width']:.1f} %"
 
 
-def number(summary: Mapping[str, float] | None) -> str:
-    return "–" if summary is None else f"{summary['mean']:.2f} ± {summary['half_width']:.2f}"
-
-
 def table(head: list[str], rows: list[list[str]]) -> str:
     ruler = ["---", *("---:" for _ in head[1:])]
     return "\n".join("| " + " | ".join(columns) + " |" for columns in (head, ruler, *rows)) + "\n"

@@ -383,7 +383,9 @@ def test_preference_methods_learn_from_pairs_of_one_sampling_run(tmp_path: Path)
         make_comparison(other)
 
 
-@pytest.mark.parametrize(("gone", "instead"), [("all-preference", "preference-methods"), ("sweep/all-policy-gradient", "methods")])
+@pytest.mark.parametrize(
+    ("gone", "instead"), [("all-preference", "preference-methods"), ("sweep/all-policy-gradient", "methods")]
+)
 def test_sweeps_at_one_rate_are_gone_and_name_what_took_their_place(gone: str, instead: str) -> None:
     with pytest.raises(UsageError, match=f"posttrain sweep {instead}"):
         names_comparison(gone, [], None)
