@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "runs": 24_777,
     "sampling": 48_777,
     "store": 16_029,
-    "sweeps": 24_679,
+    "sweeps": 24_753,
     "terminal": 4_099,
     "training": 49_698,
 }
