@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MARKS = ("<!-- comparison: written by make docs -->", "<!-- end of the comparison -->")
+MARKS = ("<!-- comparison -->", "<!-- end of comparison -->")
 # Headers of a page are short: the report's own columns, but for the ones that say the same in another way.
 LEFT_OUT = ("seeds", "better than grpo")
 
