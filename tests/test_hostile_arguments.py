@@ -19,6 +19,7 @@ from posttrain.errors import PosttrainError, RecipeError, RewardFailure, UsageEr
 from posttrain.option_types import shorten
 from posttrain.recipes.recipe import load_recipe
 from posttrain.training.memory import estimate_memory
+from refusing import refuses
 
 NO_PATHS = {
     "nul": "a\0b",
@@ -273,7 +274,7 @@ def test_rows_of_a_sweep_are_names_in_any_collection(rows: Any) -> None:
 
 @pytest.mark.parametrize("over", [{3: [1]}, {"train.lr": 1e-5}, {"train.lr": evil()}, [("train.lr", [1e-5])]])
 def test_over_of_a_sweep_is_one_key_with_its_values(over: Any) -> None:
-    with pytest.raises(RecipeError, match=r"^over: "):
+    with refuses(RecipeError, "over"):
         pt.sweep("tiny/sft", over=over, progress=False)
 
 
@@ -298,7 +299,7 @@ def test_advantage_that_is_no_number_is_refused(trainer: pt.Trainer, advantage: 
     groups = trainer.sample(["What is 1 plus 1?"])
     for rollout in groups[0]:
         rollout.advantage = advantage
-    with pytest.raises(UsageError, match=r"^batch: "):
+    with refuses(UsageError, "batch"):
         trainer.batch(groups)
 
 
@@ -312,7 +313,7 @@ def test_advantage_of_another_type_is_its_number(trainer: pt.Trainer, advantage:
 
 @pytest.mark.parametrize("groups", [3, [[None]], [], [[]], iter([]), "ab", [3]])
 def test_batch_of_something_else_than_samples_is_refused(trainer: pt.Trainer, groups: Any) -> None:
-    with pytest.raises(UsageError, match=r"^batch: "):
+    with refuses(UsageError, "batch"):
         trainer.forward_backward(groups)
 
 
@@ -326,5 +327,5 @@ def test_checkpoint_of_a_numpy_step_and_of_no_step(tmp_path: Path) -> None:
     run = pt.train("tiny/grpo", run="one", **SHORT)
     assert run.checkpoint(np.int64(1)) == run.checkpoint(1)
     for which in (math.nan, evil(object, "__repr__", "__eq__")(), "a\0", None):
-        with pytest.raises(UsageError, match="checkpoint"):
+        with refuses(UsageError, "checkpoint"):
             run.checkpoint(which)

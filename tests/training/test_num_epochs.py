@@ -11,6 +11,7 @@ from posttrain.errors import RecipeError
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.training.sources import num_batches
 from posttrain.training.step import learning_rate
+from refusing import refuses
 from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 
@@ -65,9 +66,9 @@ def test_epochs_over_prompts_count_every_update(tmp_path: Path) -> None:
 
 
 def test_exactly_one_of_the_two(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train: 'steps' and 'num_epochs' both say how long .* give exactly one"):
+    with refuses(RecipeError, "train", "'steps'", "'num_epochs'"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": 3, "num_epochs": 1}})
-    with pytest.raises(RecipeError, match="nothing says how long the training is; give 'steps' or 'num_epochs'"):
+    with refuses(RecipeError, "'steps'", "'num_epochs'"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": None}})
-    with pytest.raises(RecipeError, match=r"command line: train.num_epochs: it and train.steps both say how long"):
+    with refuses(RecipeError, "command line: train.num_epochs", "train.steps"):
         load_recipe("tiny/sft", [("train.num_epochs", "1"), ("train.steps", "3")])
