@@ -17,7 +17,6 @@ import yaml
 from safetensors.torch import load_file
 
 from posttrain.cli import main
-from posttrain.errors import install_command
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
@@ -135,20 +134,6 @@ def test_recipes_that_cannot_be_run_leave_nothing_behind(
 # --- data ---
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "x", "answer": 1', "not JSON: Expecting ',' delimiter at column 28"),
-        ('{"promt": "x", "answer": "1"}', "the key 'prompt' is missing. Did you mean 'promt'?"),
-        ('{"prompt": "x"}', "the key 'answer' is missing. There are: prompt. Name the right one as task.answer_key"),
-        ('{"prompt": 3, "answer": "1"}', "'prompt' must be text; got 3 (int)"),
-    ],
-)  # fmt: skip
-def test_a_malformed_line_is_named(line: str, message: str, command: Command) -> None:
-    write_rows([*GOOD_ROWS[:3], "", line])  # a blank line is no row, and counts as a line
-    task = ["--task", "{name: jsonl, path: rows.jsonl}"]
-    assert f"rows.jsonl:5: {message}" in command.fails(2, "train", "rl.yaml", *task)
-    assert contents("runs") == {}
 
 
 def test_a_missing_file_and_one_without_rows(command: Command) -> None:
@@ -162,25 +147,6 @@ def test_a_missing_file_and_one_without_rows(command: Command) -> None:
     assert contents("runs") == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "task", "message"),
-    [
-        ("reasoning_gym", "{name: reasoning_gym, dataset: chain_sum}", "'reasoning_gym'"),
-        ("pyarrow", "{name: jsonl, path: rows.parquet}", "'pyarrow'"),
-    ],
-)
-def test_a_missing_extra_names_the_command_that_installs_it(
-    module: str, task: str, message: str, command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (place / "rows.parquet").write_bytes(b"PAR1")
-    loaded = [name for name in sys.modules if name.startswith(f"{module}.")]  # another test may have imported it
-    for name in [module, *loaded]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)  # where gsm8k would be found without the hub
-    error = command.fails(2, "train", "rl.yaml", "--task", task)
-    assert message in error
-    assert f"Install it with: {install_command('tasks')}" in error
-    assert contents("runs") == {}
 
 
 # --- rewards ---

@@ -12,7 +12,7 @@ from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.training.sources import num_batches
 from posttrain.training.step import learning_rate
 from refusing import refuses
-from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
+from small_runs import Events, one_layer_recipe, steps_of, watched
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,6 @@ def test_epochs_over_rows_are_that_many_steps_with_their_rates(tmp_path: Path) -
     assert [row["lr"] for row in steps_of(tmp_path / "epochs")] == rates
 
 
-def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
-    recipe = epochs_over(2, save_every=2)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    steps = run(whole, recipe).step
-    assert run(cut, recipe, stop_after=2).reason == "interrupted"
-    assert run(cut, recipe, resume=True).reason == "finished"
-    assert same_bits(saved_tensors(whole, steps), saved_tensors(cut, steps))
-    assert untimed(whole) == untimed(cut)
 
 
 def test_epochs_over_prompts_count_every_update(tmp_path: Path) -> None:
