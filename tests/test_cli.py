@@ -243,8 +243,6 @@ def test_recipes_as_json_hold_everything_that_can_be_run(capsys: pytest.CaptureF
     }
 
 
-
-
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["--version"])

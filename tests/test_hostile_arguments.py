@@ -54,13 +54,10 @@ NO_VALUES: dict[str, Any] = {
 }
 
 
-
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POSTTRAIN_TRACEBACK", raising=False)
-
-
 
 
 SHORT: dict[str, Any] = {"steps": 1, "eval__every": 0, "num_prompts": 1, "group_size": 2, "rollout__max_tokens": 4}

@@ -134,8 +134,6 @@ def test_recipes_that_cannot_be_run_leave_nothing_behind(
 # --- data ---
 
 
-
-
 def test_a_missing_file_and_one_without_rows(command: Command) -> None:
     assert command.fails(2, "train", "sft.yaml", "--task.path", "row.jsonl").startswith(
         "row.jsonl: no such file. Did you mean 'rows.jsonl'?"
@@ -145,8 +143,6 @@ def test_a_missing_file_and_one_without_rows(command: Command) -> None:
     evaluation = ["evaluate", "tiny", "--task", "jsonl", "--task.path", "rows.jsonl"]
     assert "rows.jsonl" in command.fails(2, *evaluation)
     assert contents("runs") == {}
-
-
 
 
 # --- rewards ---

@@ -319,8 +319,6 @@ async def fine(scope: Any, receive: Any, send: Any) -> None:
 HERE = {"host": f"127.0.0.1:{PORT}"}
 
 
-
-
 def test_access_with_a_key_admits_who_sends_it() -> None:
     gate = Access(fine, "0.0.0.0", "a-key-that-nobody-guesses")
     for sent in ("", "Bearer wrong", "a-key-that-nobody-guesses"):

@@ -231,7 +231,7 @@ def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, caps
     [
         (["nowhere.yaml"], "nowhere.yaml"),
         ([str(EXAMPLE), "--rows", "grpo,wyde"], "'wyde'"),
-        ([str(EXAMPLE), "--rwos", "a"], "base: command line: rwos"),
+        ([str(EXAMPLE), "--rwos", "a"], "base: command line"),
         (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task"),
         (["tiny", "--methods", "grpo"], "methods"),
     ],

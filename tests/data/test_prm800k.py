@@ -275,6 +275,6 @@ def test_rows_of_single_steps_give_the_same_solution(tmp_path: Path) -> None:
     assert found.responses == expected.responses
     assert found.meta == {"first_error": None}
     assert [response.text for response in other.responses] == ["2+3=7."]
-    for wrong, message in ({"rating": 2}, "'rating' must be"), ({"responses": "a"}, "'responses' must be a list"):
-        with pytest.raises(DataError, match=message):
+    for wrong, message in ({"rating": 2}, "'rating' must be"), ({"responses": "a"}, "'responses'"):
+        with refuses(DataError, message):
             read(tmp_path, [single[0] | wrong])

@@ -86,12 +86,12 @@ def test_wrong_paths(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("a,b", encoding="utf-8")
     for name, message in (
-        ("trian.jsonl", "no such file. Did you mean 'train.jsonl'"),
+        ("trian.jsonl", "'train.jsonl'"),
         ("nowhere/train.jsonl", "no such file"),
-        ("", "this is a folder; give one file"),
-        ("notes.txt", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
+        ("", "folder; give one"),
+        ("notes.txt", "jsonl.gz"),
     ):
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, message):
             list(read_file(tmp_path / name))
 
 

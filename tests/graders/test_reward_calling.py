@@ -218,11 +218,11 @@ def test_reward_in_the_form_of_trl_that_cannot_be_called_says_why():
         "example": Example("x", (Message("user", "q"),), answer="1", meta={"level": 3}),
     }
     for function, message in [
-        (levels, r"reward 'levels' asks for levl, which no row has\. Did you mean 'level'"),
-        (messages, "Prompts and completions are texts, no messages"),
-        (later, "write it without async"),
+        (levels, "'levels'"),
+        (messages, "Prompts and completions"),
+        (later, "write it without"),
     ]:
-        with pytest.raises(RewardFailure, match=message):
+        with refuses(RewardFailure, message):
             bind_reward(Entry("reward", "mine", function, {})).grade([given], ["x"])
 
 

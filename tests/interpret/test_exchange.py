@@ -58,20 +58,20 @@ def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with refuses(DataError, "no such file"):
         load_sae(tmp_path)
     for changes, message in (
-        ({"architecture": "gated"}, "cannot be used here .architecture: Input should be 'standard', 'topk' or"),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations: Input should be 'none'"),
-        ({"activation_fn_str": "topk"}, "activation_fn_str: Input should be 'relu'"),
+        ({"architecture": "gated"}, "'standard'"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations"),
+        ({"activation_fn_str": "topk"}, "activation_fn_str"),
         ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor: "),
-        ({"d_in": 7}, r"W_enc has the shape \(12, 40\), but cfg.json means \(7, 40\)"),
+        ({"d_in": 7}, "cfg.json"),
         ({"d_in": -1}, "d_in: "),
         ({"k": [4]}, "k: "),
-        ({"architecture": "topk"}, "says nothing of k, which a topk dictionary needs"),
+        ({"architecture": "topk"}, "topk dictionary needs"),
         ({"metadata": "x"}, "metadata: "),
-        ({"metadata": {"models": [1]}}, r"metadata\.models\.0: "),
+        ({"metadata": {"models": [1]}}, "metadata.models.0: "),
     ):
         save_sae(trained("l1")[0], tmp_path)
         change(tmp_path, **changes)
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, message):
             load_sae(tmp_path)
     (tmp_path / "sae_weights.safetensors").write_bytes(b"no tensors")
     change(tmp_path, metadata={}, architecture="standard")

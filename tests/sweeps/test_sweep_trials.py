@@ -263,10 +263,10 @@ def test_what_belongs_to_something_else_is_refused(make_plan: MakePlan) -> None:
     """Recipes say nothing of how the start was trained, so nothing else would tell."""
     plan, _, _ = run_chain(make_plan)
     for override, message in (
-        (("rows.grpo.train.lr", "1"), "made by another recipe; it differs in train.lr"),
-        (("best_of_n.n", "6"), "made with other settings of best_of_n"),
+        (("rows.grpo.train.lr", "1"), "train.lr"),
+        (("best_of_n.n", "6"), "best_of_n"),
     ):
-        with pytest.raises(RunConflict, match=message):
+        with refuses(RunConflict, message):
             FakeRunner().run(make_plan(override, text=NEEDS))
     assert plan.start is not None
     shutil.rmtree(plan.start.folder)
@@ -300,10 +300,10 @@ def test_answers_that_are_not_those_of_the_sweep_are_refused(make_plan: MakePlan
     path = plan.folder / "chosen" / "proxy-seed1" / "items.jsonl"
     item = json.loads(path.read_text())
     for items, message in (
-        ([item | {"samples": item["samples"][:2]}], r"items\.jsonl:1: 2 answers, where"),
+        ([item | {"samples": item["samples"][:2]}], "items.jsonl:1"),
         ([item | {"samples": []}], "not answers to"),
-        ([item, item | {"id": "b"}], "not answers to the problems of this sweep"),
+        ([item, item | {"id": "b"}], "problems of this"),
     ):
         path.write_text("".join(f"{json.dumps(one)}\n" for one in items))
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, message):
             collect_sweep(plan, outcome, "posttrain sweep mine")

@@ -46,8 +46,6 @@ def test_epochs_over_rows_are_that_many_steps_with_their_rates(tmp_path: Path) -
     assert [row["lr"] for row in steps_of(tmp_path / "epochs")] == rates
 
 
-
-
 def test_epochs_over_prompts_count_every_update(tmp_path: Path) -> None:
     recipe, events = epochs_over(1, "grpo", ppo_epochs=2), Events()
     assert recipe.rollout is not None

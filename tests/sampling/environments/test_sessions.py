@@ -134,13 +134,12 @@ def test_what_cannot_be_used_is_refused_at_the_start() -> None:
     for name, message in (
         (
             "Untyped",
-            r"environment 'example_environments:Untyped', tool 'guess': parameter 'number' has no type; "
-            r"annotate it, as in number: int",
+            "'example_environments:Untyped'",
         ),
-        ("Undescribed", r"tool 'guess': it has no docstring"),
-        ("NoReset", r"it has no method reset"),
+        ("Undescribed", "'guess'"),
+        ("NoReset", "no method reset"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refuses(UsageError, message):
             toolset(name)
     with refuses(UnknownComponent, "'calculater'", "'calculator'"):
         build_toolset(Component(name="calculater"))
