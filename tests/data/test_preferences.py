@@ -172,7 +172,6 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
     ("row", "message"),
     [
         (PAIR | {"chosen": 2}, "must both be text, or both lists"),
-        (PAIR | {"chosen": output("2")}, "must both be text, or both lists"),
         (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
         ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
         (
@@ -180,12 +179,9 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
             "both the assistant's",
         ),
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
-        (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
         (PAIR | {"score_chosen": 1, "score_rejected": float("nan")}, "'score_rejected' must be a finite number"),
         (STEPS | {"labels": [1]}, "2 'completions' and 1 'labels'"),
         (STEPS | {"labels": [1, -1]}, "'labels' 2 must be .* got -1. For −1, 0 and 1 set task.num_classes to 3"),
-        (STEPS | {"labels": [1, "bad"]}, "'labels' 2 must be"),
-        (STEPS | {"labels": [[1], 0]}, "'labels' 1 must be"),
         (STEPS | {"completions": "one two"}, "'completions' must be a list"),
         (STEPS | {"completions": ["a", 3]}, "'completions 2' must be text"),
     ],

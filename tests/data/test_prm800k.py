@@ -159,10 +159,8 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ({"prompt": "q", "completions": []}, "'question' must be an object, as in the published files; got None"),
         (published(step(rated("a", 2), chosen=0)), "'rating' must be −1, 0, 1 or null; got 2"),
-        (published(step(rated("a", True), chosen=0)), "'rating' must be −1, 0, 1 or null; got True"),
         (published(step(rated("a", 1), chosen=1)), "step 1: 'chosen_completion' is 1 of 1 completions"),
         (published(step("a", chosen=0)), "step 1: a completion must be an object"),  # type: ignore[arg-type]
-        (published(question={}), "the key 'problem' is missing"),
         (published(label={"steps": 3}), "'label' needs 'steps', a list"),
         (published("a"), "'label.steps' 1 must be an object"),  # type: ignore[arg-type]
         (published(step(rated(5, 1), chosen=0)), "'step 1' must be text"),  # type: ignore[arg-type]

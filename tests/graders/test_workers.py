@@ -73,11 +73,8 @@ def test_items_of_any_kind_pass_unchanged(pool: WorkerPool) -> None:
         ("no json", 0, "crash", "TypeError: Object of type set"),
         ("close", 0, "crash", "exit code 1"),
         ("nonsense", "\x7f\x7f\x7f\x7f{}", "crash", "SIGKILL"),
-        ("nonsense", "\x00\x00\x00\x04nope", "crash", "SIGKILL"),
         ("nonsense", '{"number": 99}\n', "crash", "SIGKILL"),
-        ("nonsense", '{"ready": true}\n', "crash", "SIGKILL"),
         ("say once", '{"ready": true}\n', "crash", "SIGKILL"),
-        ("nonsense", '{"value": 1}\n', "crash", "SIGKILL"),
     ],
 )
 def test_an_item_that_misbehaves_is_recorded_and_its_neighbours_are_not_touched(

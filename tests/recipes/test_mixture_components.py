@@ -53,11 +53,8 @@ def test_every_option_of_every_part_is_in_the_resolved_recipe(tmp_path: Path) ->
     [
         ("[{task: stries}]", "mine.yaml:2: task.parts.0.task"),
         ("[{task: stories, weight: 0}]", "mine.yaml:2: task.parts.0.weight"),
-        ("[{task: stories, weight: -1}]", "task.parts.0.weight"),
-        ("[{task: stories, weight: true}]", "task.parts.0.weight"),
         ("[{task: stories, wieght: 1}]", "task.parts.0.wieght"),
         ("[{weight: 1}]", "task.parts.0.task"),
-        ("[3]", "task.parts.0: "),
         ("[]", "task.parts"),
         ("stories", "task.parts"),
         ("[{task: stories}, {task: stories}]", "task.parts.1.name"),

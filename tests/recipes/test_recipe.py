@@ -429,12 +429,9 @@ def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
         ("rewards", "[5]", "command line: rewards.0"),
         ("model.adapter", "{targets: q}", "targets"),
         ("model.adapter", "{targets: [1]}", "command line: model.adapter.targets.0"),
-        ("task", "5", "task:"),
         ("rollout", "3", "rollout"),
-        ("train.lr", "{fast: 3}", "train.lr"),
         ("train.steps", str([*range(60)]), "train.steps"),
         ("data", "{batch_size: 4}", "'rollout'"),
-        ("train.num_epochs", "often", "train.num_epochs"),
     ],
 )
 def test_a_wrong_value_is_shown_by_its_key_and_kind_and_never_as_a_whole_section(
