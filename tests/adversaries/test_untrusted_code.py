@@ -99,13 +99,10 @@ CASES.append(("plays", "train", ["runs/evil/better.yaml", "--dry-run"]))
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, no_code_allowed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory that Python imports from, with nothing allowed yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setattr(consent, "_FOLDERS", {})
-    monkeypatch.setattr(consent, "_IMPORTED", set())
-    monkeypatch.setattr(consent, "_REMOTE_CODE", [False])
     known = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - known:

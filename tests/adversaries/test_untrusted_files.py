@@ -30,11 +30,8 @@ from refusing import refuses
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, no_code_allowed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(consent, "_FOLDERS", {})
-    monkeypatch.setattr(consent, "_IMPORTED", set())
-    monkeypatch.setattr(consent, "_REMOTE_CODE", [False])
     return tmp_path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain import __version__, untrusted
+from posttrain import __version__
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
@@ -28,10 +28,7 @@ from refusing import refuses
 MakeRecipe = Callable[..., Recipe]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the code that tests before have allowed: a message would name it."""
-    monkeypatch.setattr(untrusted, "_IMPORTED", set())
+pytestmark = pytest.mark.usefixtures("no_code_allowed")  # a message would name what tests before have allowed
 
 
 @dataclass
