@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.data.base import ExamplesOnDemand, Task, TaskPart, build_task, is_pair
+from posttrain.data.base import PART, ExamplesOnDemand, Task, TaskPart, build_task, is_pair
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.recipes.document import complete_component
 from posttrain.recipes.sections import Part, read_parts
 from posttrain.registry import register
 from posttrain.types import Example
-
-PART = "part"  # the key of ``meta`` with the name of an example's part
 
 
 def _complete(options: dict[str, object], where: str) -> dict[str, object]:
@@ -116,7 +114,8 @@ def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
             )
         return replace(example, id=f"{name}/{example.id}", meta={PART: name, **example.meta})
 
-    return ExamplesOnDemand(len(order), make)
+    in_memory = [name for name, task in tasks.items() if not isinstance(task.examples, ExamplesOnDemand)]
+    return ExamplesOnDemand(len(order), make, parts=[name for name, _ in places], in_memory=in_memory)
 
 
 def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:

@@ -218,7 +218,7 @@ def build_optimizer(
         )
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")
-    optimizer = build(named, recipe.train.lr)
+    optimizer = registry.construct("optimizer", build, torch.optim.Optimizer, named, recipe.train.lr)
     head_parameters: list[tuple[str, Parameter]] = []
     for head_name, head in heads.items():
         for name, parameter in head.named_parameters():
