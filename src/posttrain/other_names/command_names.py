@@ -136,7 +136,12 @@ COMPONENTS = {
         "batch_normalized": "reinforce_plus_plus reinforce++ reinforce_baseline whiten batch",
         "mean_scaled": "maxrl",
     },
-    "optimizer": {"adamw": "adam adamw_torch adamw_torch_fused adamw_hf fused_adam adamw_fused", "muon": "torch_muon"},
+    "optimizer": {
+        "adamw": "adam adamw_torch adamw_torch_fused adamw_hf fused_adam adamw_fused",
+        "muon": "torch_muon",
+        "adamw_8bit": "adam_8bit adamw_bnb_8bit adam8bit adamw8bit adamw_torch_8bit",
+        "adamw_8bit, with paged: true": "paged_adamw_8bit paged_adam_8bit",
+    },
     "aggregation": {
         "token_mean": "token dapo token_level",
         "sequence_mean": "seq_mean_token_mean sample_mean grpo seq_mean sequence",

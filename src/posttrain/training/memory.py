@@ -43,7 +43,7 @@ from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_n
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
 from posttrain.training.checks import Components, resolve_components
-from posttrain.training.optimizer import EMBEDDING_NAMES
+from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
 
 # Architectures whose activations were counted: whether queries and keys have norms.
 QK_NORMS = {"qwen3": True, "olmo2": True, "qwen2": False, "llama": False, "gpt2": False}
@@ -297,12 +297,16 @@ def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
 
 
 def _optimizer_bytes(trained: list[Weight], name: str) -> int:
-    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Muon's matrices."""
+    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Lion and for Muon's matrices."""
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
-        if name == "muon" and is_matrix:
+        if name == "lion" or (name == "muon" and is_matrix):
             total += 4 * weight.numel
+        elif name == "adafactor" and len(weight.shape) == 2:
+            total += 4 * weight.times * (sum(weight.shape) + 1)
+        elif name == "adamw_8bit" and weight.numel >= LEAST_IN_8_BITS * weight.times:
+            total += 2 * (weight.numel + 4 * weight.numel // BLOCK_IN_8_BITS)
         else:
             total += 8 * weight.numel + 4 * weight.times
     return total
