@@ -310,8 +310,10 @@ def copy_tracked(target: Path) -> None:
             shutil.copyfile(ROOT / name, target / name)
 
 
-def run_all(mutants: list[Mutant], root: Path) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """Yield what the tests say of each mutant, made in a copy of everything."""
+def run_all(
+    mutants: list[Mutant], root: Path, earlier: dict[str, dict[str, Any]]
+) -> Iterator[tuple[Mutant, dict[str, Any]]]:
+    """Yield what the tests say of each mutant, made in a copy of everything; the test that caught it earlier first."""
     for mutant in mutants:
         place = find(mutant, root)
         if place is None:
@@ -321,16 +323,26 @@ def run_all(mutants: list[Mutant], root: Path) -> Iterator[tuple[Mutant, dict[st
         text = path.read_text(encoding="utf-8")
         path.write_text(changed(text, site), encoding="utf-8")
         try:
-            yield mutant, run_tests(root, ordered_tests(mutant, root))
+            test = earlier.get(mutant.describe(), {}).get("by", "").partition("[")[0]
+            file, _, name = test.partition("::")
+            result = {"verdict": "survived"}
+            if (root / file).is_file() and f"def {name.rpartition('::')[2]}(" in (root / file).read_text(
+                encoding="utf-8"
+            ):
+                result = run_tests(root, [test])
+            if result["verdict"] == "survived":
+                result = run_tests(root, ordered_tests(mutant, root))
+            yield mutant, result
         finally:
             path.write_text(text, encoding="utf-8")
 
 
-def run_command(path: Path, name: str, packages: list[str], unchanged: bool) -> int:
+def run_command(path: Path, name: str, packages: list[str], unchanged: bool, after: str | None) -> int:
     """Run the mutants of a file that have no result under a name, writing each result as it comes."""
     record = json.loads(path.read_text(encoding="utf-8"))
     mutants = [Mutant(**mutant) for mutant in record["mutants"]]
     results = record["runs"].setdefault(name, {})
+    earlier = record["runs"].get(after, {})
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         root = Path(folder).resolve()
         copy_tracked(root)
@@ -340,7 +352,7 @@ def run_command(path: Path, name: str, packages: list[str], unchanged: bool) -> 
             if found["verdict"] != "survived":
                 return 1
         waiting = [mutant for mutant in mutants if mutant.package in packages and mutant.describe() not in results]
-        for mutant, result in run_all(waiting, root):
+        for mutant, result in run_all(waiting, root, earlier):
             print(f"{result['verdict']:8} {result['seconds']:4} s  {mutant.describe()}  {result['by']}", flush=True)
             again = json.loads(path.read_text(encoding="utf-8"))
             again["runs"].setdefault(name, {})[mutant.describe()] = result
@@ -372,6 +384,7 @@ def main() -> int:
     running.add_argument("--name", required=True, help="of this run, such as a commit")
     running.add_argument("--packages", nargs="*", choices=list(PACKAGES), default=list(PACKAGES))
     running.add_argument("--unchanged", action="store_true", help="first see that the tests pass without a mutant")
+    running.add_argument("--after", help="an earlier run, whose catching test is tried first")
     comparing.add_argument("first")
     comparing.add_argument("second")
     given = parser.parse_args()
@@ -382,7 +395,7 @@ def main() -> int:
         print("\n".join(mutant.describe() for mutant in mutants))
         return 0
     if given.command == "run":
-        return run_command(given.file, given.name, given.packages, given.unchanged)
+        return run_command(given.file, given.name, given.packages, given.unchanged, given.after)
     return compare(given.file, given.first, given.second)
 
 
