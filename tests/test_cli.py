@@ -260,4 +260,4 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=600) == 0

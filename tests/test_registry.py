@@ -166,7 +166,7 @@ assert "posttrain.data.stories" not in sys.modules
 assert "posttrain.data.preferences" not in sys.modules
 print(*registry.names("advantage"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(registry.entries("advantage"))
 
