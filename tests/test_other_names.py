@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
+from names_and_values import BASES, GIVEN_ELSEWHERE, OTHER_VALUES, VALUES
+from names_of_configurations import CONFIGURATIONS
 from posttrain import registry
 from posttrain.api.inputs import overrides_of
 from posttrain.cli import main
-from posttrain.errors import RecipeError, UnknownComponent
-from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
+from posttrain.errors import PosttrainError, RecipeError, UnknownComponent
+from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling, answer_value
 from posttrain.other_names.absent import METHODS, OPTIONS
-from posttrain.other_names.answers import NOT_NEEDED, SAID
+from posttrain.other_names.answers import SAID
 from posttrain.other_names.command_names import COMPONENTS
 from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
+from posttrain.other_names.not_needed import NOT_NEEDED
 from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.registry import suggest_key
@@ -72,9 +77,22 @@ KNOWN = {
 }
 
 
+def answers(table: str) -> dict[str, str]:
+    """Return the word of the right answer by name."""
+    rows = (row.strip().partition(" ") for row in table.replace("\n", "|").split("|") if row.strip())
+    return {name: word for name, _, word in rows}
+
+
 def test_names_of_other_libraries_lead_to_the_right_key() -> None:
     said = {name: answer_other_name(name) or answer_spelling(name) for name in KNOWN}
     assert {name: said[name] for name, word in KNOWN.items() if word not in said[name]} == {}
+
+
+@pytest.mark.parametrize("library", CONFIGURATIONS)
+def test_every_key_of_a_configuration_elsewhere_is_answered(library: str) -> None:
+    names = CONFIGURATIONS[library].split()
+    assert len(names) > 40
+    assert [name for name in names if not (answer_other_name(name) or answer_spelling(name))] == []
 
 
 def test_families_have_an_answer_and_take_no_key_of_ours() -> None:
@@ -83,6 +101,32 @@ def test_families_have_an_answer_and_take_no_key_of_ours() -> None:
     assert {key: answer_other_name(key) for key in keys if key not in OTHER_NAMES and answer_other_name(key)} == {}
     for key in ("model.adapter.nothing", "rollout.engine.nothing", "train.nothing", "eval.nothing"):
         assert answer_other_name(key) == ""
+
+
+@pytest.mark.parametrize("name", ["strikt", "galor", "log", "client", "weight"])
+def test_unknown_name_is_no_beginning_of_a_name_elsewhere(name: str) -> None:
+    assert "_" not in suggest_key(name, Recipe.model_fields).partition("Did you mean ")[2].partition("?")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("train.learning-rate", "This is called train.lr here."),
+        ("trainer.total_epochs", "This is called train.num_epochs here."),
+        ("actor_rollout_ref.rollout.n", "This is called rollout.group_size here."),
+        ("beta", "Here it is objective.beta for preferences (dpo)"),
+        ("packing", "There is no such key here, and none is needed: rows are always packed"),
+        ("output_dir", "Here it is --runs-dir; in Python runs_dir=."),
+    ],
+)
+def test_unknown_key_with_a_name_of_others_is_answered(
+    name: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer in answer_other_name(name)
+    with pytest.raises(RecipeError, match=re.escape(answer)):
+        load_recipe("tiny/grpo", [(name.replace("-", "_"), "1")])
+    assert main(["train", "tiny/grpo", f"--{name}", "1"]) == 2
+    assert answer in " ".join(capsys.readouterr().err.split())
 
 
 def test_name_that_is_ours_is_not_answered() -> None:
@@ -113,7 +157,16 @@ def test_components_of_the_table_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"), [("ppo_clip_eps", "objective.clip_low"), ("entropy_coeffs", "regularize.entropy_coef")]
+    ("name", "ours"),
+    [
+        ("use_flash_attention", "model.attention: flash_attention_2"),
+        ("grad_accumulation", "data.batch_size"),
+        ("beta_1", "optimizer.betas"),
+        ("ppo_clip_eps", "objective.clip_low"),
+        ("actor_num_nodes", "scale.processes"),
+        ("entropy_coeffs", "regularize.entropy_coef"),
+        ("n_gpus", "scale.processes"),
+    ],
 )
 def test_another_spelling_of_a_name_of_the_table_is_answered(name: str, ours: str) -> None:
     assert name not in OTHER_NAMES
@@ -127,33 +180,71 @@ def test_a_name_has_one_answer() -> None:
     assert sorted({name for name in listed if listed.count(name) > 1}) == []
 
 
-# A recipe, and what is set in it before, such that every component of the table may stand in one of them.
-BASES: dict[str, tuple[str, dict[str, str]]] = {
-    "rollout": ("tiny/grpo", {}),
-    "rows": ("tiny/sft", {}),
-    "file": ("tiny/sft", {"task": "{name: jsonl, path: rows.jsonl}"}),
-    "vllm": ("tiny/grpo", {"rollout.engine.name": "vllm", "rollout.engine.url": "http://localhost:8000"}),
-    "own vllm": ("tiny/grpo", {"rollout.engine.name": "vllm"}),
-    "tools": ("tiny/grpo-calculator", {}),
-    "ppo": ("rl/ppo", {}),
-    "dpo": ("preference/dpo", {}),
-    "rm": ("tiny/rm", {}),
-    "teacher": ("distillation/reverse-kl", {}),
-    "adapter": ("tiny/sft", {"model.adapter.kind": "lora"}),
-    "sampled": ("tiny/grpo", {"eval.temperature": "1.0"}),
-    "in reward": ("tiny/grpo", {"kl_in_reward.weight": "0.05"}),
-    "corrected": ("tiny/grpo", {"rollout.old_logprobs": "trainer"}),
-}
-
-
 def accepts(base: str, key: str, value: str) -> str:
     """Return nothing if a recipe takes the value, else what it says."""
     recipe, before = BASES[base]
     try:
         load_recipe(recipe, [*before.items(), (key, value)]).resolve()
-    except RecipeError as error:
+    except PosttrainError as error:
         return str(error)
     return ""
+
+
+def test_every_key_of_the_table_takes_the_value_that_is_given_elsewhere() -> None:
+    assert VALUES.keys() == KEYS.keys()
+    named = {(key, OTHER_VALUES[name]) for key, names in KEYS.items() for name in names.split() if name in OTHER_VALUES}
+    tried = {*((key, value) for key, (_, value) in VALUES.items()), *named}
+    assert {(key, value): said for key, value in tried if (said := accepts(VALUES[key][0], key, value))} == {}
+    assert "constant_with_warmup" in accepts("rollout", "train.schedule", "constant_with_warmup")
+
+
+@cache
+def given_elsewhere(key: str, value: str) -> str:
+    """Return nothing if a recipe takes the value or says what to give in its place, else what it says."""
+    said = accepts(VALUES.get(key, ("rollout", ""))[0], key, value)
+    (parsed,) = yaml.safe_load(f"[{value}]")
+    answered = answer_value(key, parsed)
+    is_answered = re.search(r"This is called|Here it is|not offered|Did you mean|give 'steps' or", said) is not None
+    if not said or is_answered or (answered and answered in said):
+        return ""
+    return said
+
+
+@pytest.mark.parametrize("library", CONFIGURATIONS)
+def test_key_of_a_name_elsewhere_takes_what_is_given_there_or_says_what_to_give(library: str) -> None:
+    found = {}
+    for name in CONFIGURATIONS[library].split():
+        leads = re.fullmatch(r" This is called (\S+) here\.", answer_other_name(name) or answer_spelling(name))
+        if leads is not None:
+            found[name] = leads[1]
+    assert len(found) > 4
+    assert {name: key for name, key in found.items() if key not in GIVEN_ELSEWHERE} == {}
+    refused = {}
+    for name, key in found.items():
+        for value in GIVEN_ELSEWHERE[key].split(" | "):
+            refused[name, key, value] = given_elsewhere(key, value)
+    assert {one: said for one, said in refused.items() if said} == {}
+
+
+# Names that are spelled as one of ours and mean something else, with a word of the answer.
+OTHER_MEANING = """
+qat.group_size not offered | quantization.group_size not offered | profiler.warmup_steps not offered
+num_rollout train.steps | alpha of LoRA | adapter_name one adapter | n_shot not offered
+prompt_format task.prompt_format
+reward_model.sandbox_fusion.max_concurrent code_tests | reward.reward_model.model_path reward_model
+distillation.teacher_model.model_path teacher.name | distillation.teacher_models teacher.name
+env.timeout tool_seconds
+weight_broadcast.timeout rollout.engine.timeout_seconds | reward_model.n_gpus_per_node none is needed
+distillation.n_gpus_per_node not offered | actor_rollout_ref.rollout.n_gpus_per_node rollout.engine.gpus
+actor_rollout_ref.model.lora.dtype none is needed | vllm.dtype rollout.engine.dtype | client.base_url one address
+inference.model.dtype rollout.engine.dtype | trl.skip_zero_advantage_batches train.skip_zero_rows
+test_datasets name: jsonl | eval.env name: jsonl | data.val_files name: jsonl | dataset_mixer_list_splits task: mixture
+"""
+
+
+def test_name_that_means_something_else_is_answered_by_its_section() -> None:
+    wanted = answers(OTHER_MEANING)
+    assert {name: answer_other_name(name) for name, word in wanted.items() if word not in answer_other_name(name)} == {}
 
 
 # A key with its value in a sentence: ``model.load_bits: 4``, ``track: {name: wandb, project: NAME}``.
@@ -191,7 +282,7 @@ def test_unknown_component_gets_no_look_alike(kind: str, name: str) -> None:
     assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["sync_ref_model", "num_generations", "learnig_rate", "GRPOTrainer"])
+@pytest.mark.parametrize("name", ["sync_ref_model", "num_generations", "sglang", "GRPOTrainer", "learnig_rate"])
 def test_a_name_has_the_same_answer_in_recipe_command_python_and_explain(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
