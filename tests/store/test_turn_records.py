@@ -74,6 +74,7 @@ def test_spans_are_the_mask(own: list[bool]) -> None:
     [
         "spans = x'0500000001000000ff'",
         "spans = x'0500000002000000'",
+        "spans = x'ffffffff07000000'",
         "spans = x'ffffff7f', num_tokens = 2147483647",  # as many places in memory, of no token
         "turns = '[1]'",
         'turns = \'[{"text": 3, "calls": []}]\'',

@@ -45,7 +45,7 @@ def test_encode_pieces_pattern_that_does_not_end_on_a_text_is_refused(
     harmless = [Piece("ho", trusted=False)]
     assert decode_ids(made, encode_pieces(made, harmless)) == "ho"
     for trusted in (True, False):
-        with refuses(UsageError, "model.name", "/model: tokenizer.json"):
+        with refuses(UsageError, "model.name", "/model: tokenizer.json: the pattern"):
             encode_pieces(made, [Piece(TEXT + "a" * 2000, trusted=trusted)])
     assert "panicked" not in capfd.readouterr().err
 
@@ -65,7 +65,7 @@ def test_decode_ids_pattern_of_a_decoder_that_does_not_end_is_refused(tmp_path: 
     made = tokenizer(tmp_path, decoder={"type": "Sequence", "decoders": [{**BYTES}, {"type": "Fuse"}, step]})
     ids = made.backend_tokenizer.encode(TEXT).ids
     assert decode_ids(made, ids[:1]) == TEXT[: len(decode_ids(made, ids[:1]))]
-    with refuses(UsageError, "model.name", "/model: tokenizer.json"):
+    with refuses(UsageError, "model.name", "/model: tokenizer.json: the pattern"):
         decode_ids(made, ids)
 
 
