@@ -1,7 +1,7 @@
 """Bad input through the command line: one message with place, cause and remedy; nothing lost or overwritten.
 
-Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``; here are data, rewards, checkpoints and disks, and
-components that do not belong together.
+Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``, words that do not fit one another in
+``test_incompatible_components.py``; here are data, rewards, checkpoints and disks.
 """
 
 from __future__ import annotations
@@ -255,79 +255,3 @@ def test_what_a_kill_left_of_a_file_being_written_is_swept(command: Command, pla
     (place / f".tmp-out-{ended.pid}").mkdir()
     command.works("runs", "export", "a", "--to", "out")
     assert not (place / f".tmp-out-{ended.pid}").exists()
-
-
-# --- components that do not belong together ---
-
-
-APART = [
-    ("--advantage gae", "advantage"),
-    ("--objective ppo --advantage centered", "'centered'"),
-    ("--objective dpo --advantage centered", "advantage"),
-    ("--advantage leave_one_out --rollout.group_size 1", "rollout.group_size=1: advantage 'leave_one_out'"),
-    ("--aggregate unit_mean", "'unit_mean'"),
-    ("--objective dpo --aggregate token_mean", "'token_mean'"),
-    ("--rollout.select right_and_wrong", "'grpo'"),
-    ("--objective dpo --rollout.select every", "'every'"),
-    ("--objective dpo --rollout.group_size 1", "rollout.select"),
-    ("--advantage return_to_go --rollout.select best_of", "rollout.select"),
-    ("--objective dpo --kl_in_reward.weight 0.1", "kl_in_reward"),
-    (
-        "--kl_in_reward.weight 0.1 --kl_in_reward.target 6 --kl_in_reward.horizon 1",
-        "kl_in_reward.horizon"
-    ),
-    (
-        "--objective dpo --correction token_tis --rollout.old_logprobs trainer",
-        "correction"
-    ),
-    ("--head.trunk shared", "head:"),
-    ("--objective bradley_terry --head.trunk shared", "head.trunk"),
-    ("--objective bradley_terry --eval.num_kl_prompts 4", "'bradley_terry'"),
-    ("--objective bradley_terry --eval.samples 2 --eval.temperature 1", "eval.samples"),
-    ("--eval.samples 2", "'temperature'"),
-    ("--eval.items first --eval.items_seed 1", "'items_seed'"),
-    ("--objective process", "objective"),
-    ("--objective distillation", "'distillation'"),
-    ("--teacher.name self", "'grpo'"),
-    ("--objective sdpo --teacher.name tiny", "teacher.name"),
-    ("--advantage raw --rollout.group_size 1 --rollout.drop_uniform_groups true", "of one completion"),
-    ("--objective dpo --objective.beta 0", "objective.beta"),
-    ("--rollout.select above", "rollout.select.threshold"),
-    ("--rollout.select {}", "rollout.select.name: "),
-    ("--rollout.engine native --rollout.engine.slots 0", "rollout.engine.slots"),
-    ("--rollout.engine native --rollout.engine.cache_tokens 100", "'cache_tokens'"),
-    (
-        "--rollout.engine vllm --rollout.engine.colocate true",
-        "rollout.engine.colocate"
-    ),
-    ("--rollout.engine vllm --rollout.engine.url ftp://there", "rollout.engine.url"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "message"), APART)
-def test_words_that_do_not_belong_together(arguments: str, message: str, command: Command) -> None:
-    text = command.fails(2, "train", "rl.yaml", *arguments.split())
-    assert message in text
-    if (arguments, message) in APART[::4]:
-        assert command.fails(2, "train", "rl.yaml", *arguments.split(), "--dry-run") == text
-    assert contents("runs") == {}
-
-
-def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command: Command) -> None:
-    options = ("--eval.every", "1", "--eval.num_examples", "2", "--eval.best", "ftness")
-    assert "eval.best" in command.fails(2, "train", "rl.yaml", *options)
-    assert contents("runs") == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--objective grpo", "'old_logprobs'"),
-        ("--objective dpo", "'jsonl'"),
-        ("--objective distillation --teacher.name self", "teacher.name"),
-    ],
-)  # fmt: skip
-def test_what_given_data_cannot_do(arguments: str, message: str, command: Command) -> None:
-    task = ["--task", "{name: jsonl, path: rows.jsonl, split: all}"]
-    assert message in command.fails(2, "train", "sft.yaml", *task, *arguments.split())
-    assert contents("runs") == {}

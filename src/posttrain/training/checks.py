@@ -351,6 +351,9 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
     kl = w.recipe.kl_in_reward
     objective = f"objective {w.recipe.objective.name!r}"
     smallest = traits.get("min_group", 1)
+    assert w.recipe.advantage is not None
+    for option, sizes in traits.get("min_group_if", {}).items():
+        smallest = max(smallest, sizes.get(w.recipe.advantage.options[option], 1))
     few = f"={rollout.group_size}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
     yield rollout.group_size < smallest, "rollout.group_size", few
     values = (
