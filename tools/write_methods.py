@@ -166,7 +166,9 @@ def method_page(name: str, result: Result | None) -> str:
             f" At the end: {interval(result.accuracy, 100, ' %')}, KL from the initial policy"
             f" {interval(result.kl, 1, ' nats')} per answer.\n"
         )
-        parts.append(f"```bash\nposttrain sweep {result.sweep}\n```\n")
+        parts.append(
+            f"Recorded at one learning rate for all methods: `benchmarks/results/compare-{result.sweep}.json`.\n"
+        )
     parts += ["## What to watch\n", f"{watch}\n", f"## {WRONG}\n", f"{what_goes_wrong(recipe)}\n"]
     return "\n".join(parts)
 
