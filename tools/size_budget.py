@@ -49,9 +49,9 @@ TOKENS: dict[str, int] = {
     "runs": 24_777,
     "sampling": 48_777,
     "store": 17_522,
-    "sweeps": 24_679,
+    "sweeps": 24_753,
     "terminal": 4_099,
-    "training": 57_705,
+    "training": 57_706,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
