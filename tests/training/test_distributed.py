@@ -19,10 +19,12 @@ from fake_follower import FakeFollower
 from posttrain.errors import RecipeError
 from posttrain.models.load import load_model
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
 from posttrain.training.checkpoint import load_checkpoint
 from posttrain.training.checks import resolve_components
+from posttrain.training.memory import Memory, estimate_memory
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, shallow, steps_of
 
 SHARDED = {"scale": {"sharding": "fsdp2"}}
@@ -227,6 +229,26 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: ProcessG
         assert all(not torch.equal(moved[n], x) for n, x in begun.items() if n in moved)
     shapes, _ = shard_case(several, recipes["parted"])
     assert {kind for *_, kinds, _ in shapes for kind in kinds} == {"torch.float32"}
+
+
+def test_memory_of_eight_billion_weights_in_four_parts_by_hand() -> None:
+    """N = 8,190,735,360: 4 N / 4 bytes of weights, as many of gradients, and twice that of moments.
+
+    Gathered are both embeddings, the last norm, two layers, and the gradients of one.
+    """
+    changes = [("model.name", "Qwen/Qwen3-8B"), ("eval.every", "0"), ("scale.processes", "4")]
+    recipe = load_recipe("sft-math-qwen3-0.6b", [*changes, ("scale.sharding", "fsdp2")]).resolve()
+    plan = memory_of(recipe, published_config("Qwen/Qwen3-8B"), 80 * 2**30)
+    num_weights, width = 8_190_735_360, 4096
+    layer = (2 * 4096 + 2 * 1024) * width + 3 * 12_288 * width + 2 * width + 2 * 128
+    outside = num_weights - 36 * layer
+    assert outside == 2 * 151_936 * width + width
+    assert (plan.weights, plan.gradients) == (num_weights, num_weights)
+    assert plan.optimizer == approx(2 * num_weights, rel=1e-6)
+    assert plan.gathered == 4 * (outside + 3 * layer)
+    with_samples = load_recipe("sft-math-qwen3-0.6b", [*changes[:1], *changes[2:], ("scale.sharding", "fsdp2")])
+    copied = memory_of(with_samples.resolve(), published_config("Qwen/Qwen3-8B"), 80 * 2**30)
+    assert copied.weights == 5 * num_weights
 
 
 WRITTEN_TOGETHER = {"scale": {"sharding": "fsdp2", "checkpoint": "sharded"}}
