@@ -143,6 +143,26 @@ def test_a_loaded_adapter_and_few_bits(tmp_path: Path) -> None:
     assert few.weights - adapter - embedding == approx(linear * 0.516 / 4, rel=0.03)
 
 
+def test_memory_of_eight_billion_weights_in_four_parts_by_hand() -> None:
+    """N = 8,190,735,360: 4 N / 4 bytes of weights, as many of gradients, and twice that of moments.
+
+    Gathered are both embeddings, the last norm, two layers, and the gradients of one.
+    """
+    changes = [("model.name", "Qwen/Qwen3-8B"), ("eval.every", "0"), ("scale.processes", "4")]
+    recipe = load_recipe("sft-math-qwen3-0.6b", [*changes, ("scale.sharding", "fsdp2")]).resolve()
+    plan = memory_of(recipe, published_config("Qwen/Qwen3-8B"), 80 * 2**30)
+    num_weights, width = 8_190_735_360, 4096
+    layer = (2 * 4096 + 2 * 1024) * width + 3 * 12_288 * width + 2 * width + 2 * 128
+    outside = num_weights - 36 * layer
+    assert outside == 2 * 151_936 * width + width
+    assert (plan.weights, plan.gradients) == (num_weights, num_weights)
+    assert plan.optimizer == approx(2 * num_weights, rel=1e-6)
+    assert plan.gathered == 4 * (outside + 3 * layer)
+    with_samples = load_recipe("sft-math-qwen3-0.6b", [*changes[:1], *changes[2:], ("scale.sharding", "fsdp2")])
+    copied = memory_of(with_samples.resolve(), published_config("Qwen/Qwen3-8B"), 80 * 2**30)
+    assert copied.weights == 5 * num_weights
+
+
 def test_memory_of_unsharded_processes_has_fewer_rows_each() -> None:
     """Nothing but rows is shared: four processes have a fourth of 8 rows, and of 64 slots of the cache."""
     options = [("train.micro_batch_tokens", "100000"), ("rollout.num_prompts", "8"), ("rollout.group_size", "1")]
