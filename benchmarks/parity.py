@@ -11,7 +11,8 @@ seeds. A row marked "one pair per call" is the mean of TRL's losses of single pa
 are written here by hand; that there is one, or none, is measured, and the script fails where it is not as written.
 
 Not compared, since TRL has no code for them or only inside of a training run: PPO, MaxRL, REINFORCE++, outcome and
-process reward models, the advantages, the corrections of the sampler. Writes results/parity.json.
+process reward models, the advantages, the corrections of the sampler; the α-divergence of f_dpo, which TRL computes in
+at most 32 bits. Writes results/parity.json.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def our_loss(case: Case, draw: Draw) -> Tensor:
     return (torch.where(weights > 0, values, torch.zeros_like(values)) * weights).sum()
 
 
-REGULARIZERS = ("kl_coef", "entropy_coef")  # arguments of ``with_regularizers``
+REGULARIZERS = ("kl_coef", "kl_estimator", "entropy_coef")  # arguments of ``with_regularizers``
 UNITS: tuple[str, dict[str, Any]] = ("unit_mean", {})
 SEQUENCES: tuple[str, dict[str, Any]] = ("sequence_mean", {})
 TOKENS: tuple[str, dict[str, Any]] = ("token_mean", {})
@@ -129,10 +130,12 @@ def paired_cases() -> Iterator[Case]:
 
     def dpo(word: str, options: dict[str, Any], losses: dict[str, float], smoothing: float = 0.0, **more: Any) -> Case:
         baseline = f"DPOTrainer {' + '.join(losses)}"
+        trainer = more.pop("trainer", {})
         settings = f"beta {options['beta']}" + (f", label_smoothing {smoothing}" if smoothing else "")
+        settings += "".join(f", {name} {value}" for name, value in trainer.items())
         settings += f", loss_weights {list(losses.values())}" if len(losses) > 1 else ""
         settings += ", one pair per call" if more.get("one_by_one") else ""
-        theirs = dpo_trainer(losses, options["beta"], smoothing)
+        theirs = dpo_trainer(losses, options["beta"], smoothing, **trainer)
         return Case(word, options, UNITS, baseline, settings, theirs, **more)
 
     ignored = "it ignores label_smoothing for sigmoid, so this is plain DPO; ours is cDPO, see the row below"
@@ -151,6 +154,15 @@ def paired_cases() -> Iterator[Case]:
     yield dpo("nca", {"beta": 0.5}, {"nca_pair": 1.0})
     yield dpo("apo_zero", {"beta": 0.5}, {"apo_zero": 1.0})
     yield dpo("apo_down", {"beta": 0.5}, {"apo_down": 1.0})
+    yield dpo("sppo", {"beta": 0.5}, {"sppo_hard": 1.0})
+    yield dpo("bco", {"beta": 0.5}, {"bco_pair": 1.0})
+    yield dpo("discopop", {"beta": 0.05}, {"discopop": 1.0})
+    for ours, theirs in (("forward_kl", "forward_kl"), ("jensen_shannon", "js_divergence")):
+        chosen = {"f_divergence_type": theirs}
+        yield dpo("f_dpo", {"beta": 0.5, "divergence": ours}, {"sigmoid": 1.0}, trainer=chosen)
+    yield dpo("ld_dpo", {"beta": 0.5, "alpha": 0.3}, {"sigmoid": 1.0}, trainer={"ld_alpha": 0.3})
+    mixed = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+    yield dpo("mpo", {"beta": 0.5}, mixed, one_by_one=True)
     with_nll, weighted = {"beta": 0.5, "nll_weight": 0.7}, {"sigmoid": 1.0, "sft": 0.7}
     yield dpo("rpo", with_nll, weighted, one_by_one=True)
     yield dpo("rpo", with_nll, weighted, differs=f"{BATCH_NLL}, as in the paper")
@@ -227,6 +239,15 @@ def policy_cases() -> Iterator[Case]:
     yield grpo("grpo", {}, fixed, "dr_grpo", max_completion_length=32)
     yield grpo("grpo", {"entropy_coef": 0.2}, TOKENS, "dapo", entropy_coef=0.2)
     yield grpo("grpo", {"entropy_coef": 0.2}, SEQUENCES, "grpo", entropy_coef=0.2, differs=per_token)
+    yield grpo("grpo", {"clip_max": 1.5}, SEQUENCES, "grpo", delta=1.5)
+    yield grpo(
+        "grpo",
+        {"kl_coef": 0.3, "kl_estimator": "k3_weighted"},
+        SEQUENCES,
+        "grpo",
+        beta=0.3,
+        use_bias_correction_kl=True,
+    )
     narrow = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
     yield grpo("gspo", {}, SEQUENCES, "grpo", **narrow)
     yield grpo("gspo", {"kl_coef": 0.3}, SEQUENCES, "grpo", beta=0.3, **narrow)

@@ -136,22 +136,24 @@ def ids(draw: Draw, token: int = MAIN) -> Tensor:
     return torch.full(draw.mask.shape, token)
 
 
-def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 0.0) -> Baseline:
+def dpo_trainer(losses: dict[str, float], beta: float, label_smoothing: float = 0.0, **more: Any) -> Baseline:
+    """``more``: settings of the trainer in place of the usual ones."""
+
     def theirs(draw: Draw) -> Tensor:
         from trl import DPOTrainer
 
         draw = draw.chosen_then_rejected()
+        settings: dict[str, Any] = {"ld_alpha": None, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5}
         trainer = fake_trainer(
-            ld_alpha=None,
+            **settings | more,
             precompute_ref_logps=False,
-            f_divergence_type="reverse_kl",
             use_weighting=False,
             loss_types=list(losses),
             loss_weights=list(losses.values()),
             beta=beta,
             label_smoothing=label_smoothing,
             ref_model=Model(draw.ref_logprobs, draw.mismatched_ref),
-            args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+            args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=0.05),
         )
         trainer.model = Model(draw.logprobs, draw.mismatched)
         inputs = {"input_ids": ids(draw), "attention_mask": draw.real.long(), "completion_mask": draw.mask.long()}
@@ -217,6 +219,8 @@ class PolicyTrainer:
     epsilon_high: float = 0.2
     beta: float = 0.0
     entropy_coef: float = 0.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
     importance_sampling_level: str = "token"
     max_completion_length: int = 32
     kind: str = "GRPOTrainer"
@@ -229,7 +233,7 @@ class PolicyTrainer:
         first = int(draw.mask[0].long().argmax())
         answer, old = draw.mask[:, first:].long(), draw.old_logprobs[:, first:]
         scored = torch.where(draw.mask, draw.logprobs, torch.zeros_like(draw.logprobs))[:, first:]
-        options = SimpleNamespace(delta=None, use_bias_correction_kl=False)
+        options = SimpleNamespace(delta=self.delta, use_bias_correction_kl=self.use_bias_correction_kl)
         options.sapo_temperature_pos, options.sapo_temperature_neg = 1.0, 1.05
         trainer = fake_trainer(
             **vars(self),

@@ -335,7 +335,7 @@ def test_every_value_in_a_sentence_of_the_table_is_taken_by_a_recipe() -> None:
 
 # Methods, optimizers, trackers and engines of 2026 that we do not have, by the kind of component.
 ABSENT = {
-    "objective": "gdpo dppo gfpo a2po vespo dro opsd sdft xpo bco tdpo dpop r-dpo beta-dpo wpo spin sppo npo simnpo",
+    "objective": "gdpo gfpo a2po vespo opsd sdft xpo tdpo dpop r-dpo beta-dpo wpo spin npo simnpo",
     "advantage": "gdpo vapo opo gpg remax",
     "optimizer": "lion adafactor sophia shampoo soap sgd adamw_8bit paged_adamw_8bit schedule_free apollo came",
     "tracker": "mlflow trackio clearml swanlab comet_ml neptune aim dvclive",

@@ -28,7 +28,7 @@ FAMILIES = {
     "distillation": "Distillation",
     "tiny": "Supervised learning and reward models",
 }
-TINY = ("tiny/sft", "tiny/pretrain", "tiny/rm", "tiny/orm", "tiny/prm")
+TINY = ("tiny/sft", "tiny/dft", "tiny/pretrain", "tiny/rm", "tiny/orm", "tiny/prm")
 SWEEPS = ("all-policy-gradient", "all-preference")
 WRONG = "What goes wrong"
 _WRONG = re.compile(rf"\n\n{WRONG}:(.*?)(?=\n\n|\Z)", re.DOTALL)

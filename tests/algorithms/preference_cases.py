@@ -85,6 +85,8 @@ class Pair:
     """One pair in plain Python: sums and means of its two answers."""
 
     def __init__(self, chosen: Row, rejected: Row, ref_chosen: Row, ref_rejected: Row) -> None:
+        self.ratios_w = [new - old for new, old in zip(chosen, ref_chosen, strict=True)]
+        self.ratios_l = [new - old for new, old in zip(rejected, ref_rejected, strict=True)]
         self.w, self.l = sum(chosen), sum(rejected)
         self.num_w, self.num_l = len(chosen), len(rejected)
         self.ratio_w, self.ratio_l = self.w - sum(ref_chosen), self.l - sum(ref_rejected)
@@ -125,6 +127,29 @@ def _nca(p: Pair, beta: float) -> float:
     return -math.log(sigmoid(w)) - 0.5 * (math.log(1 - sigmoid(w)) + math.log(1 - sigmoid(rejected)))
 
 
+def _discopop(p: Pair, beta: float, temperature: float) -> float:
+    logit = beta * p.delta
+    blend = sigmoid(logit / temperature)
+    return (1 - blend) * -log_sigmoid(logit) + blend * math.exp(-logit)
+
+
+def _alpha_dpo(p: Pair, beta: float, alpha: float) -> float:
+    """f'(u) = (1 − u^(−α)) / α of the paper's table; α = 1 is the forward KL up to a constant."""
+    slope_w, slope_l = ((1 - math.exp(z) ** -alpha) / alpha for z in (p.ratio_w, p.ratio_l))
+    return -log_sigmoid(beta * (slope_w - slope_l))
+
+
+def _js_dpo(p: Pair, beta: float) -> float:
+    slope_w, slope_l = (math.log(2 * math.exp(z) / (1 + math.exp(z))) for z in (p.ratio_w, p.ratio_l))
+    return -log_sigmoid(beta * (slope_w - slope_l))
+
+
+def _ld_dpo(p: Pair, beta: float, alpha: float) -> float:
+    common = min(p.num_w, p.num_l)
+    w, rejected = (sum(r[:common]) + alpha * sum(r[common:]) for r in (p.ratios_w, p.ratios_l))
+    return -log_sigmoid(beta * (w - rejected))
+
+
 # name of the case -> (word, options, the same in plain Python)
 Case = tuple[Callable[..., Loss], dict[str, object], Callable[[Pair], float]]
 CASES: dict[str, Case] = {
@@ -159,5 +184,25 @@ CASES: dict[str, Case] = {
     "exo": (preference.exo, {"beta": 0.8, "label_smoothing": 0.01}, lambda p: _exo(p, 0.8, 0.01)),
     "nca": (preference.nca, {"beta": 0.6}, lambda p: _nca(p, 0.6)),
     "apo_zero": (preference.apo_zero, {"beta": 0.6}, lambda p: 1 - sigmoid(0.6 * p.ratio_w) + sigmoid(0.6 * p.ratio_l)),
+    "sppo": (preference.sppo, {"beta": 0.4}, lambda p: (p.ratio_w - 1.25) ** 2 + (p.ratio_l + 1.25) ** 2),
+    "bco": (preference.bco, {"beta": 0.6}, lambda p: -log_sigmoid(0.6 * p.ratio_w) - log_sigmoid(-0.6 * p.ratio_l)),
+    "discopop": (preference.discopop, {"beta": 0.3, "temperature": 0.2}, lambda p: _discopop(p, 0.3, 0.2)),
+    "forward_kl_dpo": (preference.f_dpo, {"beta": 0.6, "divergence": "forward_kl"}, lambda p: _alpha_dpo(p, 0.6, 1.0)),
+    "alpha_dpo": (
+        preference.f_dpo,
+        {"beta": 0.6, "divergence": "alpha", "alpha": 0.3},
+        lambda p: _alpha_dpo(p, 0.6, 0.3),
+    ),
+    "js_dpo": (preference.f_dpo, {"beta": 0.6, "divergence": "jensen_shannon"}, lambda p: _js_dpo(p, 0.6)),
+    "mpo": (
+        preference.mpo,
+        {"beta": 0.6, "preference_weight": 0.8, "quality_weight": 0.3, "nll_weight": 0.5},
+        lambda p: (
+            -0.8 * log_sigmoid(0.6 * p.delta)
+            - 0.3 * (log_sigmoid(0.6 * p.ratio_w) + log_sigmoid(-0.6 * p.ratio_l))
+            - 0.5 * p.w / p.num_w
+        ),
+    ),
+    "ld_dpo": (preference.ld_dpo, {"beta": 0.6, "alpha": 0.3}, lambda p: _ld_dpo(p, 0.6, 0.3)),
     "apo_down": (preference.apo_down, {"beta": 0.6}, lambda p: sigmoid(0.6 * p.ratio_w) + 1 - sigmoid(0.6 * p.delta)),
 }

@@ -14,6 +14,12 @@ from posttrain.registry import entries
 from posttrain.types import Outputs
 
 REFERENCE_FREE = {"simpo", "orpo", "cpo", "cpo_sum"}
+# f'(u) as a function of log u, up to a constant that is 0 at the reference.
+OWN_REWARDS = {
+    "forward_kl_dpo": lambda z: 1 - math.exp(-z),
+    "alpha_dpo": lambda z: (1 - math.exp(-0.3 * z)) / 0.3,
+    "js_dpo": lambda z: math.log(2 / (1 + math.exp(-z))),
+}
 
 
 def test_every_pair_word_has_a_reference():
@@ -23,7 +29,7 @@ def test_every_pair_word_has_a_reference():
         if e.function.__module__ == preference.__name__ and e.traits["level"] == "pair"
     }
     assert words == {word.__name__ for word, _, _ in CASES.values()}
-    assert len(words) == 12
+    assert len(words) == 18
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,6 +91,12 @@ def test_metrics(name: str):
             ratio = total - sum(reference[row])
             if name == "orpo":
                 rewards.append(math.log(math.exp(total / count) / (1 - math.exp(total / count))))
+            elif name in OWN_REWARDS:
+                rewards.append(beta * OWN_REWARDS[name](ratio))
+            elif name == "ld_dpo":
+                terms = [new - old for new, old in zip(policy[row], reference[row], strict=True)]
+                common = min(len(policy[2 * unit]), len(policy[2 * unit + 1]))
+                rewards.append(beta * (sum(terms[:common]) + 0.3 * sum(terms[common:])))
             elif name in REFERENCE_FREE:
                 rewards.append(beta * (total / count if name == "simpo" else total))
             else:
@@ -96,7 +108,7 @@ def test_metrics(name: str):
         assert got["pair_accuracy"] == float(rewards[0] > rewards[1])
         assert got["chosen_logprob"] == approx(sum(policy[2 * unit]), abs=1e-12)
         assert got["rejected_logprob"] == approx(sum(policy[2 * unit + 1]), abs=1e-12)
-        if name in ("orpo", "cpo", "rpo"):
+        if name in ("orpo", "cpo", "rpo", "mpo"):
             mean = sum(policy[2 * unit]) / len(policy[2 * unit])
             assert got["chosen_nll"] == approx(-mean, abs=1e-12)
 

@@ -9,7 +9,7 @@ import torch
 from preference_cases import make_rows, random_rows, sigmoid
 
 from closeness import approx
-from posttrain.algorithms.objectives.preference import kto
+from posttrain.algorithms.objectives.unpaired import kto
 from posttrain.types import Batch, Outputs
 
 

@@ -29,7 +29,9 @@ def made_up(seed: int = 0) -> dict[str, Tensor]:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    tensors = {name: -numbers(ROWS, WIDTH).exp() for name in ("logprobs", "old_logprobs", "ref_logprobs")}
+    tensors = {
+        name: -numbers(ROWS, WIDTH).exp() for name in ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+    }
     tensors |= {name: numbers(ROWS, WIDTH) for name in ("advantages", "returns", "old_values", "scores")}
     tensors["teacher_logprobs"] = -numbers(ROWS, WIDTH).exp()
     for name in ("candidate_logprobs", "teacher_candidate_logprobs"):

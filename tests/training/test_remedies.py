@@ -61,4 +61,4 @@ def test_prompts_that_are_too_long_name_the_limit_that_takes_them(tokenizer, tem
     with pytest.raises(UsageError, match="no prompt is left to sample from") as refused:
         sampled(tokenizer, template, sums(4), prompt={"max_prompt_tokens": 2})
     limit = int(suggested(refused)["prompt.max_prompt_tokens"])
-    assert len(sampled(tokenizer, template, sums(4), prompt={"max_prompt_tokens": limit}).kept) == 4
+    assert len(sampled(tokenizer, template, sums(4), prompt={"max_prompt_tokens": limit}).prompts.indices) == 4

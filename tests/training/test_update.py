@@ -26,8 +26,8 @@ from split_cases import (
 from closeness import approx, assert_close
 from posttrain import registry
 from posttrain.algorithms.objectives.policy_gradient import explain_variance
-from posttrain.algorithms.objectives.preference import divide_rewards
 from posttrain.algorithms.objectives.reward import accuracy_at_the_end
+from posttrain.algorithms.objectives.unpaired import divide_rewards
 from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows

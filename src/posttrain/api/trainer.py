@@ -124,7 +124,7 @@ class Trainer:
             ['34', '8']
         """
         check_inputs({"step": step}, {})
-        return [self.source.task.examples[self.source.kept[place]] for place in self.source.order.turn(step - 1).places]
+        return [self.source.prompts.draw(place).example for place in self.source.order.turn(step - 1).places]
 
     def sample(
         self,

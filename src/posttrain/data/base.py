@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -58,11 +58,30 @@ class ExamplesOnDemand(Sequence[Example]):
     """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list.
 
     ``make`` gives example ``item`` (0 .. size - 1); the same item always gives the same example.
+
+    Args:
+        parts: of a mixture, the name of each example's part.
+        in_memory: parts whose examples are there already; nothing is made of them.
     """
 
-    def __init__(self, size: int, make: Callable[[int], Example]) -> None:
+    def __init__(
+        self,
+        size: int,
+        make: Callable[[int], Example],
+        *,
+        parts: Sequence[str] = (),
+        in_memory: Collection[str] = (),
+    ) -> None:
         self.size = size
         self.make = make
+        self.parts = parts
+        self.in_memory = in_memory
+
+    def changed(self, change: Callable[[Example], Example]) -> ExamplesOnDemand:
+        """Return the same examples, each with ``change`` applied to it when it is made."""
+        return ExamplesOnDemand(
+            self.size, lambda item: change(self.make(item)), parts=self.parts, in_memory=self.in_memory
+        )
 
     def __len__(self) -> int:
         return self.size

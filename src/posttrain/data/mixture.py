@@ -116,7 +116,8 @@ def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
             )
         return replace(example, id=f"{name}/{example.id}", meta={PART: name, **example.meta})
 
-    return ExamplesOnDemand(len(order), make)
+    in_memory = [name for name, task in tasks.items() if not isinstance(task.examples, ExamplesOnDemand)]
+    return ExamplesOnDemand(len(order), make, parts=[name for name, _ in places], in_memory=in_memory)
 
 
 def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:

@@ -59,10 +59,11 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
             return example
         return replace(example, messages=(replace(example.messages[0], is_rendered=True),), conversation=())
 
-    examples: Sequence[Example] = [take(example) for example in task.examples]
+    examples: Sequence[Example]
     if isinstance(task.examples, ExamplesOnDemand):
-        made = task.examples
-        examples = ExamplesOnDemand(len(made), lambda item: take(made[item]))
+        examples = task.examples.changed(take)
+    else:
+        examples = [take(example) for example in task.examples]
     return replace(task, examples=examples, warnings=(*task.warnings, line))
 
 

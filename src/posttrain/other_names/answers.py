@@ -230,6 +230,17 @@ SAID = {
         "rpo_alpha sft_weight nll_loss_coef pref_ftx sft_alpha"
     ),
     "objective: ipo": "ipo_enable",
+    "objective: {name: grpo, clip_max: 3.0}, the dual clip, or ppo with clip_max": (
+        "clip_ratio_c dual_clip eps_clip_c ratio_clip_c delta"
+    ),
+    "objective: {name: f_dpo, divergence: forward_kl}, or jensen_shannon or alpha": "f_divergence_type",
+    "objective: {name: f_dpo, divergence: alpha, alpha: 0.5}": "f_alpha_divergence_coef",
+    "objective: {name: discopop, temperature: 0.05}": "discopop_tau",
+    "objective: {name: ld_dpo, alpha: 0.5}": "ld_alpha",
+    "objective: dft": "use_dft_loss enable_dft_loss",
+    "objective: {name: dppo_tv, clip_low: 0.15, clip_high: 0.15}, or dppo_kl": (
+        "dppo_divergence_type dppo_divergence_threshold"
+    ),
     "objective: {name: bradley_terry, margin: true}": "margin_loss_enable margin_loss",
     "objective: grpo for a ratio of each token, gspo for one of the sequence": (
         "importance_sampling_level loss.ratio_type ratio_type sequence_level_importance_ratios"

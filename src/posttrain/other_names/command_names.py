@@ -84,6 +84,8 @@ COMPONENTS = {
         "exo": "exo_pair",
         "nca": "nca_pair",
         "hinge": "slic",
+        "bco": "bco_pair",
+        "sppo": "sppo_hard",
         "on_policy_distillation": "gkd opd iw_opd",
         "grpo, with aggregate: token_mean": "bnpo",
         "grpo, with aggregate: {name: constant, length: 96} and advantage: centered": "dr_grpo",

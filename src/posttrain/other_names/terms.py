@@ -236,6 +236,10 @@ TERMS = {
         "preference_pairs chosen rejected preference_dataset_format comparison_data"
     ),
     "the objective kto, in the recipe preference/kto": "kto_loss",
+    "the objective bco, in the recipe preference/bco": "bco_pair",
+    "the objective sppo, in the recipe preference/sppo": "sppo_hard",
+    "the objective f_dpo, in the recipe preference/f-dpo": "fdpo",
+    "the objectives dppo_tv and dppo_kl, in the recipes rl/dppo-tv and rl/dppo-kl": "dppo",
     "the objective dpo, in the recipe preference/dpo": "dpo_loss",
     "the objective grpo, in the recipe rl/grpo": "grpo_loss",
     "`posttrain sweep RECIPE --over KEY=A,B`": (

@@ -255,7 +255,9 @@ class RegularizeSection(Section):
     """A term of the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
 
     On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of
-    KL(π_ref‖π), of k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``).
+    KL(π_ref‖π), of k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). k3_weighted is
+    ρ · k3 with ρ = π/μ, whose gradient is that of KL(π‖π_ref) in later updates on the same samples, too (DeepSeek-V3.2
+    2025, section 3.1).
 
     Args:
         kl_coef: β; 0 loads no reference model.
@@ -264,7 +266,7 @@ class RegularizeSection(Section):
     """
 
     kl_coef: float = Field(default=0.0, ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     entropy_coef: float = 0.0
 
 

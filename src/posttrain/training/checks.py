@@ -122,6 +122,8 @@ def resolve_components(recipe: Recipe) -> Components:
     if recipe.regularize is not None:
         kl = recipe.regularize.kl_coef
     needs = needed_fields(objective, recipe.objective.options, rollout is not None, kl)
+    if kl > 0 and recipe.regularize is not None and recipe.regularize.kl_estimator == "k3_weighted":
+        needs |= {"old_logprobs"}
     if recipe.kl_in_reward is not None:
         needs |= {"ref_logprobs"}
     if recipe.correction is not None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.objectives.primitives import log_ratio, row_mean
-from posttrain.algorithms.objectives.surrogate import NotNegative, Positive, clipped_surrogate
+from posttrain.algorithms.objectives.primitives import log1mexp, log_ratio, row_mean
+from posttrain.algorithms.objectives.surrogate import ClipMax, NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
@@ -35,7 +35,14 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2) -> Loss:
+def grpo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_max: ClipMax | None = None,
+) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``,
@@ -44,15 +51,111 @@ def grpo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.2, clip_hi
     Shao et al. (2024), "DeepSeekMath", eq. 3–4; the asymmetric clip is DAPO's (Yu et al. 2025,
     eq. 8; 0.2 and 0.28 in section 4.1). GRPO as published: ``advantage: normalized``,
     ``aggregate: sequence_mean``. Dr. GRPO: ``advantage: centered``, ``aggregate: constant``. DAPO:
-    ``normalized``, ``token_mean``, ``clip_high: 0.28``.
+    ``normalized``, ``token_mean``, ``clip_high: 0.28``. With ``clip_max`` (c) the dual clip of Ye et al. (2020),
+    "Mastering complex control in MOBA games with deep reinforcement learning", eq. 3: the value is at most ``−c A``
+    where A < 0.
 
     Departure: the log-ratio is clamped to ±20 before the exponential.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
+        clip_max: c, the largest ratio that counts where A < 0; 3 is the paper's. None for no bound.
     """
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
-    return clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
+    return clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high, clip_max)
+
+
+DPPO_NEEDS = ("advantages", "sampler_logprobs")
+
+
+@register("objective", level="token", needs=DPPO_NEEDS, vanishes=("advantages",), policy_term=True)
+def dppo_tv(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.15, clip_high: NotNegative = 0.15) -> Loss:
+    """Divergence PPO with the total variation of a token: the trust region is in probabilities, not in ratios.
+
+    ``values = −m ρ A`` with ``ρ = π(a_t | s_t) / μ(a_t | s_t)`` and μ the sampler's probability. The mask m is 0 if
+    ``A > 0`` and ``π − μ > δ_high``, or if ``A < 0`` and ``μ − π > δ_low``, else 1.
+
+    Qi et al. (2026), "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), eq. 13 with the
+    binary total variation ``|π − μ|``. A rare token may change by a large factor, a likely one only by a little.
+    The sampler's probabilities are the anchor, so a separate correction of the sampler's mismatch is not needed.
+
+    Departure: the log-ratio is clamped to ±20 before the exponential.
+
+    What goes wrong: A token below the threshold has no bound on its ratio. Rare tokens with a large ratio dominate the
+    gradient; watch ``ratio`` and ``grad_norm``.
+
+    Args:
+        clip_low, clip_high: δ_low and δ_high, in probability; 0.15 is used in the authors' runs.
+    """
+    policy, sampler = _token_probabilities(outputs, batch)
+    advantages = batch.field("advantages")
+    moved = policy - sampler
+    is_outside = ((advantages > 0) & (moved > clip_high)) | ((advantages < 0) & (-moved > clip_low))
+    return _masked_surrogate(outputs, batch, is_outside)
+
+
+@register("objective", level="token", needs=DPPO_NEEDS, vanishes=("advantages",), policy_term=True)
+def dppo_kl(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.05, clip_high: NotNegative = 0.05) -> Loss:
+    """Divergence PPO with the KL divergence of "this token or any other".
+
+    ``values = −m ρ A`` as in ``dppo_tv``, with ``D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π))``. The mask m is 0 if
+    ``A > 0``, ``π > μ`` and ``D > δ_high``, or if ``A < 0``, ``π < μ`` and ``D > δ_low``, else 1.
+
+    Qi et al. (2026), "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), eq. 14.
+
+    Departures: the log-ratio is clamped to ±20 before the exponential, and a probability of "any other" to at least
+    1e-6.
+
+    What goes wrong: Near probability 1 the divergence is steep: tokens that the sampler was sure of are masked after a
+    small step. Watch ``clip_fraction``.
+
+    Args:
+        clip_low, clip_high: δ_low and δ_high, in nats; 0.05 is used in the authors' runs.
+    """
+    policy, sampler = _token_probabilities(outputs, batch)
+    advantages = batch.field("advantages")
+    log_rho = log_ratio(outputs.logprobs.detach(), batch.field("sampler_logprobs"), batch.mask)
+    others = log1mexp(batch.field("sampler_logprobs")) - log1mexp(outputs.logprobs.detach())
+    divergence = -sampler * log_rho + (1.0 - sampler) * others
+    rises = (advantages > 0) & (policy > sampler) & (divergence > clip_high)
+    falls = (advantages < 0) & (policy < sampler) & (divergence > clip_low)
+    return _masked_surrogate(outputs, batch, rises | falls)
+
+
+def _token_probabilities(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the probabilities ``[B, T]`` of the tokens under the policy and under the sampler, detached."""
+    return outputs.logprobs.detach().exp(), batch.field("sampler_logprobs").exp()
+
+
+def _masked_surrogate(outputs: Outputs, batch: Batch, is_outside: Tensor) -> Loss:
+    """``−ρ A`` with the sampler's ratio, and 0 where the token has left the trust region."""
+    ratio = log_ratio(outputs.logprobs, batch.field("sampler_logprobs"), batch.mask).exp()
+    values = -ratio * batch.field("advantages")
+    values = torch.where(is_outside, torch.zeros_like(values), values)
+    return Loss(values, {"ratio": ratio.detach(), "clip_fraction": is_outside.to(ratio.dtype)})
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=(), policy_term=True)
+def dro(outputs: Outputs, batch: Batch, *, beta: NotNegative = 0.05) -> Loss:
+    """Direct reward optimization: REINFORCE with a quadratic penalty on the log-ratio in place of a clip.
+
+    ``values = −(A · log π(a_t | s_t) − β/2 · (log π(a_t | s_t) − log μ(a_t | s_t))²)``
+
+    Richemond et al. (2024), "Offline regularised reinforcement learning for large language models alignment"
+    (arXiv 2405.19107), per token as trainers of 2026 use it. At the optimum ``log π − log μ = A/β``: the advantage is
+    distributed over the tokens as a log-ratio. Tokens with A = 0 are pulled back to μ.
+
+    Departures: the paper has one square per answer and learns a value; here the square is per token and the advantage
+    is computed outside. The log-ratio is clamped to ±20.
+
+    What goes wrong: The penalty is 0 at the first update on a batch. With one update per batch β does nothing.
+
+    Args:
+        beta: β, the weight of the penalty.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
+    values = -batch.field("advantages") * outputs.logprobs + 0.5 * beta * log_rho.square()
+    return Loss(values, {"ratio": log_rho.detach().exp()})
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
@@ -193,6 +296,7 @@ def ppo(
     *,
     clip_low: NotNegative = 0.2,
     clip_high: NotNegative = 0.2,
+    clip_max: ClipMax | None = None,
     value_weight: NotNegative = 0.5,
     value_clip: NotNegative | None = 0.2,
 ) -> Loss:
@@ -214,12 +318,13 @@ def ppo(
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
+        clip_max: c of the dual clip, as in ``grpo``: the largest ratio that counts where A < 0. None for no bound.
         value_weight: c_V.
         value_clip: ε_V, in units of the return; none for the plain squared error.
     """
     assert outputs.scores is not None, "the value head was not asked for"
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
-    loss = clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
+    loss = clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high, clip_max)
     returns = batch.field("returns")
     value_loss, is_clipped = _value_loss(outputs.scores, batch.field("old_values"), returns, value_clip)
     error = returns - outputs.scores.detach()

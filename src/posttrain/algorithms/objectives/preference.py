@@ -1,4 +1,4 @@
-"""Preference objectives: one number per pair of a chosen and a rejected answer, or (``kto``) per answer alone.
+"""Preference objectives: one number per pair of a chosen and a rejected answer.
 
 In pairs, rows alternate, chosen (even) then rejected (odd): logprobs and ``ref_logprobs`` ``[B, T]`` → values
 ``[B / 2]``, under ``aggregate: unit_mean``. In the equations y_w is the chosen answer, y_l the rejected
@@ -18,13 +18,21 @@ refuses such an update.
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from posttrain.algorithms.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
+from posttrain.algorithms.objectives.primitives import (
+    MAX_LOG_RATIO,
+    MAX_LOGPROB,
+    log1mexp,
+    nan_unless_finite,
+    row_sum,
+    wins,
+)
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.registry import register
 from posttrain.signatures import Range
@@ -328,6 +336,188 @@ def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     return _with_metrics(values, chosen, rejected, outputs, batch, beta)
 
 
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+def sppo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
+    """Self-play preference optimization with hard labels: each log-ratio goes to a target of its sign.
+
+    ``values = (z_w − 1/(2β))² + (z_l + 1/(2β))²`` with ``z = log π(y)/π_ref(y)``.
+
+    Wu et al. (2024), "Self-play preference optimization for language model alignment" (arXiv 2405.00675), eq. 4.7,
+    where 1/β is η and the chosen answer wins with probability 1. Unlike ``ipo``, each answer has a target, not only
+    their difference.
+
+    What goes wrong: The squares grow with the length of an answer, since z is a sum. A small β makes the targets large
+    and the first updates huge; lower the learning rate with β.
+
+    Args:
+        beta: β, in 1 / nats; the paper's is 1e-3 (η = 1e3).
+    """
+    chosen, rejected = _log_ratios(outputs, batch)
+    target = 1.0 / (2.0 * beta)
+    values = (chosen - target).square() + (rejected + target).square()
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
+
+
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+def bco(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
+    """Binary classifier optimization over pairs: each answer is classified as good or bad by its reward.
+
+    ``values = −log σ(r_w) − log σ(−r_l)`` with ``r = β log π(y)/π_ref(y)``
+
+    Jung et al. (2024), "Binary classifier optimization for large language model alignment" (arXiv 2404.04656), eq. 9.
+
+    Departure: the paper shifts both rewards by δ, a running mean of all rewards, so that the classifier is balanced;
+    here δ = 0, as in the pair form that trainers ship.
+
+    What goes wrong: Without the shift the reward has an absolute zero. Both answers of a pair may end on one side of
+    it, and the likelihood of chosen answers then falls or rises as a whole.
+
+    Args:
+        beta: β.
+    """
+    chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
+    values = -logsigmoid(chosen) - logsigmoid(-rejected)
+    return _with_metrics(values, chosen, rejected, outputs, batch, beta)
+
+
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+def discopop(outputs: Outputs, batch: Batch, *, beta: Positive = 0.05, temperature: Positive = 0.05) -> Loss:
+    """Discovered preference optimization: a blend of the logistic and the exponential loss, found by search.
+
+    ``values = (1 − m) (−log σ(l)) + m e^(−l)`` with ``l = βΔ`` and ``m = σ(l / τ)``.
+
+    Lu et al. (2024), "Discovering preference optimization algorithms with and for large language models"
+    (arXiv 2406.08414), eq. 5 (log-ratio modulated loss). The loss is not convex: it has a local minimum below l = 0.
+
+    Departure: e^(−l) is taken at l of at least −20; m is 0 there to the last digit.
+
+    What goes wrong: A pair that is far wrong can rest in the local minimum. Start from a model that orders most pairs
+    rightly.
+
+    Args:
+        beta: β; 0.05 is the paper's.
+        temperature: τ; 0.05 is the paper's.
+    """
+    chosen, rejected = _log_ratios(outputs, batch)
+    logit = beta * (chosen - rejected)
+    blend = torch.sigmoid(logit / temperature)
+    exponential = torch.exp(-logit.clamp(min=-MAX_LOG_RATIO))
+    values = -(1.0 - blend) * logsigmoid(logit) + blend * exponential
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
+
+
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+def f_dpo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    beta: Positive = 0.1,
+    divergence: Literal["forward_kl", "jensen_shannon", "alpha"] = "jensen_shannon",
+    alpha: Annotated[float, Range(gt=0, lt=1)] = 0.5,
+) -> Loss:
+    """DPO derived from another divergence to the reference than the reverse KL.
+
+    ``values = −log σ(β f'(u_w) − β f'(u_l))`` with ``u = π(y)/π_ref(y)``. Up to a constant, with ``z = log u``:
+    ``f' = −e^(−z)`` (forward KL), ``log 2 + log σ(z)`` (Jensen–Shannon), ``(1 − e^(−αz)) / α`` (α-divergence, between
+    the reverse KL, which is ``dpo`` and the limit α → 0, and the forward KL, α = 1).
+
+    Wang et al. (2023), "Beyond reverse KL: generalizing direct preference optimization with diverse divergence
+    constraints" (arXiv 2309.16240), table 1 and eq. 10.
+
+    The rewards in the metrics are β f'(u), shifted to 0 at the reference.
+
+    Departure: exponents are clamped to ±20, beyond which a pair has no gradient from this answer.
+
+    What goes wrong: For answers that became likelier, f' of the forward KL and of Jensen–Shannon flattens, so a chosen
+    answer soon gives no gradient. For answers that became much less likely the forward KL explodes; lower the
+    learning rate.
+
+    Args:
+        beta: β.
+        divergence: which f.
+        alpha: α of the α-divergence.
+    """
+    log_ratios = _log_ratios(outputs, batch)
+    chosen, rejected = (beta * _divergence_slope(ratio, divergence, alpha) for ratio in log_ratios)
+    return _with_metrics(-logsigmoid(chosen - rejected), chosen, rejected, outputs, batch, beta)
+
+
+def _divergence_slope(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """Return f'(u) at ``log u``, up to a constant that is the same for both answers of a pair."""
+    if divergence == "jensen_shannon":
+        return math.log(2.0) + logsigmoid(log_ratio)
+    power = 1.0
+    if divergence == "alpha":
+        power = alpha
+    exponent = (-power * log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return -torch.expm1(exponent) / power
+
+
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+def ld_dpo(
+    outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, alpha: Annotated[float, Range(ge=0, le=1)] = 0.5
+) -> Loss:
+    """Length-desensitized DPO: what an answer has beyond the length of the other one counts less.
+
+    ``values = −log σ(βΔ')``, where Δ' is DPO's Δ with every log-ratio beyond the first ``min(|y_w|, |y_l|)`` tokens of
+    an answer multiplied by α.
+
+    Liu et al. (2024), "Length desensitization in direct preference optimization" (arXiv 2409.06411), eq. 9 and 10.
+    α = 1 is ``dpo``.
+
+    What goes wrong: With α = 0 the end of the longer answer is not trained, its end token included. The model may
+    learn to go on.
+
+    Args:
+        beta: β.
+        alpha: α, the weight of the tokens beyond the common length; the paper's are 0.3 to 0.6.
+    """
+    mask = batch.mask
+    lengths = mask.sum(dim=1)
+    shorter = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)
+    position = mask.cumsum(dim=1)
+    weights = torch.full_like(outputs.logprobs, alpha).masked_fill(position <= shorter[:, None], 1.0)
+    difference = weights * (outputs.logprobs - batch.field("ref_logprobs"))
+    rewards = beta * nan_unless_finite(row_sum(difference, mask))
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    return _with_metrics(-logsigmoid(chosen - rejected), chosen, rejected, outputs, batch, beta)
+
+
+@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+def mpo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    beta: Positive = 0.1,
+    preference_weight: NotNegative = 0.8,
+    quality_weight: NotNegative = 0.2,
+    nll_weight: NotNegative = 1.0,
+) -> Loss:
+    """Mixed preference optimization: a weighted sum of a preference, a quality and a generation loss.
+
+    ``values = w_p (−log σ(βΔ)) + w_q (−log σ(r_w) − log σ(−r_l)) − w_g/|y_w| · log π(y_w)``: ``dpo``, ``bco`` and the
+    likelihood of the chosen answer.
+
+    Wang et al. (2024), "Enhancing the reasoning ability of multimodal large language models via mixed preference
+    optimization" (arXiv 2411.10442), eq. 1; the weights 0.8, 0.2 and 1 are theirs.
+
+    Departure: the quality loss has no shift δ of the rewards, as in ``bco``.
+
+    What goes wrong: The likelihood term is the largest at the start. The gradient is then mostly SFT on chosen answers.
+
+    Args:
+        beta: β.
+        preference_weight: w_p.
+        quality_weight: w_q.
+        nll_weight: w_g.
+    """
+    preference = dpo(outputs, batch, beta=beta)
+    quality = bco(outputs, batch, beta=beta)
+    nll = -_row_means(outputs.logprobs, batch.mask)[0::2]
+    values = preference_weight * preference.values + quality_weight * quality.values + nll_weight * nll
+    return Loss(values, preference.metrics | {"chosen_nll": nll.detach()})
+
+
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
     """``[B]``: the mean over a row's trained tokens; NaN for an empty answer, which has none."""
     return row_sum(values, mask) / mask.sum(dim=1)
@@ -372,76 +562,4 @@ def _with_metrics(
     }
     if nll is not None:
         metrics["chosen_nll"] = nll.detach()
-    return Loss(values, metrics)
-
-
-def divide_rewards(means: dict[str, float]) -> dict[str, float]:
-    """Add ``desirable_reward`` and ``undesirable_reward``: means over the rows of either kind, where there are any.
-
-    Their difference is the ``margin``.
-    """
-    if "desirable" not in means:  # of a part of a mixture loss and accuracies alone are measured
-        return means
-    share, wrong = means["desirable"], means.pop("undesirable_reward_part")
-    correct = means.pop("desirable_reward_part")
-    means |= {"desirable_reward": correct / share} if share > 0.0 else {}
-    means |= {"undesirable_reward": wrong / (1.0 - share)} if share < 1.0 else {}
-    if 0.0 < share < 1.0:
-        means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
-    return means
-
-
-@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"), vanishes=(), derive=divide_rewards)
-def kto(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    beta: Positive = 0.1,
-    desirable_weight: NotNegative = 1.0,
-    undesirable_weight: NotNegative = 1.0,
-) -> Loss:
-    """Kahneman–Tversky optimization: gains and losses against a reference point, without pairs.
-
-    ``values = λ_D (1 − σ(β(r − z₀)))`` for a desirable answer and ``λ_U (1 − σ(β(z₀ − r)))`` for an
-    undesirable one, with ``r = log π(y)/π_ref(y)`` (a sum over its tokens) and z₀ an estimate of KL(π‖π_ref).
-
-    Ethayarajh et al. (2024), "KTO: model alignment as prospect theoretic optimization", section 4.1. z₀ has
-    no gradient; the batch field ``kl_baseline`` holds it, estimated from mismatched prompts and answers of
-    the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D
-    times the number of desirable ones near λ_U times that of the others.
-
-    What goes wrong: A rating that is read as a label makes it train on bad answers. State the threshold of
-    desirable answers.
-
-    Shapes: logprobs, ``ref_logprobs`` ``[B, T]``, labels (1 desirable, 0 not), ``kl_baseline`` ``[B]`` → values
-    ``[B]``. A label between 0 and 1 is a share: both losses are mixed. A row with an impossible token
-    (log-probability −inf) has the value NaN, which the loop refuses; nothing is clamped.
-
-    Metrics: ``implicit_reward`` (βr), ``kl_baseline`` (z₀), ``answer_accuracy`` (βr on the label's side of βz₀; a
-    tie counts one half), ``logprob``. Over all rows, so that micro-batches can be averaged: ``desirable``
-    (the share of such rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of
-    that kind, 0 on the other; divided by the share of the kind they are its mean reward).
-
-    Args:
-        beta: β.
-        desirable_weight: λ_D.
-        undesirable_weight: λ_U.
-    """
-    labels = batch.field("labels").to(outputs.logprobs.dtype)
-    baseline = batch.field("kl_baseline").to(outputs.logprobs.dtype)
-    reward = beta * nan_unless_finite(row_sum(outputs.logprobs - batch.field("ref_logprobs"), batch.mask))
-    gain = reward - beta * baseline
-    values = desirable_weight * labels * torch.sigmoid(-gain)
-    values = values + undesirable_weight * (1.0 - labels) * torch.sigmoid(gain)
-    detached = reward.detach()
-    logprob = row_sum(outputs.logprobs.detach(), batch.mask)
-    metrics = {
-        "implicit_reward": detached,
-        "kl_baseline": baseline,
-        "answer_accuracy": wins((2.0 * labels - 1.0) * gain, beta * logprob.abs()),
-        "logprob": logprob,
-        "desirable": labels,
-        "desirable_reward_part": labels * detached,
-        "undesirable_reward_part": (1.0 - labels) * detached,
-    }
     return Loss(values, metrics)

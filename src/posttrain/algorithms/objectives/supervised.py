@@ -21,3 +21,23 @@ def cross_entropy(outputs: Outputs, batch: Batch) -> Loss:
     """
     values = -outputs.logprobs
     return Loss(values, {"nll": values.detach()})
+
+
+@register("objective", level="token", needs=(), vanishes=())
+def dft(outputs: Outputs, batch: Batch) -> Loss:
+    """Dynamic fine-tuning: each token's likelihood loss weighted by its own probability.
+
+    ``values[b, t] = −sg(p) log p`` with ``p = p(tokens[b, t] | tokens[b, :t])`` and sg the stop-gradient.
+
+    Wu et al. (2025), "On the generalization of SFT: a reinforcement learning perspective with reward rectification"
+    (arXiv 2508.05629), eq. 9, token by token; ``aggregate: token_mean``. The gradient of maximum likelihood has a
+    hidden weight 1/p; DFT takes it away, so improbable tokens do not dominate.
+
+    What goes wrong: Tokens that the model finds impossible get no gradient. New facts and formats are learned slowly
+    or not at all; use ``cross_entropy`` for those. The loss is not comparable with that of ``cross_entropy``: compare
+    ``nll``.
+
+    Shapes: logprobs ``[B, T]`` → values ``[B, T]``.
+    """
+    nll = -outputs.logprobs
+    return Loss(outputs.logprobs.detach().exp() * nll, {"nll": nll.detach()})

@@ -18,21 +18,34 @@ from posttrain.types import Batch, Loss, Outputs
 NotNegative = Annotated[float, Range(ge=0)]
 Positive = Annotated[float, Range(gt=0)]
 KlEstimator = Literal["k1", "k2", "k3"]
+PenaltyEstimator = Literal["k1", "k2", "k3", "k3_weighted"]  # of a penalty in the loss
+ClipMax = Annotated[float, Range(gt=1)]
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Loss:
-    """``−min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)`` with the metrics ``ratio`` and ``clip_fraction``."""
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_max: float | None = None
+) -> Loss:
+    """``−min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)`` with the metrics ``ratio`` and ``clip_fraction``.
+
+    With ``clip_max`` (c) the dual clip: where A < 0 the value is at most ``−c A``, so that a token that became far
+    likelier does not dominate the update.
+    """
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     is_clipped = ((ratio < 1.0 - clip_low) & (advantages < 0)) | ((ratio > 1.0 + clip_high) & (advantages > 0))
+    values = -torch.minimum(ratio * advantages, clipped * advantages)
+    if clip_max is not None:
+        is_bounded = (ratio > clip_max) & (advantages < 0)
+        values = torch.where(is_bounded, -clip_max * advantages, values)
+        is_clipped = is_clipped | is_bounded
     metrics = {"ratio": ratio.detach(), "clip_fraction": is_clipped.to(ratio.dtype)}
-    return Loss(-torch.minimum(ratio * advantages, clipped * advantages), metrics)
+    return Loss(values, metrics)
 
 
 def with_regularizers(
     objective: Callable[[Outputs, Batch], Loss],
     *,
     kl_coef: float = 0.0,
-    kl_estimator: KlEstimator = "k3",
+    kl_estimator: PenaltyEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Callable[[Outputs, Batch], Loss]:
     """Return the objective followed by ``regularize``."""
@@ -47,7 +60,7 @@ def with_regularizers(
 
 
 def regularize(
-    loss: Loss, outputs: Outputs, batch: Batch, *, kl_coef: float, kl_estimator: KlEstimator, entropy_coef: float
+    loss: Loss, outputs: Outputs, batch: Batch, *, kl_coef: float, kl_estimator: PenaltyEstimator, entropy_coef: float
 ) -> Loss:
     """``values + β · kl − c_H · H`` of an objective with a policy term, whose values are per token, ``[B, T]``.
 
@@ -62,13 +75,20 @@ def regularize(
     * k2: the gradient of KL(π‖π_ref), the one that is meant.
     * k3: the gradient of KL(π_ref‖π), another regularizer with the same minimum. Published GRPO uses it.
 
-    In later updates on the same rollouts the tokens are no longer the policy's own; none of the three is
-    reweighted for that.
+    In later updates on the same rollouts the tokens are no longer the policy's own; none of these three is
+    reweighted for that. ``k3_weighted`` is: ``ρ · k3`` with ρ = π/μ, μ the policy of ``old_logprobs``, and a gradient
+    through ρ, too (DeepSeek-V3.2 2025, section 3.1; arXiv 2512.02556). Value and gradient are then those of
+    KL(π‖π_ref) at every token, in later updates as well.
     """
     values, metrics = loss.values, dict(loss.metrics)
     if kl_coef != 0.0:
         to_reference = log_ratio(outputs.logprobs, batch.field("ref_logprobs"), batch.mask)
-        values = values + kl_coef * KL_ESTIMATORS[kl_estimator](to_reference)
+        if kl_estimator == "k3_weighted":
+            log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
+            penalty = log_rho.exp() * kl_k3(to_reference)
+        else:
+            penalty = KL_ESTIMATORS[kl_estimator](to_reference)
+        values = values + kl_coef * penalty
         metrics["kl_ref"] = kl_k3(to_reference.detach())
     if outputs.entropy is None:
         assert entropy_coef == 0.0, "the forward pass was not asked for the entropy"

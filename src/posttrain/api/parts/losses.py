@@ -211,14 +211,16 @@ def regularize(
     mask: Tensor,
     logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     kl_coef: float = 0.0,
-    kl_estimator: surrogate.KlEstimator = "k3",
+    kl_estimator: surrogate.PenaltyEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Loss:
     """Return a loss per token with ``β · kl − c_H · H``.
 
-    Shapes: logprobs, ref_logprobs, entropy, mask ``[B, T]``. ``kl_coef`` is β; it takes logprobs and ref_logprobs.
+    Shapes: logprobs, ref_logprobs, old_logprobs, entropy, mask ``[B, T]``. ``kl_coef`` is β; it takes logprobs and
+    ref_logprobs, and for ``k3_weighted`` old_logprobs.
     ``entropy_coef`` is c_H, in nats; it takes the entropy of each token's distribution, with its gradient. The gradient
     of k1 has expectation 0, that of k2 is that of KL(π‖π_ref), that of k3 is that of KL(π_ref‖π); published GRPO has
     k3.
@@ -235,6 +237,8 @@ def regularize(
     if kl_coef != 0.0:
         for name, value in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
             fields[name] = _read(where, name, value, trained)
+        if kl_estimator == "k3_weighted":
+            fields["old_logprobs"] = _read(where, "old_logprobs", old_logprobs, trained)
         policy = fields.pop("logprobs")
     of_entropy = None
     if entropy_coef != 0.0 or entropy is not None:

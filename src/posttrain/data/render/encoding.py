@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -297,13 +298,17 @@ def encode_plain(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) ->
     return ids
 
 
+# The settings of a tokenizer hold for every thread: a batch may be sampled while the trainer encodes.
+_ENCODING = RLock()
+
+
 def _encode(tokenizer: Tokenizer, text: str, *, split_special: bool) -> Any:
     backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = split_special
-    backend.no_truncation()
-    backend.no_padding()
-    try_text(tokenizer, text, split_special=split_special)
-    with refuse_panic(tokenizer):
+    with _ENCODING, refuse_panic(tokenizer):
+        backend.encode_special_tokens = split_special
+        backend.no_truncation()
+        backend.no_padding()
+        try_text(tokenizer, text, split_special=split_special)
         if len(text) > _LONG_TEXT:
             return backend.encode_batch([text], add_special_tokens=False)[0]
         return backend.encode(text, add_special_tokens=False)

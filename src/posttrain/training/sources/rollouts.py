@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
-from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
+from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
+from posttrain.training.sources.prompts import Prompts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
 
@@ -92,26 +93,23 @@ class RolloutSource(Source):
         self.feedback = feedback
         self.process_group = fields.process_group  # of the processes that sample together
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
-        self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
+        self.prompts = Prompts(task, tokenizer, grader.template, limit)
         self.dropped = dict(task.dropped)
         self.num_repeated = num_repeated(task.examples)
         self.trained = ""
         self.origin = task.origin
-        if too_long:
-            self.dropped[f"prompt longer than {limit} tokens"] = too_long
-        if not self.kept:
+        if self.prompts.num_left_out:
+            self.dropped[f"prompt longer than {limit} tokens"] = self.prompts.num_left_out
+        if not self.prompts.indices:
             dropped = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items())
             from posttrain.training.sources.remedies import Trial
 
             way_out = Trial(recipe, task.examples, tokenizer, grader.template, context_tokens).of_prompts()
             raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {dropped}{way_out}")
-        self.num_examples = len(self.kept)
+        self.num_examples = len(self.prompts.indices)
         self.parts = tuple(part.name for part in task.parts)
-        rows: list[Any] = self.kept
-        if self.parts:
-            rows = [task.examples[index].meta["part"] for index in self.kept]
         further = self.options.max_rounds - 1
-        self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, rows, further)
+        self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
         self.sampling = self._build_sampling()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # and whether they were shown
@@ -177,9 +175,24 @@ class RolloutSource(Source):
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
     def take_warnings(self) -> list[str]:
+        if self.prompts.replaced:
+            self._warnings.setdefault(self._replacing(), False)
         unreported = [message for message, is_reported in self._warnings.items() if not is_reported]
         self._warnings |= dict.fromkeys(unreported, True)
         return unreported
+
+    def _replacing(self) -> str:
+        """Return the warning about prompts that were found to be too long when they were drawn, at 1, 10, 100, ..."""
+        limit = self.prompts.limit
+        count = 10 ** (len(str(len(self.prompts.replaced))) - 1)
+        if self.recipe.prompt.max_prompt_tokens == limit:
+            key = "prompt.max_prompt_tokens"
+        else:
+            key = "the model's context, with room for an answer"
+        return (
+            f"task {self.task.name!r}: {count:,} of the prompts that were drawn so far had more than {limit} tokens "
+            f"({key}); the next one that fits was taken in place of each"
+        )
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
         """Return the rows of one part of the prompts with selected completions."""
@@ -285,14 +298,15 @@ class RolloutSource(Source):
         while drawn is None:
             attempt = len(sampled) // self.options.num_prompts
             turn = self.order.turn(cycle, attempt)
+            prompts = [self.prompts.draw(place) for place in turn.places]
             request = RolloutRequest(
-                [self.task.examples[self.kept[p]] for p in turn.places],
-                [self.prompts[p] for p in turn.places],
+                [prompt.example for prompt in prompts],
+                [prompt.ids for prompt in prompts],
                 self.sampling,
                 key=(self.seed, f"rollout {attempt}", step),
                 group=self.options.group_size,
                 step=step,
-                prompt_indices=[self.kept[p] for p in turn.places],
+                prompt_indices=[prompt.index for prompt in prompts],
                 epochs=turn.epochs,
             )
             groups, seconds = collect(sampler, request)

@@ -13,10 +13,10 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 from torch import Tensor
 
-from posttrain.data.base import Task
 from posttrain.recipes.sections import RolloutSection
 from posttrain.sampling.rollout import Grader
 from posttrain.store.rollouts import read_turns, write_turns
+from posttrain.training.sources.prompts import Prompts
 from posttrain.types import Batch, Completion, Message, Rollout
 
 Groups = list[list[Rollout]]
@@ -47,12 +47,10 @@ class Drawn:
     timing: dict[str, float]
 
 
-class Prompts(Protocol):
-    """A source of rollouts, as far as it is read here; ``kept``: the indices of its ``prompts`` in the task."""
+class PromptSource(Protocol):
+    """A source of rollouts, as far as it is read here."""
 
-    task: Task
-    kept: list[int]
-    prompts: list[list[int]]
+    prompts: Prompts
     grader: Grader
     options: RolloutSection
 
@@ -69,16 +67,16 @@ def write_drawn(drawn: Drawn) -> dict[str, object]:
     }
 
 
-def read_drawn(stored: Mapping[str, Any], source: Prompts) -> Drawn:
+def read_drawn(stored: Mapping[str, Any], source: PromptSource) -> Drawn:
     """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
-    position = {index: place for place, index in enumerate(source.kept)}
 
     def read(row: Mapping[str, Any]) -> Rollout:
         index = row["prompt_index"]
         known = {name: x for name, x in row.items() if name in _OF_A_ROLLOUT}
         completion = _read_completion(row["completion"])
-        prompt = tuple(source.prompts[position[index]])
-        example = source.task.examples[index]
+        drawn = source.prompts.at(index)
+        prompt = tuple(drawn.ids)
+        example = drawn.example
         if "episode" in row:
             episode = row["episode"]
             messages = tuple(Message(*message) for message in episode["messages"])
@@ -105,7 +103,7 @@ def _read_completion(stored: Mapping[str, Any]) -> Completion:
     return Completion(**known)
 
 
-def check_written(stored: Mapping[str, Any], source: Prompts, vocabulary: int) -> None:
+def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: int) -> None:
     """Refuse what ``write_drawn`` does not write of a batch of the ``source``, as an untrusted checkpoint may have it.
 
     ``stored`` has the number of the batch, too; token ids must be below ``vocabulary``.
