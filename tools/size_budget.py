@@ -33,14 +33,14 @@ MAX_CONDITIONAL_EXPRESSIONS = 40.0  # `x if c else y`, per 1,000 statements
 TOKENS: dict[str, int] = {
     "algorithms": 11_325,
     "api": 15_072,
-    "commands": 50_067,
+    "commands": 50_266,
     "conformance": 15_247,
     "data": 66_113,
     "evaluation": 28_389,
     "graders": 38_320,
-    "ground": 17_966,
+    "ground": 17_983,
     "interpret": 37_906,
-    "models": 32_274,
+    "models": 32_307,
     "other_names": 4_817,
     "recipes": 9_286,
     "reports": 15_785,
@@ -49,7 +49,7 @@ TOKENS: dict[str, int] = {
     "store": 15_929,
     "sweeps": 15_901,
     "terminal": 4_099,
-    "training": 46_767,
+    "training": 47_486,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
