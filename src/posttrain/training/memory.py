@@ -112,7 +112,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the weights are: ``num_parts`` of each tensor, one in a process, and whether it has a whole copy too."""
+    """The place of the weights: ``num_parts`` of each tensor, one in a process, and whether it has a whole copy too."""
 
     num_parts: int = 1
     keeps_whole: bool = False
