@@ -4,8 +4,11 @@
     python benchmarks/smollm2.py --part sft --data FILE          # a file of instructions
     python benchmarks/smollm2.py --part sae --data FILE          # a file of text
 
-A part is a recipe. ``rm`` and ``dpo`` read HH-RLHF from the folder POSTTRAIN_DATA; ``dpo`` asks the reward model of
-part ``rm`` which answers are better. ``first-answer`` is the first use of the model with an empty cache, the download
+    python benchmarks/smollm2.py --part dpo --data FILE          # a file of pairs
+
+A part is a recipe. ``rm`` reads HH-RLHF from the folder POSTTRAIN_DATA. ``dpo`` asks a reward model which answers are
+better: recipe ``smollm2/rm`` trained on the same training pairs, whose agreement with the held-out pairs is recorded
+too. ``first-answer`` is the first use of the model with an empty cache, the download
 not counted. Every figure is that of a command of `posttrain`, run in a process of its own with one thread; seconds are
 CPU-seconds of that process. The model was dequantized from 4 bits, and held-out questions are distinct. A run that
 exists is not made again. Writes results/smollm2-PART.json.
@@ -21,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,13 @@ MAX_TOKENS = {"grpo-sums": "16", "grpo-chain-sum": "24"}
 QUESTION = "What is 47 + 38?"
 NUM_ANSWERS = 5
 ROOM = "48"
+# As in the recipe: the same pairs are held out.
+SHARES = ["--task.validation_share", "0.2", "--task.test_share", "0.3"]
+# Of the reward model that compares the answers of part dpo.
+JUDGE = [
+    *("--data.batch_size", "8", "--train.steps", "24", "--train.lr", "5e-4", "--eval.every", "24"),
+    *("--eval.num_examples", "60"),
+]
 # For a test: the parts with next to no work.
 SMALLEST = ["--train.steps", "2", "--eval.every", "2", "--eval.num_examples", "4"]
 SMALLEST_ROLLOUT = ["--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "4"]
@@ -95,11 +105,14 @@ def train(part: str, seed: int, settings: Settings, changes: Sequence[str] = ())
     if (folder / "cost.json").is_file():
         return folder
     words = ["train", f"smollm2/{part}", "--run", folder.name, "--quiet", "--train.seed", str(seed)]
-    words += ["--model.name", settings.model, *changes]
+    words += ["--model.name", settings.model]
+    changed = dict(zip(changes[::2], changes[1::2], strict=True))
     if settings.smallest:
-        words += SMALLEST
+        smallest = [*SMALLEST]
         if part.startswith("grpo"):
-            words += [*SMALLEST_ROLLOUT, "--model.adapter.rank", "2"]
+            smallest += [*SMALLEST_ROLLOUT, "--model.adapter.rank", "2"]
+        changed |= dict(zip(smallest[::2], smallest[1::2], strict=True))
+    words += [word for option in changed.items() for word in option]
     if (folder / "recipe.yaml").is_file():
         words.append("--resume")
     cost = posttrain(words, settings)
@@ -192,7 +205,7 @@ def sft(seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
         curves = {name: metrics_of(folder, name) for name in ("loss", "token_accuracy", "n")}
         rows.append({"seed": seed, "curves": curves, **cost})
         print(f"seed {seed}: {curves}", flush=True)
-    return {"data": settings.data.name if settings.data else None, "seeds": rows}
+    return {"data": data_name(settings), "seeds": rows}
 
 
 def reward_model(seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
@@ -210,22 +223,39 @@ def reward_model(seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
 
 
 def dpo(seeds: Sequence[int], settings: Settings) -> dict[str, Any]:
-    """DPO: held-out pair accuracy, and which answers the reward model of part ``rm`` prefers."""
+    """DPO: held-out pair accuracy, and which answers a reward model of the same pairs prefers."""
     rows = []
-    judge = settings.run("rm-seed0")
+    pairs = ["--task", "preferences", "--task.path", str(settings.data), *SHARES]
+    held_out = [*pairs, "--task.split", "test"]
+    judge = train("rm", 0, replace(settings, runs_dir=settings.runs_dir / "judge"), [*pairs, *JUDGE])
+    agreement, _, judge_seconds = evaluate(str(judge), held_out, settings)
+    judged = chosen(agreement, ["pair_accuracy", "length_baseline"]) | {"n": agreement["n"]}
+    judged |= json.loads((judge / "cost.json").read_text()) | {"evaluation_cpu_seconds": judge_seconds}
+    print(f"the judge: {judged}", flush=True)
     for seed in seeds:
-        folder = train("dpo", seed, settings)
-        task = ["--task", "hh_rlhf", "--task.split", "test", "--task.subset", "helpful-base", "--max-tokens", "48"]
-        against = ["--against", settings.model, "--judge", str(judge)]
-        results, items, seconds = evaluate(str(folder), [*task, *against], settings)
+        folder = train("dpo", seed, settings, ["--task.path", str(settings.data)])
+        against = ["--against", settings.model, "--judge", str(judge), "--max-tokens", "48"]
+        results, items, seconds = evaluate(str(folder), [*held_out, *against], settings)
         cost = json.loads((folder / "cost.json").read_text())
-        shown = chosen(results, ["win_rate", "win_rate_similar", "kl_a"]) | {"n": float(len(items))}
-        curve = metrics_of(folder, "pair_accuracy")
-        rows.append(
-            {"seed": seed, "pair_accuracy": curve, "against_base": shown, "evaluation_cpu_seconds": seconds, **cost}
-        )
-        print(f"seed {seed}: {curve} {shown}", flush=True)
-    return {"seeds": rows}
+        names = ["win_rate", "win_rate_similar", "characters_a", "characters_b", "kl_a"]
+        shown = chosen(results, names) | {"n": float(len(items))}
+        keys = ("pair_accuracy", "pair_accuracy_low", "pair_accuracy_high", "n")
+        curves = {name: metrics_of(folder, name) for name in keys}
+        answers = [
+            {"question": item["question"], "base": item["b"][0]["text"], "trained": item["a"][0]["text"]}
+            for item in items[:NUM_ANSWERS]
+        ]
+        row = {"seed": seed, "curves": curves, "against_base": shown, "answers": answers}
+        rows.append(row | {"evaluation_cpu_seconds": seconds, **cost})
+        print(f"seed {seed}: {curves} {shown}", flush=True)
+    return {"data": data_name(settings), "judge": judged, "seeds": rows}
+
+
+def data_name(settings: Settings) -> str | None:
+    """Return the name of the file of a part's data."""
+    if settings.data is None:
+        return None
+    return settings.data.name
 
 
 def sae(settings: Settings) -> dict[str, Any]:
@@ -275,7 +305,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="another file or folder of the model")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--limit", type=int, default=300, help="held-out questions or pairs")
-    parser.add_argument("--data", type=Path, help="the file of part sft or sae")
+    parser.add_argument("--data", type=Path, help="the file of part sft, dpo or sae")
     parser.add_argument("--smallest", action="store_true", help="next to no work, for a test")
     arguments = parser.parse_args()
     settings = Settings(

@@ -56,8 +56,11 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),
     "smollm2.py": (
         [
-            ["--smallest", "--limit", "4", "--model", "small.gguf", "--data", "some.jsonl", "--part", part]
-            for part in ("grpo-sums", "sft", "rm", "dpo", "sae", "first-answer")
+            ["--smallest", "--limit", "4", "--model", "small.gguf", "--data", data, "--part", part]
+            for part, data in (
+                *(("grpo-sums", "some.jsonl"), ("sft", "some.jsonl"), ("rm", "some.jsonl"), ("dpo", "pairs.jsonl")),
+                *(("sae", "some.jsonl"), ("first-answer", "some.jsonl")),
+            )
         ],
         "gguf",
         "wrote ",
@@ -226,6 +229,8 @@ def test_it_runs(
             {"prompt": f"{i} and 1?", "response": f"{i + 1}", "text": f"{i} and 1 are {i + 1}. " * 8} for i in range(60)
         ]
         (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "No."} for row in rows]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
         monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for words in commands:

@@ -135,7 +135,7 @@ non_stop_penalty truncated | ground_truths_key task.answer_key | sft_messages_ke
 vllm_num_engines rollout.engine.gpus | num_learners_per_node scale.processes | deepspeed_stage scale.sharding
 local_eval_every eval.every | checkpoint_state_freq train.save_every | keep_last_n_checkpoints train.keep_checkpoints
 with_tracking track | max_train_steps train.steps | use_lora model.adapter | use_qlora model.load_bits
-reduce_loss aggregate | clip_grad_norm train.max_grad_norm | dpo_beta objective.beta | use_8bit_optimizer not offered
+reduce_loss aggregate | clip_grad_norm train.max_grad_norm | dpo_beta objective.beta | use_8bit_optimizer adamw_8bit
 dpo_loss_type objective | max_async_level rollout.staleness | max_off_policy_steps rollout.staleness
 rollouts_per_example rollout.group_size | ckpt.interval train.save_every | ckpt.keep_last train.keep_checkpoints
 ckpt.resume_step --resume | model.attn model.attention | model.ac train.gradient_checkpointing | optim.lr train.lr
@@ -337,7 +337,7 @@ def test_every_value_in_a_sentence_of_the_table_is_taken_by_a_recipe() -> None:
 ABSENT = {
     "objective": "gdpo gfpo a2po vespo opsd sdft xpo tdpo dpop r-dpo beta-dpo wpo spin npo simnpo",
     "advantage": "gdpo vapo opo gpg remax",
-    "optimizer": "lion adafactor sophia shampoo soap sgd adamw_8bit paged_adamw_8bit schedule_free apollo came",
+    "optimizer": "sophia shampoo soap sgd schedule_free apollo came",
     "tracker": "mlflow trackio clearml swanlab comet_ml neptune aim dvclive",
     "engine": "sglang tgi lmdeploy ollama llamacpp hf trtllm",
     "reward": "cosine_scaled_reward get_repetition_penalty_reward tag_count_reward rouge",

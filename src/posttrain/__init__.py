@@ -13,6 +13,8 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "train": "training",
     "sweep": "sweep",
+    "what_if": "what_if",
+    "load_what_if": "what_if",
     "evaluate": "measure",
     "generate": "measure",
     "load_run": "run",

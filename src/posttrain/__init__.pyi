@@ -10,5 +10,7 @@ from posttrain.api.run import load_run as load_run
 from posttrain.api.sweep import sweep as sweep
 from posttrain.api.trainer import Trainer as Trainer
 from posttrain.api.training import train as train
+from posttrain.api.what_if import load_what_if as load_what_if
+from posttrain.api.what_if import what_if as what_if
 
 __version__: str

@@ -273,6 +273,8 @@ COMMANDS = {
     "train": Command("train by a recipe", "train:run_train", keys=ANY, beats="stdout"),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
                      "sweeps:run_sweep", keys=ANY, tables=True, beats="stdout"),
+    "what-if": Command("exact futures of a run with one thing changed, next to the unchanged one",
+                       "what_if:run_what_if", tables=True),
     "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_INPUT, "engine"),
                         models=("models", "against", "best_of", "judge"), tables=True, beats="stdout"),
     "generate": Command("sample answers from a model or a run", "generate:run_generate", keys=_INPUT,
@@ -480,6 +482,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["__follow"]:  # one of several processes that train a run
             return int(importlib.import_module("posttrain.runs.processes").follow())
+        if arguments[:1] == ["__futures"]:  # one of several processes that play futures
+            return int(imported("what_if:play_rest")(arguments[1:]))
         return run_command(arguments)
     except PosttrainError as error:
         if show_traceback:

@@ -18,10 +18,19 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.components import ComponentModules
-from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownComponent, nearest
+from posttrain.errors import (
+    GONE,
+    PosttrainError,
+    RecipeError,
+    RunFailure,
+    UnallowedCode,
+    UnknownComponent,
+    UsageError,
+    nearest,
+)
 from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
@@ -53,6 +62,9 @@ _MODULES = ComponentModules()
 
 
 LEAST_LETTERS_OF_SLIP = 6  # of a name that is compared with the names of other libraries
+
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -249,11 +261,11 @@ def find(kind: str, name: str, where: str = "") -> Entry:
 
 
 def takes_one(function: Callable[..., object]) -> bool:
-    """Return whether a function can be called with one argument; one of C, which does not say, can."""
+    """Return whether a function can be called with one argument; one of C, which does not say, can, a type cannot."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return True
+        return not isinstance(function, type)
     try:
         signature.bind(None)
     except TypeError:
@@ -416,6 +428,21 @@ def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
         raise
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
         raise RunFailure(f"{where}: the function raised {type(error).__name__}: {error}") from error
+
+
+def construct(where: str, function: Callable[..., Any], kind: type[Made], *arguments: object) -> Made:
+    """Call a component that makes an object of ``kind``; ``where`` is its key in the recipe.
+
+    Raises:
+        RunFailure: it raised something else than one of our errors.
+        UsageError: it made something else.
+    """
+    made = call(where, function, *arguments)
+    if isinstance(made, kind):
+        return made
+    raise UsageError(
+        f"{where}: the function returned {describe_result(made)}. Return an object of {kind.__module__}.{kind.__name__}"
+    )
 
 
 def describe_result(value: object) -> str:

@@ -39,7 +39,7 @@ class Message:
 
     ``reasoning``: the thinking before the content, where a row has it apart. ``calls``: of tools; the messages of the
     role ``tool`` that follow are their results. ``is_trained``: False where a row says so.
-    ``is_rendered``: a prompt that the prompt template has written already.
+    ``is_rendered``: a prompt that the prompt template has written already; messages with the same text are equal.
     """
 
     role: str
@@ -48,7 +48,7 @@ class Message:
     calls: tuple[Call, ...] = ()
     name: str | None = None
     is_trained: bool = True
-    is_rendered: bool = False
+    is_rendered: bool = field(default=False, compare=False)
 
     @property
     def text(self) -> str:

@@ -30,6 +30,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("demo",): ["--quiet", "--runs-dir", "blocked/runs"],
     ("train",): ["honest.yaml", "--dry-run"],
     ("sweep",): ["sweep/ppo-grpo-dpo", "--dry-run"],
+    ("what-if",): ["honest", "--at", "1", "drop", "prompt:x"],
     ("evaluate",): ["tiny", "--limit", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],

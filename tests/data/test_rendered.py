@@ -10,12 +10,15 @@ import pytest
 
 import posttrain as pt
 from posttrain.cli import main
-from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.base import ExamplesOnDemand, Task, build_task
 from posttrain.data.render import encode_prompt, encode_response
 from posttrain.data.render.template import Template, build_template
 from posttrain.data.rendered import note_rendered, take_rendered, take_rendered_prompts
 from posttrain.errors import UsageError
+from posttrain.interpret.differences.comparison import prepare_comparison
+from posttrain.interpret.differences.recipe import load_diff_recipe
 from posttrain.recipes.sections import Component
+from posttrain.runs.models import find_source
 from posttrain.types import Example, Message
 
 PREAMBLE = "A conversation between User and Assistant. It writes <think> and </think>, <answer> and </answer>."
@@ -177,3 +180,90 @@ def test_win_rate_asks_rendered_prompts_as_the_questions_in_them(tmp_path: Path,
     assert sum("rendered already" in note for note in notes) == 1
     assert main([*command, "--template", "dialogue"]) == 2
     assert "r1_zero or as_is" in capsys.readouterr().err
+
+
+def pairs_file(path: Path, form: str, count: int = 12) -> list[str]:
+    """Write pairs with rendered prompts; return the options of the task that reads all of them."""
+    rows = [
+        {"prompt": form.format(n), "chosen": f" {n} </think> <answer> {n + 2} </answer>", "rejected": " No."}
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return ["--task", "preferences", "--task.path", str(path), "--task.split", "all"]
+
+
+def test_reward_model_reads_pairs_with_rendered_prompts_as_it_was_trained(tmp_path: Path, capsys: Any) -> None:
+    task = pairs_file(tmp_path / "pairs.jsonl", "User: What is {} plus 2?\nAssistant: <think>")
+    template_of = ["--prompt.template", "r1_zero", "--prompt.template.preamble", ""]
+    train = ["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", "--train.steps", "1", "--eval.every", "0"]
+    assert main([*train, *task, *template_of]) == 0
+    questions = pairs_file(tmp_path / "questions.jsonl", "What is {} plus 2?")
+    found = {}
+    for name, words in (("rendered", task), ("questions", questions)):
+        out = tmp_path / name
+        assert main(["evaluate", str(tmp_path / "rm"), *words, "--out", str(out)]) == 0
+        found[name] = json.loads((out / "results.json").read_text())["results"]
+    assert found["rendered"]["margin"] == found["questions"]["margin"]
+    capsys.readouterr()
+    pairs_file(tmp_path / "pairs.jsonl", FORMS["chat"])
+    assert main(["evaluate", str(tmp_path / "rm"), *task, "--out", str(tmp_path / "chat")]) == 2
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "as_is" in said
+    assert "Traceback" not in said
+
+
+def test_comparison_inside_two_models_takes_rendered_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    source = find_source("tiny-sft", tmp_path)
+    given = [("task", f"{{name: jsonl, path: {path}, split: all}}")]
+
+    def prepare(form: str) -> tuple[Task, list[str]]:
+        rows = [{"prompt": form.format(n), "answer": str(n + 2)} for n in range(8)]
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        recipe = load_diff_recipe(["tiny-sft", "tiny-sft"], given).resolve()
+        lines: list[str] = []
+        return prepare_comparison(recipe, source, source, tmp_path / "diff", lines.append).task, lines
+
+    task, lines = prepare(R1_ZERO)
+    assert [example.messages[0].is_rendered for example in task.examples] == [True] * 8
+    assert sum("rendered already" in line for line in lines) == 1
+    assert not any("rendered" in line for line in prepare("What is {} plus 2?")[1])
+    with pytest.raises(UsageError, match="as_is"):
+        prepare(FORMS["chat"])
+
+
+@pytest.mark.parametrize("name", ["chat", "plain", "boxed", "dialogue"])
+def test_rendered_prompt_is_not_rendered_by_another_template(tokenizer: Any, name: str) -> None:
+    """A reward model with another template than the policy's reads the policy's prompts."""
+    (example, *_) = take_rendered(task_of(R1_ZERO), template("r1_zero"), tokenizer).examples
+    with pytest.raises(UsageError, match=rf"rendered already.*{name}"):
+        encode_prompt(tokenizer, template(name), example.messages)
+    (example, *_) = take_rendered(task_of(R1_ZERO), template("as_is"), tokenizer).examples
+    with pytest.raises(UsageError, match=rf"rendered already.*{name}"):
+        encode_prompt(tokenizer, template(name), example.messages)
+    encode_prompt(tokenizer, template("r1_zero"), example.messages)
+
+
+def test_rendered_part_of_a_mixture_is_taken_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
+    parts = []
+    for name, form, weight in (("own", R1_ZERO, 1.0), ("questions", "What is {} plus 2?", 4.0)):
+        path = tmp_path / f"{name}.jsonl"
+        rows = [{"prompt": form.format(n), "answer": str(n + 2)} for n in range(40)]
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        task = {"name": "jsonl", "path": str(path), "split": "all"}
+        parts.append({"name": name, "weight": weight, "task": task})
+    mixed = build_task(Component.model_validate({"name": "mixture", "parts": parts}), "task")
+    taken = take_rendered(mixed, template("r1_zero"), tokenizer)
+    marks = {example.meta["part"]: example.messages[0].is_rendered for example in taken.examples}
+    assert marks == {"own": True, "questions": False}
+    with pytest.raises(UsageError, match=r"part 'own'.*as_is"):
+        take_rendered(mixed, template("chat"), tokenizer)
+
+
+def test_rendered_questions_that_were_trained_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": R1_ZERO.format(n), "answer": str(n + 2)} for n in range(6)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    task = build_task(Component.model_validate({"name": "jsonl", "path": str(path), "split": "all"}), "task")
+    taken = take_rendered(task, template("r1_zero"), tokenizer)
+    assert [example.messages for example in taken.examples] == [example.messages for example in task.examples]

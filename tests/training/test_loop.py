@@ -40,6 +40,12 @@ LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (recipe, updates after which it is stopped)
     "grpo": ({"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}}, 3),
+    "lion and frozen embeddings": (
+        {"kind": "grpo", "optimizer": "lion", "train": {"steps": 2, "lr_ratios": {"*embed_tokens*": 0.0}}},
+        1,
+    ),
+    "adafactor": ({"kind": "sft", "optimizer": "adafactor", "train": {"steps": 2}}, 1),
+    "adamw_8bit": ({"kind": "sft", "optimizer": "adamw_8bit", "train": {"steps": 2}}, 1),
     "dynamic sampling": (
         {"kind": "grpo", "rewards": ["small_runs:many_vowels"], "rollout": {"drop_uniform_groups": True}},
         1,

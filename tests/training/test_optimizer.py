@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,13 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from closeness import approx, assert_close
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, RecipeError
 from posttrain.training.optimizer import (
+    adafactor,
     adamw,
+    adamw_8bit,
+    build_optimizer,
+    lion,
     mark_input_first,
     muon,
     optimizer_tensors,
@@ -155,7 +161,116 @@ def test_muon_takes_hidden_matrices_only_and_rates_follow_lr_ratio() -> None:
     assert {g["lr_ratio"] for g in adamw(named, 0.01).param_groups} == {1.0}
 
 
-@pytest.mark.parametrize("make", [adamw, muon])
+def test_lion_step_by_hand() -> None:
+    p = Parameter(torch.tensor([[2.0, -1.0, 0.5]]))
+    optimizer = lion([("embed_tokens.weight", p)], 0.1, betas=(0.9, 0.5), weight_decay=0.5)
+    p.grad = torch.tensor([[4.0, -1.0, 0.0]])
+    optimizer.step()  # m = 0: the sign of the gradient; after it m = g / 2
+    assert p[0].tolist() == approx([2.0 * 0.95 - 0.1, -1.0 * 0.95 + 0.1, 0.5 * 0.95], abs=3e-7)
+    before = p.detach().clone()
+    p.grad = torch.tensor([[-10.0, -1.0, 1.0]])
+    optimizer.step()  # 0.9 · 2 − 0.1 · 10 = 0.8 is positive: the momentum wins over the gradient
+    expected = before * 0.95 - 0.1 * torch.tensor([[1.0, -1.0, 1.0]])
+    assert p[0].tolist() == approx(expected[0].tolist(), abs=3e-7)
+
+
+def test_adafactor_keeps_one_number_a_row_and_one_a_column() -> None:
+    """The first step by hand: β2 = 0, so V is R Cᵀ / mean(R) of g²; lr is relative to the weights' size."""
+    g = torch.Generator().manual_seed(1)
+    p = Parameter(torch.randn(3, 4, generator=g, dtype=torch.float64))
+    before, gradient = p.detach().clone(), torch.randn(3, 4, generator=g, dtype=torch.float64)
+    p.grad = gradient.clone()
+    optimizer = adafactor([("weight", p)], 0.01)
+    optimizer.step()
+    rows, columns = gradient.square().mean(1, keepdim=True), gradient.square().mean(0, keepdim=True)
+    update = gradient / (rows @ columns / rows.mean()).sqrt()
+    update = update / max(1.0, update.square().mean().sqrt().item())
+    expected = before - 0.01 * before.square().mean().sqrt() * update
+    assert_close(p.detach(), expected, rtol=1e-6, atol=0.0)  # torch adds an epsilon of fp32 to the estimate
+    state = optimizer_tensors(optimizer, ["weight"])
+    assert {key: tuple(x.shape) for key, x in state.items()} == {
+        "weight.step": (), "weight.row_var": (3, 1), "weight.col_var": (1, 4),
+    }  # fmt: skip
+
+
+def large_parameters() -> list[tuple[str, Parameter]]:
+    """A matrix whose moments bitsandbytes keeps in 8 bits, and one of too few numbers for that."""
+    g = torch.Generator().manual_seed(0)
+    return [
+        ("a.weight", Parameter(torch.randn(64, 72, generator=g))),
+        ("b.weight", Parameter(torch.randn(8, generator=g))),
+    ]
+
+
+def test_adamw_8bit_follows_adamw_with_moments_in_bytes() -> None:
+    rounded, exact = large_parameters(), large_parameters()
+    start = rounded[0][1].detach().clone()
+    optimizers = adamw_8bit(rounded, 0.01, weight_decay=0.1), adamw(exact, 0.01, weight_decay=0.1)
+    for step in range(5):
+        for named, optimizer in zip((rounded, exact), optimizers, strict=True):
+            set_gradients(named, step)
+            optimizer.step()
+    state = optimizer_tensors(optimizers[0], ["a.weight", "b.weight"])
+    assert state["a.weight.state1"].dtype == torch.uint8
+    assert state["b.weight.state1"].dtype == torch.float32
+    moved = (exact[0][1] - start).norm().item()
+    apart = (rounded[0][1] - exact[0][1]).norm().item()
+    assert 0.0 < apart < 0.2 * moved  # a code is off by up to 1/16 of its value, twice in a step
+    assert_close(rounded[1][1].detach(), exact[1][1].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_8bit_state_round_trip_is_bit_exact() -> None:
+    names = ["a.weight", "b.weight"]
+    named = large_parameters()
+    optimizer = adamw_8bit(named, 0.01)
+    for step in range(3):
+        set_gradients(named, step)
+        optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, names).items()}
+    twins = [(name, Parameter(p.detach().clone())) for name, p in named]
+    twin = adamw_8bit(twins, 0.01)
+    restore_optimizer(twin, names, saved)
+    for one, other in ((named, optimizer), (twins, twin)):
+        set_gradients(one, 3)
+        other.step()
+    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(named, twins, strict=True))
+    damaged = saved | {"a.weight.absmax1": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"a\.weight\.absmax1"):
+        restore_optimizer(twin, names, damaged)
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(5, 4)
+        self.layer = torch.nn.Linear(4, 4)
+
+
+def recipe_with(ratios: dict[str, float]) -> Any:
+    train = SimpleNamespace(lr=0.1, lr_ratios=ratios)
+    optimizer = SimpleNamespace(name="adamw", options={})
+    return SimpleNamespace(train=train, optimizer=optimizer, head=SimpleNamespace(lr_ratio=10.0))
+
+
+def test_lr_ratios_scale_and_freeze_by_name() -> None:
+    model, head = Small(), torch.nn.Linear(4, 1)
+    ratios = {"layer.bias": 0.0, "layer.*": 0.5, "value.weight": 0.25}
+    named, optimizer = build_optimizer(recipe_with(ratios), model, {"value": head})
+    found = {name: group["lr_ratio"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert found == {"embed_tokens.weight": 1.0, "layer.weight": 0.5, "value.weight": 2.5, "value.bias": 10.0}
+    assert not model.layer.bias.requires_grad
+    assert sorted(name for name, _ in named) == sorted(found)
+
+
+def test_lr_ratios_of_a_name_that_is_not_there_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"train\.lr_ratios") as refused:
+        build_optimizer(recipe_with({"lm_head*": 0.1}), Small(), {})
+    assert "embed_tokens.weight" in str(refused.value)
+    with pytest.raises(RecipeError, match=r"train\.lr_ratios"):
+        build_optimizer(recipe_with({"*": 0.0}), Small(), {})
+
+
+@pytest.mark.parametrize("make", [adamw, muon, lion, adafactor])
 def test_state_round_trip_is_bit_exact(make: Make) -> None:
     named = parameters()
     optimizer = make(named, 0.01)
@@ -177,7 +292,9 @@ def test_state_round_trip_is_bit_exact(make: Make) -> None:
     assert all(torch.equal(final[key], final_twin[key]) for key in final)
     assert not any(torch.equal(final[key], saved[key]) for key in final)  # what was saved is no alias
     for name, p in named:  # each state went to the parameter of its name, though groups reorder them
-        assert any(key.startswith(f"{name}.") and x.shape == p.shape for key, x in final.items())
+        own = [x for key, x in final.items() if key.startswith(f"{name}.") and not key.endswith(".step")]
+        assert own
+        assert all(x.shape in (p.shape, (*p.shape[:-1], 1), (1, p.shape[-1])) for x in own)
 
 
 def test_state_of_an_optimizer_made_elsewhere_follows_the_order() -> None:

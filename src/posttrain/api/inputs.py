@@ -19,7 +19,7 @@ from posttrain.api.arguments import plain_path, reading
 from posttrain.data.reading import HUB, SUFFIXES
 from posttrain.errors import PosttrainError, RecipeError, UsageError
 from posttrain.option_types import shorten
-from posttrain.other_names import OTHER_NAMES, answer_absent, answer_option
+from posttrain.other_names import OTHER_NAMES, answer_absent, answer_command, answer_option
 from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS
@@ -285,16 +285,17 @@ def check_inputs(
     optional: Mapping[str, object],
     others: Mapping[str, object] = _NONE,
     arguments: Mapping[str, str] = _NONE,
+    command: str = "",
 ) -> None:
     """Refuse an argument that is no whole number from 1 on (an ``optional`` one may be None), and all ``others``.
 
-    ``arguments``: those that the function has, by the option of the command.
+    ``arguments``: those that the function has, by the option of the command that does the same.
 
     Raises:
         UsageError: with the name of the argument, and the one that is meant.
     """
     for name in others:
-        raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments)}")
+        raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments, command)}")
     given = dict(needed)
     for name, value in optional.items():
         if value is not None:
@@ -304,13 +305,13 @@ def check_inputs(
             raise UsageError(f"{name}: {shorten(value)} is no whole number from 1 on. Give one")
 
 
-def _argument_hint(name: str, arguments: Mapping[str, str]) -> str:
+def _argument_hint(name: str, arguments: Mapping[str, str], command: str) -> str:
     """Return what an unknown argument is called here; ``arguments``: those that there are, by the command's options."""
     options = answer_option(name, arguments).split(" or ")
     meant = [arguments[option] for option in options if option in arguments]
     if meant:
         return f" This is called {' or '.join(_COUNTED.get(one, one) for one in meant)} here."
-    hint = answer_absent(name) or registry.suggest(name, arguments.values())
+    hint = answer_command(command, name) or answer_absent(name) or registry.suggest(name, arguments.values())
     return hint or " The docstring describes those that there are"
 
 

@@ -188,7 +188,8 @@ def evaluate(
         (0.82, (0.73, 0.89), 100)
     """
     stop_import()
-    check_inputs({"limit": limit, "samples": samples}, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE)
+    counts = {"limit": limit, "samples": samples}
+    check_inputs(counts, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE, "evaluate")
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     drawn = {"samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     rest = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}

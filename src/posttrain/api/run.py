@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.arguments import check_whole, plain_number, plain_path
+from posttrain.api.arguments import check_flag, check_whole, plain_number, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
@@ -82,6 +82,8 @@ class Run:
         """
         if step is not None:
             check_whole("step", step)
+        if evaluation is not None and not isinstance(evaluation, str):
+            raise UsageError(f"evaluation: {shorten(evaluation)} is no name. Give a text")
         store = RolloutStore(self.folder / "rollouts.db", read_only=True)
         known = {str(point["task"]) for point in self.evaluations}
         if evaluation is not None and evaluation not in known:
@@ -144,6 +146,10 @@ class Run:
             PosixPath('out')
         """
         from posttrain.runs.export import export_run  # which no training needs
+
+        check_flag("merge", merge)
+        if weights is not None and not isinstance(weights, str):
+            raise UsageError(f"weights: {shorten(weights)} is none. Give best, last or none")
 
         return export_run(
             self.folder.parent, self.folder, Path(plain_path("to", to)), weights=weights, merge=merge

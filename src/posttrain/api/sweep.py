@@ -23,6 +23,7 @@ from posttrain.api.inputs import (
 from posttrain.api.run import Run
 from posttrain.api.training import given, session_notes
 from posttrain.errors import RecipeError, RunFailure
+from posttrain.option_types import shorten
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.sweeps import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
@@ -130,6 +131,8 @@ def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) 
         if value is not None:
             content[key] = value
     for key in content:
+        if not isinstance(key, str):
+            raise RecipeError(f"spec: the key {shorten(key)} is no text. Known keys: {', '.join(KEYS)}")
         if key not in KEYS:
             raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
     if not isinstance(content.get("recipe"), str):

@@ -76,8 +76,11 @@ class Callbacks:
             callback = getattr(self, name)
             if callback is None:
                 continue
-            if not callable(callback):
-                raise UsageError(f"{name}: {type(callback).__name__} cannot be called. Give one function of an event")
+            if isinstance(callback, type) or not callable(callback):
+                what = type(callback).__name__
+                if isinstance(callback, type):
+                    what = f"the class {callback.__name__}"
+                raise UsageError(f"{name}: {what} is no function. Give one of an event: def {name}(event)")
             with reading(name):
                 if not registry.takes_one(callback):
                     raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")

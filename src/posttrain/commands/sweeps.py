@@ -6,7 +6,6 @@ Only the standard library is imported here until it runs (see ``cli``).
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -24,14 +23,12 @@ the same command again goes on where it stopped; finished trials are kept:
 """
 
 
-# A value as YAML has it: a comma in quotes or brackets is its own.
-_VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\}|[^,])+""")
-
-
 def read_over(text: str) -> tuple[str, list[str]]:
     """Split ``train.lr=1e-4,3e-4`` into the key and its values."""
+    from posttrain.recipes.overriding import split_values
+
     key, _, listed = text.partition("=")
-    values = [value.strip() for value in _VALUE.findall(listed)]
+    values = split_values(listed)
     if not key.strip() or len(values) < 2 or not all(values):
         raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
     return key.strip().removeprefix("--"), values

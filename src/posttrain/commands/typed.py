@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from posttrain import other_names
 from posttrain.commands.options import shown
 from posttrain.errors import UsageError, nearest
-from posttrain.other_names import answer_absent, answer_option, answer_other_name
+from posttrain.other_names import answer_absent, answer_command, answer_option, answer_other_name
 from posttrain.other_names.command_names import WORDS
 
 ANY = ("",)  # in the place of sections whose keys are options: all of a recipe
@@ -96,9 +96,9 @@ def _suggest(name: str, parser: argparse.ArgumentParser, sections: Sequence[str]
         return f" Did you mean -{name}?"
     if "." in name and parser.prog.endswith(" resume"):
         return " A run goes on by its own recipe, but for its length: --steps N."
-    word = _word_of(name, parser)
-    if word:
-        return word
+    said = answer_command(parser.prog.partition(" ")[2], name) or _word_of(name, parser)
+    if said:
+        return said
     own = parser._option_string_actions
     meant: str | None = answer_option(name, [*own, *(f"--{section}" for section in sections)])
     if not meant:

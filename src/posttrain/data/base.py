@@ -17,6 +17,7 @@ from posttrain.recipes.sections import EMBEDDED_MODELS, Component, map_tasks, ta
 from posttrain.types import Example, Response
 
 Split = Literal["train", "validation", "test"]
+PART = "part"  # the key of ``meta`` with the name of an example's part of a mixture
 
 
 @dataclass(frozen=True, slots=True)

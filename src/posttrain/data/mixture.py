@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.data.base import ExamplesOnDemand, Task, TaskPart, build_task, is_pair
+from posttrain.data.base import PART, ExamplesOnDemand, Task, TaskPart, build_task, is_pair
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.recipes.document import complete_component
 from posttrain.recipes.sections import Part, read_parts
 from posttrain.registry import register
 from posttrain.types import Example
-
-PART = "part"  # the key of ``meta`` with the name of an example's part
 
 
 def _complete(options: dict[str, object], where: str) -> dict[str, object]:

@@ -6,12 +6,12 @@ A single prompt that ends so may be anybody's text. More than half of a task's p
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.base import PART, ExamplesOnDemand, Task
 from posttrain.data.render.chat_template import mark, render_history
 from posttrain.data.render.encoding import Tokenizer
 from posttrain.data.render.template import Template
@@ -32,39 +32,81 @@ _TAKEN_BY = {"Assistant: <think>": "r1_zero or as_is, which take", "Assistant:":
 def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: str = "task") -> Task:
     """The task with the prompts that the template itself has rendered marked, and a line that says so.
 
+    Each part of a mixture is a file. Under a template that renders nothing, rendered prompts are marked without a line:
+    a reward model may read them by another template.
+
     Raises:
         UsageError: the prompts are rendered in another form.
     """
-    if template.name in ("as_is", "document"):
+    if template.name == "document":
         return task
-    texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
-    ends = list(filter(None, (_end_of(text, template, tokenizer) for text in texts)))
-    if 2 * len(ends) <= len(texts):
+    if template.takes_rendered:
+        if note_rendered(task, tokenizer):
+            return _change(task, _marked)
         return task
-    end = max(ends, key=ends.count)
     own = _own_end(template)
-    if end != own:
-        read = "" if len(texts) == len(task.examples) else "the first "
-        taken_by = _TAKEN_BY.get(end, "as_is, which takes")
-        raise UsageError(
-            f"{where}: {len(ends)} of {read}{len(texts)} prompts are rendered already: they end in {end!r}, and "
-            f"prompt.template {template.name} would render them again. Use prompt.template "
-            f"{taken_by} them as they are, or give the questions alone"
-        )
-    share = f"{len(ends)} of {len(texts)} prompts"
-    line = f"{where}: {share} that were read are rendered already (they end in {end!r}) and are taken as they are"
+    lines = []
+    marked = set()
+    parts = _read_parts(task)
+    first = ""
+    if sum(map(len, parts.values())) < len(task.examples):
+        first = "the first "
+    for part, texts in parts.items():
+        ends = list(filter(None, (_end_of(text, template, tokenizer) for text in texts)))
+        if 2 * len(ends) <= len(texts):
+            continue
+        end = max(ends, key=ends.count)
+        share = f"{len(ends)} of {len(texts)} prompts"
+        place = where
+        if part:
+            place = f"{where}: part {part!r}"
+        if end != own:
+            raise UsageError(
+                f"{place}: {len(ends)} of {first}{len(texts)} prompts are rendered already: they end in {end!r}, and "
+                f"prompt.template {template.name} would render them again. Use prompt.template "
+                f"{_TAKEN_BY.get(end, 'as_is, which takes')} them as they are, or give the questions alone"
+            )
+        marked.add(part)
+        line = f"{place}: {share} that were read are rendered already (they end in {end!r}) and are taken as they are"
+        lines.append(line)
+    if not marked:
+        return task
 
     def take(example: Example) -> Example:
-        if _end_of(_prompt_of(example), template, tokenizer) != own:
+        is_own = _part_of(example, task) in marked and _end_of(_prompt_of(example), template, tokenizer) == own
+        if not is_own:
             return example
-        return replace(example, messages=(replace(example.messages[0], is_rendered=True),), conversation=())
+        return replace(_marked(example), conversation=())
 
-    examples: Sequence[Example]
+    return replace(_change(task, take), warnings=(*task.warnings, *lines))
+
+
+def _read_parts(task: Task) -> dict[str, list[str]]:
+    """Return the prompts of the first examples of each part of a mixture; of a task without parts under no name."""
+    texts: dict[str, list[str]] = {}
+    for example in islice(task.examples, _NUM_READ * max(1, len(task.parts))):
+        texts.setdefault(_part_of(example, task), []).append(_prompt_of(example))
+    return texts
+
+
+def _part_of(example: Example, task: Task) -> str:
+    if not task.parts:
+        return ""
+    return str(example.meta.get(PART, ""))
+
+
+def _marked(example: Example) -> Example:
+    """Return the example with its prompt marked as rendered."""
+    if not _prompt_of(example):
+        return example
+    return replace(example, messages=(replace(example.messages[0], is_rendered=True),))
+
+
+def _change(task: Task, change: Callable[[Example], Example]) -> Task:
+    """Return the task with changed examples; those that are made on demand stay so."""
     if isinstance(task.examples, ExamplesOnDemand):
-        examples = task.examples.changed(take)
-    else:
-        examples = [take(example) for example in task.examples]
-    return replace(task, examples=examples, warnings=(*task.warnings, line))
+        return replace(task, examples=task.examples.changed(change))
+    return replace(task, examples=[change(example) for example in task.examples])
 
 
 def take_rendered_prompts(

@@ -12,6 +12,7 @@ from torch.nn import Linear, Parameter
 from posttrain import registry
 from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.render import end_id
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import Questions, evaluate
 from posttrain.evaluation.plan import slug
@@ -152,6 +153,11 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     scorer = None
     if source.is_scorer:
         scorer = with_trunk(open_reward_model(source), before.model)
+    if task is not None:
+        template = grader.template
+        if scorer is not None:
+            template = scorer.template
+        task = take_rendered(task, template, before.tokenizer, "--task")
     after = _write(request, section, scorer, out)
     report: dict[str, Any] = {
         "model": source.name,

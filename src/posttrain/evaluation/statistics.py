@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
+_ROUNDING = 1e-9  # by which a proportion may be off 0 or 1
 NUM_RESAMPLES = 10_000
 _CHUNK_VALUES = 4_000_000  # resampled counts in memory at a time
 
@@ -32,10 +33,12 @@ def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float,
     """The Wilson score interval of a proportion (Wilson 1927, eq. 4), 95 % by default.
 
     Raises:
-        ValueError: ``n`` is 0.
+        ValueError: ``n`` is 0, or ``successes`` are not 0 to ``n``.
     """
     if n == 0:
         raise ValueError("no interval for a proportion of nothing")
+    if not -_ROUNDING <= successes / n <= 1 + _ROUNDING:
+        raise ValueError(f"{successes} of {n} is no proportion: give successes from 0 to n")
     share = successes / n
     denominator = 1.0 + z * z / n
     centre = (share + z * z / (2 * n)) / denominator
@@ -90,6 +93,11 @@ def standard_error(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
+def _check_drawn(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise ValueError(f"{k} samples cannot be taken out of {n}: give k from 1 to n")
+
+
 def pass_at_k(n: int, num_correct: int, k: int) -> float:
     """The chance that k of an item's n samples, taken without replacement, hold a right one.
 
@@ -102,8 +110,9 @@ def pass_at_k(n: int, num_correct: int, k: int) -> float:
         >>> pass_at_k(n=10, num_correct=3, k=2)
         0.5333333333333332
     """
-    assert 0 <= num_correct <= n, "right samples are among the samples"
-    assert 1 <= k <= n, "k samples are taken out of n"
+    if not 0 <= num_correct <= n:
+        raise ValueError(f"{num_correct} right samples of {n}: give num_correct from 0 to n")
+    _check_drawn(k, n)
     if n - num_correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - num_correct + 1, n + 1))
@@ -141,7 +150,8 @@ def paired_bootstrap(
         ValueError: no item.
     """
     n = len(a)
-    assert len(b) == n, "the same items on both sides"
+    if len(b) != n:
+        raise ValueError(f"{n} values of a and {len(b)} of b: give both over the same items")
     if n == 0:
         raise ValueError("no difference over no item")
     import numpy as np
@@ -172,7 +182,12 @@ def mcnemar_p(only_a: int, only_b: int) -> float:
     ``min(1, 2 · P(X ≤ min(b, c)))`` for X binomial with b + c trials of chance ½; 1 where the two never differ.
 
     Source: McNemar (1947), in its exact (sign test) form.
+
+    Raises:
+        ValueError: a count below 0.
     """
+    if only_a < 0 or only_b < 0:
+        raise ValueError(f"{min(only_a, only_b)} items: give counts from 0 on")
     trials = only_a + only_b
     tail = 0
     ways = 1
@@ -334,8 +349,9 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
     Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
     """
     n = len(answers)
-    assert len(is_correct) == n, "one verdict per sample"
-    assert 1 <= k <= n, "k samples are taken out of n"
+    if len(is_correct) != n:
+        raise ValueError(f"{n} answers have {len(is_correct)} verdicts: give one each")
+    _check_drawn(k, n)
     verdicts: dict[str, list[bool]] = {}
     for answer, correct in zip(answers, is_correct, strict=True):
         if answer is not None:

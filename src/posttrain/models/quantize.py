@@ -15,7 +15,7 @@ The only module that imports bitsandbytes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -161,3 +161,23 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes that a model's weights take in memory, scales and code books included, tied ones once."""
     tensors = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()}
     return sum(tensors.values())
+
+
+def adamw_in_8_bits(groups: list[dict[str, object]], *, paged: bool, **settings: Any) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with moments in 8 bits; ``settings`` are lr, betas and eps."""
+    kind = bitsandbytes.optim.AdamW8bit
+    if paged:
+        kind = bitsandbytes.optim.PagedAdamW8bit
+    optimizer: torch.optim.Optimizer = kind(groups, **settings)
+    return optimizer
+
+
+def add_code_tables(optimizer: torch.optim.Optimizer, states: Iterable[dict[str, Any]]) -> None:
+    """Give the restored states of an 8-bit optimizer the tables that their codes stand for; they are constants."""
+    optimizer.fill_qmap()  # type: ignore[attr-defined]
+    tables = optimizer.name2qmap  # type: ignore[attr-defined]
+    for state in states:
+        if state["state1"].dtype == torch.uint8:
+            device = state["state1"].device
+            state["qmap1"] = tables["dynamic"].to(device)
+            state["qmap2"] = tables["udynamic"].to(device)

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.other_names.absent import METHODS, OPTIONS
 from posttrain.other_names.answers import NOT_NEEDED, SAID
-from posttrain.other_names.command_names import COMMAND_OPTIONS, COMMANDS_BY_NAMES, COMPONENTS
+from posttrain.other_names.command_names import COMMAND_OPTIONS, COMMAND_SAYS, COMMANDS_BY_NAMES, COMPONENTS
 from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
 from posttrain.other_names.terms import TERMS
 
@@ -36,6 +36,7 @@ OTHER_NAMES: dict[str, str] = {
 }
 # Our command, by the names that people try.
 COMMANDS = _by_name(COMMANDS_BY_NAMES)
+_COMMAND_SAYS = {command: _by_name(table) for command, table in COMMAND_SAYS.items()}
 # Types of numbers as torch calls them, with the names of recipes and options.
 _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "double": "fp64"}
 # Last parts of dotted names that have a meaning only with the part before them.
@@ -83,6 +84,14 @@ def answer_option(name: str, known: Collection[str]) -> str:
     plain = _plain(name)
     found = [o for o, names in COMMAND_OPTIONS.items() if o.partition(".")[0] in known and plain in names.split()]
     return " or ".join(found)
+
+
+def answer_command(command: str, name: str) -> str:
+    """Return what a command says about an option of another program that does the same, or nothing."""
+    plain = name.strip("-")
+    if len(plain) > 1:
+        plain = _plain(name)
+    return _sentence(_COMMAND_SAYS.get(command, {}).get(plain, ""))
 
 
 def answer_component(kind: str, name: str) -> str:

@@ -131,8 +131,8 @@ OPTIONS = {
         "encoder_hidden_size fully_sharded_loras"
     ),
     "all layers are trained, or those of an adapter (model.adapter.targets)": (
-        "unfrozen_parameters freeze_layers freeze_moe_router freeze_visual_encoder freeze_vision_tower freeze "
-        "num_layers_unfrozen freeze_embeddings freezing_steps frozen_layers trainable_parameters "
+        "freeze_visual_encoder freeze_vision_tower "
+        "freezing_steps "
         "optim_target_modules finetuned_layers spectrum_top_fraction spectrum_model_name"
     ),
     "models read text only": (
@@ -142,7 +142,7 @@ OPTIONS = {
         "vision_tower image_token use_audio_in_video norm_bbox crop_to_patches media_dir min_pixels max_pixels"
     ),
     "one learning rate, train.lr; a value head's is head.lr_ratio times it": (
-        "lr_groups embedding_lr embedding_lr_scale lr_scheduler_kwargs num_cycles decay_steps "
+        "lr_scheduler_kwargs num_cycles decay_steps "
         "jagged_restart_steps lr_div_factor layerwise_lr_decay cosine_constant_lr_ratio loraplus_lr "
         "lr_quadratic_warmup num_decay_steps wsd lr_warmup_init lr_decay_steps weight_decay_incr_style "
         "use_checkpoint_opt_param_scheduler zero_indexed_step jagged_restart_warmup_steps "
@@ -321,11 +321,11 @@ METHODS = {
     "a method of unlearning: objective dpo with your own pairs, or a function as objective: module:function": (
         "npo simnpo rmu gradient_ascent unlearning graddiff"
     ),
-    "the nearest are adamw and muon": (
-        "lion adafactor sophia shampoo soap sgd rmsprop adagrad adadelta adam_8bit adamw_8bit paged_adamw_8bit "
-        "paged_adamw_32bit adamw_bnb_8bit apollo galore_adamw schedule_free schedule_free_adamw came stable_adamw "
-        "lamb lars nadam radam adamw_torch_8bit ademamix adopt prodigy dion lomo adalomo paged_lion_8bit "
-        "grokadamw use_8bit_optimizer dadaptation optimi_adamw adamw_apex_fused torch_adamw_4bit adamw_torch_4bit "
+    "the nearest are adamw, adamw_8bit, adafactor, lion and muon": (
+        "sophia shampoo soap sgd rmsprop adagrad adadelta "
+        "paged_adamw_32bit apollo galore_adamw schedule_free schedule_free_adamw came stable_adamw "
+        "lamb lars nadam radam ademamix adopt prodigy dion lomo adalomo paged_lion_8bit "
+        "grokadamw dadaptation optimi_adamw adamw_apex_fused torch_adamw_4bit adamw_torch_4bit "
         "scion kron psgd distributed_shampoo adamw_anyprecision nesterov muonclip mars normuon optim.nesterov "
         "muon.nesterov adam_mini adam_beta3 adam_epsilon2 dion_lr dion_momentum dion_rank_fraction optim.momentum "
         "qgalore q_galore dpo_use_paged_optimizer use_adam_mini dion_rank_multiple_of grokfast"

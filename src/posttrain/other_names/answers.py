@@ -78,7 +78,7 @@ SAID = {
         "use_unsloth_gc ac.mode selective_ac_option activation_checkpoint activation_checkpoint.mode"
     ),
     "optimizer.betas, both in a list: [0.9, 0.95]": "adam_beta1 adam_beta2 beta1 beta2 optim.betas1 optim.betas2",
-    "optimizer: adamw or muon, with their keys (betas, eps, weight_decay, momentum)": (
+    "optimizer: adamw, adamw_8bit, adafactor, lion or muon, with their keys (betas, eps, weight_decay, momentum)": (
         "optim_args override_optimizer_config optimizer_kwargs optimizers use_muon optimizer_cls_and_kwargs"
     ),
     "rollout.drop_uniform_groups: true": "filter_groups.enable fill_completions",
@@ -229,6 +229,14 @@ SAID = {
     "objective: {name: rpo, nll_weight: 1.0}, DPO with objective.nll_weight": (
         "rpo_alpha sft_weight nll_loss_coef pref_ftx sft_alpha"
     ),
+    'train.lr_ratios: {"*embed_tokens*": 0.0}, which freezes weights by their names': (
+        "unfrozen_parameters freeze_layers freeze num_layers_unfrozen freeze_embeddings frozen_layers "
+        "trainable_parameters freeze_moe_router freeze_parameters"
+    ),
+    'train.lr_ratios: {"*embed_tokens*": 0.1}, multiples of train.lr by the names of weights': (
+        "embedding_lr embedding_lr_scale lr_groups"
+    ),
+    "optimizer: adamw_8bit": "use_8bit_optimizer",
     "objective: ipo": "ipo_enable",
     "objective: {name: grpo, clip_max: 3.0}, the dual clip, or ppo with clip_max": (
         "clip_ratio_c dual_clip eps_clip_c ratio_clip_c delta"

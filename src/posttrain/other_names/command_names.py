@@ -36,7 +36,7 @@ COMMAND_OPTIONS = {
     "--engine": "use_vllm backend inference_engine",
     "--device": "device_map cuda gpu",
     "--dtype": "torch_dtype bf16 fp16 precision",
-    "--out": "output_path output_dir output save_dir log_samples",
+    "--out": "output_path output_dir output save_dir",
     "--task": "tasks dataset dataset_name",
     "--task.path": "path file data_files dataset_path data_path train_file",
     "--task.split": "split dataset_split",
@@ -54,6 +54,40 @@ COMMAND_OPTIONS = {
     "--quiet": "silent disable_tqdm",
     "--host": "ip address share",
     "--state": "status",
+}
+# What one command says about options of another program, by the command: of lm-eval by ``evaluate``. The
+# case of single letters counts.
+COMMAND_SAYS = {
+    "evaluate": {
+        "the model is the word MODEL, with --dtype, --device and --engine": "m M model model_args a",
+        "--task A,B, the names between commas": "t tasks",
+        "--template chat, for the tokenizer's chat template": "apply_chat_template",
+        "--template chat, with --template.system TEXT": "system_instruction",
+        "--limit N": "L",
+        "--batch N, a number of answers": "b batch_size max_batch_size",
+        "--temperature, --top-p, --top-k and --max-tokens; answers end where the template says": "gen_kwargs",
+        "--out DIR; the same command goes on there with what was not finished": "use_cache c",
+        "--out DIR": "o output_path",
+        "nothing: every answer is in items.jsonl, next to results.json": "log_samples s",
+        "nothing: prompts are made when they are asked": "cache_requests",
+        "nothing: programs run in a sandbox": "confirm_run_unsafe_code",
+        "nothing: the settings of an evaluation are in its results.json": "show_config",
+        "--quiet prints errors alone": "verbosity v",
+        "`posttrain data show TASK` prints examples": "write_out w",
+        "`posttrain generate MODEL` answers without grading": "predict_only x",
+        "--task module:function, a task of your own": "include_path",
+        "--task.KEY VALUE, an option of the task": "metadata",
+        '--task.prompt_format "{question} Think briefly."': "question_suffix",
+        "not offered: questions are asked without examples; a file of such prompts is --task jsonl": (
+            "num_fewshot f fewshot_as_multiturn"
+        ),
+        "not offered: --limit N takes N rows, the same in every evaluation": "E",
+        "not offered: options are words of the command line; `posttrain sweep` reads a file": "config C",
+        "not offered: tasks are tested where they are made": "check_integrity",
+        "not offered: results.json has every number for other tools": (
+            "wandb_args wandb_config_args trackio_args hf_hub_log_args"
+        ),
+    },
 }
 # What a command takes as a word without an option, by the options that people try.
 WORDS = {
@@ -102,7 +136,12 @@ COMPONENTS = {
         "batch_normalized": "reinforce_plus_plus reinforce++ reinforce_baseline whiten batch",
         "mean_scaled": "maxrl",
     },
-    "optimizer": {"adamw": "adam adamw_torch adamw_torch_fused adamw_hf fused_adam adamw_fused", "muon": "torch_muon"},
+    "optimizer": {
+        "adamw": "adam adamw_torch adamw_torch_fused adamw_hf fused_adam adamw_fused",
+        "muon": "torch_muon",
+        "adamw_8bit": "adam_8bit adamw_bnb_8bit adam8bit adamw8bit adamw_torch_8bit",
+        "adamw_8bit, with paged: true": "paged_adamw_8bit paged_adam_8bit",
+    },
     "aggregation": {
         "token_mean": "token dapo token_level",
         "sequence_mean": "seq_mean_token_mean sample_mean grpo seq_mean sequence",

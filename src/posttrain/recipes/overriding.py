@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,20 @@ from posttrain.strict_yaml import MAX_DEPTH, MAX_KEY_CHARS, read_option
 _NAMED_SECTIONS = ("model", "teacher")
 # Keys of the length of a training: one replaces the other.
 LENGTHS = ("steps", "num_epochs")
+# A value as YAML has it: a comma in quotes or brackets is its own.
+_VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\}|[^,])+""")
+
+
+def split_values(listed: str) -> list[str]:
+    """Split ``1e-4,3e-4`` into values at its commas, but not at those in quotes or brackets.
+
+    If one between commas is missing, the last value is empty.
+    """
+    found = _VALUE.findall(listed)
+    values = [value.strip() for value in found]
+    if ",".join(found) != listed:
+        values.append("")
+    return values
 
 
 def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:

@@ -423,6 +423,8 @@ class TrainSection(Section):
         steps: number of optimizer steps.
         num_epochs: in place of ``steps``: passes over the data (the prompts, where the model samples).
         lr: learning rate, at its highest.
+        lr_ratios: learning rates of weights by their names, as multiples of ``lr``: ``{"*embed_tokens*": 0.1}``. ``*``
+            stands for any text, the first pattern that matches counts, and 0 freezes.
         warmup_steps: steps in which the learning rate rises linearly from 0.
         schedule: course of the learning rate after the warm-up; ``linear`` and ``cosine`` fall towards ``lr *
             min_lr_ratio``.
@@ -447,6 +449,7 @@ class TrainSection(Section):
     steps: int | None = Field(default=100, ge=1)
     num_epochs: float | None = Field(default=None, gt=0, le=100_000)
     lr: float = Field(default=1e-4, gt=0)
+    lr_ratios: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)

@@ -16,6 +16,7 @@ from posttrain.models.sources import EMBEDDED, resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, ModelSection, RewardComponent
+from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def open_model(
     options = dict(engine.options)
     if "checkpoint" in entry.options_model.model_fields:
         options.setdefault("checkpoint", resolve_model_name(source.path))
-    build = entry.bind(options, "--engine")
+    make = entry.bind(options, "--engine")
     model = None
     if entry.traits.get("needs_model", True):
         already = vars(source).get("tokenizer")  # if its template was read from it
@@ -201,7 +202,7 @@ def open_model(
         tokenizer = loaded.tokenizer
     else:
         tokenizer = load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
-    built = build(model, tokenizer)
+    built = registry.construct("--engine", make, Engine, model, tokenizer)  # type: ignore[type-abstract]
     built.uses_cache = True
     if model is None:
         context_tokens = built.context_tokens

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import DataError, RecipeError
-from posttrain.registry import find, takes_one
+from posttrain.registry import call, find, takes_one
 from posttrain.store.durable import cut_torn_line, replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
@@ -242,7 +242,7 @@ def _build_tracker(component: Any, key: str, run: TrackedRun) -> Tracker:
     make = find("tracker", component.name, key).bind(component.options, key)
     if not takes_one(make):
         raise RecipeError(f"{key}: {component.name} must take one argument, the run. Give def tracker(run)")
-    tracker: Tracker = make(run)
+    tracker: Tracker = call(key, make, run)
     missing = [name for name in ("start", "log", "close") if not callable(getattr(tracker, name, None))]
     if missing:
         raise RecipeError(

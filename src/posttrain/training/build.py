@@ -174,8 +174,9 @@ class EngineBuilder:
 
     def __call__(self, entry: Entry, options: dict[str, object], where: str) -> Engine:
         """Return an engine that is ready; ``where`` names its key in the recipe."""
-        construct = entry.bind(options, where)
-        engine: Engine = construct(self.models.loaded.model, self.models.tokenizer)
+        make = entry.bind(options, where)
+        model = self.models.loaded.model
+        engine = registry.construct(where, make, Engine, model, self.models.tokenizer)  # type: ignore[type-abstract]
         engine = engine.settle(self.folder, self.process_group)
         shards = self.models.shards
         if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):

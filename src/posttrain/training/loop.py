@@ -8,7 +8,7 @@ verifies, drops every later record, and repeats the rest bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,22 +96,7 @@ class Loop:
         if checkpoint is not None:
             for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
-            check_origins(self.recipe, self.parts.origins, checkpoint.state)
-            self._take_threads(checkpoint.state)
-            fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
-            restore_model(self.parts.model, checkpoint.path, fill)
-            restore_heads(self.parts.heads, checkpoint.heads, fill)
-            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
-            if self.parts.shards is not None:
-                self.parts.shards.scatter()
-            vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
-            self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
-            self.step = checkpoint.step
-            self.best = checkpoint.state.get("best")
-            self.evaluations = checkpoint.state.get("evaluations")
-            self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
-            self._compare_length(checkpoint.state.get("steps"))
-            self.source_state = self.parts.source.state()
+            self.restore(checkpoint)
             self._tidy()
         keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
         again = (keep,) if self.unevaluated else ()
@@ -120,6 +105,31 @@ class Loop:
         if checkpoint is None and num_dropped:
             dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take back the state of a checkpoint, of this run or of another with the same parts: weights, optimizer,
+        source, step. The records stay as they are.
+
+        Raises:
+            CheckpointError: it holds something else than the recipe's parts.
+            UsageError: a model that it began with is another by now.
+        """
+        check_origins(self.recipe, self.parts.origins, checkpoint.state)
+        self._take_threads(checkpoint.state)
+        fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
+        restore_model(self.parts.model, checkpoint.path, fill)
+        restore_heads(self.parts.heads, checkpoint.heads, fill)
+        restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
+        if self.parts.shards is not None:
+            self.parts.shards.scatter()
+        vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
+        self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
+        self.step = checkpoint.step
+        self.best = checkpoint.state.get("best")
+        self.evaluations = checkpoint.state.get("evaluations")
+        self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
+        self._compare_length(checkpoint.state.get("steps"))
+        self.source_state = self.parts.source.state()
 
     def beginning(self, resumed: bool, length: str | None) -> dict[str, object]:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
@@ -449,6 +459,32 @@ def train(
     if process_group.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
+    with open_loop(recipe, files, observer, process_group, trackers) as (loop, length):
+        if resume:
+            loop.resume()
+        observer("start", loop.beginning(resume, length))
+        for message in [*describe_reach(loop.parts.model), *loop.parts.warnings]:
+            observer("notice", {"message": message})
+        try:
+            return loop.run(should_stop)
+        except Exception as error:
+            loop.rescue(error)
+            raise
+
+
+@contextmanager
+def open_loop(
+    recipe: Recipe,
+    files: RunFiles,
+    observer: Observer,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+    trackers: Sequence[Tracker] = (),
+) -> Iterator[tuple[Loop, str | None]]:
+    """Prepare a run, before its first step, for the time of the block; with a text about passes over the data.
+
+    Raises:
+        UsageError: as ``prepare``.
+    """
     with _threads_of_main(process_group):
         parts = prepare(recipe, files.folder, process_group)
         kept = _records(recipe, files, trackers, process_group)
@@ -457,17 +493,18 @@ def train(
             if recipe.train.num_epochs is not None:
                 steps, length = parts.source.length_of(recipe.train.num_epochs)
             assert steps is not None, "a recipe says steps or num_epochs"
-            loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, process_group)
-            if resume:
-                loop.resume()
-            observer("start", loop.beginning(resume, length))
-            for message in [*describe_reach(parts.model), *parts.warnings]:
-                observer("notice", {"message": message})
-            try:
-                return loop.run(should_stop)
-            except Exception as error:
-                loop.rescue(error)
-                raise
+            yield Loop(recipe, files, parts, metrics, rollouts, observer, steps, process_group), length
+
+
+@contextmanager
+def with_threads(number: int) -> Iterator[None]:
+    """Compute with so many threads, inside the block."""
+    before = torch.get_num_threads()
+    _use_threads(number)
+    try:
+        yield
+    finally:
+        _use_threads(before)
 
 
 def _use_threads(number: int) -> None:
@@ -479,17 +516,13 @@ def _use_threads(number: int) -> None:
 @contextmanager
 def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
     """Let every process compute with as many threads as the main one, which decides the last bits of sums."""
-    before = torch.get_num_threads()
-    _use_threads(process_group.broadcast(before, "number of threads"))
-    try:
+    with with_threads(process_group.broadcast(torch.get_num_threads(), "number of threads")):
         yield
-    finally:
-        _use_threads(before)
 
 
 @contextmanager
 def _records(
-    recipe: Recipe, files: RunFiles, trackers: list[Tracker], process_group: ProcessGroup
+    recipe: Recipe, files: RunFiles, trackers: Sequence[Tracker], process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
     """Open the stores of metrics and rollouts; those of other processes than the main one keep nothing."""
     if not process_group.is_main:

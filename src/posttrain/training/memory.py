@@ -49,7 +49,7 @@ from posttrain.recipes.document import interpretation_names, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import AdapterSection, ModelSection, RolloutSection
 from posttrain.training.checks import Components, resolve_components
-from posttrain.training.optimizer import EMBEDDING_NAMES
+from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
 from posttrain.untrusted import kind_of_file
 
 # Architectures whose activations were counted: whether queries and keys have norms.
@@ -382,13 +382,17 @@ def _gathered_bytes(weights: list[Weight], size: int, trained: list[Weight], num
 
 
 def _optimizer_bytes(trained: list[Weight], name: str, layout: Layout) -> int:
-    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Muon's matrices."""
+    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Lion and for Muon's matrices."""
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
         numel = layout.numel([weight])
-        if name == "muon" and is_matrix:
+        if name == "lion" or (name == "muon" and is_matrix):
             total += 4 * numel
+        elif name == "adafactor" and len(weight.shape) == 2:
+            total += 4 * weight.times * (sum(weight.shape) + 1)
+        elif name == "adamw_8bit" and weight.numel >= LEAST_IN_8_BITS * weight.times:
+            total += 2 * (weight.numel + 4 * weight.numel // BLOCK_IN_8_BITS)
         else:
             total += 8 * numel + 4 * weight.times
     return total

@@ -6,7 +6,8 @@ decay leaves norms and biases (tensors with fewer than two dimensions) alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +28,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # Keller Jordan's quintic: x -> a x + b x^3 + c x^5 pushes singular values in (0, 1] towards 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
+LEAST_IN_8_BITS = 4_096  # numbers of a tensor whose moments bitsandbytes keeps in 8 bits
+BLOCK_IN_8_BITS = 256  # numbers that share a scale
+SHARED_STATE = ("qmap1", "qmap2")  # tables of bitsandbytes, the same for all parameters
 EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 
@@ -64,6 +68,83 @@ def adamw(
     groups = _groups(parameters, lr, weight_decay, lr_ratio=1.0)
     fused = all(p.dtype in (torch.float32, torch.float64) for _, p in parameters)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+@register("optimizer")
+def lion(
+    parameters: Named,
+    lr: float,
+    *,
+    betas: tuple[Decay, Decay] = (0.9, 0.99),
+    weight_decay: NotNegative = 0.0,
+) -> Optimizer:
+    """Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2): the sign of a momentum.
+
+    u = sign(β1 m + (1 − β1) g);  p ← p − lr (u + weight_decay p);  m = β2 m + (1 − β2) g. One number of state a weight.
+    Every weight moves by lr, so the paper takes lr 3 to 10 times smaller than for AdamW, and weight decay larger by as
+    much.
+
+    Args:
+        betas: β1 of the update, β2 of the momentum.
+        weight_decay: decoupled weight decay.
+    """
+    return Lion(_groups(parameters, lr, weight_decay, lr_ratio=1.0, betas=betas))
+
+
+@register("optimizer")
+def adafactor(
+    parameters: Named,
+    lr: float,
+    *,
+    beta2_decay: Annotated[float, Field(ge=-1, le=0)] = -0.8,
+    eps: Positive = 1e-3,
+    clip_threshold: Positive = 1.0,
+    weight_decay: NotNegative = 0.0,
+) -> Optimizer:
+    """Adafactor (Shazeer & Stern 2018) by torch: second moments of a matrix as one number a row and one a column.
+
+    The step is relative: lr is multiplied by the root mean square of a weight tensor (at least ``eps``), and is at most
+    1/√t in step t. An lr of 1e-3 to 1e-2 is usual. There is no momentum.
+
+    Args:
+        beta2_decay: the decay of the second moments in step t is 1 − t^beta2_decay.
+        eps: smallest root mean square of a weight tensor that counts.
+        clip_threshold: d, the largest root mean square of an update before lr.
+        weight_decay: decoupled weight decay.
+    """
+    groups = _groups(parameters, lr, weight_decay, lr_ratio=1.0)
+    return torch.optim.Adafactor(groups, lr=lr, beta2_decay=beta2_decay, eps=(None, eps), d=clip_threshold)
+
+
+@register("optimizer")
+def adamw_8bit(
+    parameters: Named,
+    lr: float,
+    *,
+    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    eps: Positive = 1e-8,
+    weight_decay: NotNegative = 0.0,
+    paged: bool = False,
+) -> Optimizer:
+    """AdamW with moments in 8 bits, by bitsandbytes (Dettmers et al. 2022, "8-bit optimizers via block-wise
+    quantization"): a quarter of the state's memory.
+
+    Tensors of fewer than 4,096 numbers keep moments in fp32.
+
+    Args:
+        betas: β1 and β2, the decay of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        paged: moments move to the CPU's memory when a GPU's is full. Without a GPU this does nothing, and bitsandbytes
+            says so.
+
+    Raises:
+        MissingExtra: bitsandbytes is not installed.
+    """
+    from posttrain.models.quantize import adamw_in_8_bits
+
+    groups = _groups(parameters, lr, weight_decay, lr_ratio=1.0)
+    return adamw_in_8_bits(groups, lr=lr, betas=betas, eps=eps, paged=paged)
 
 
 @register("optimizer")
@@ -128,6 +209,30 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     if is_tall:
         return x.mT
     return x
+
+
+class Lion(Optimizer):
+    """Lion's step. State per parameter: ``exp_avg``."""
+
+    def __init__(self, groups: list[dict[str, object]]) -> None:
+        super().__init__(groups, defaults={})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient."""
+        assert closure is None, "gradients are computed before"
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                update = state["exp_avg"].lerp(parameter.grad, 1 - beta1).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta2)
 
 
 class Muon(Optimizer):
@@ -199,6 +304,52 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     return part_of(whole, parameter)
 
 
+def lr_ratios(
+    patterns: Mapping[str, float], modules: Sequence[torch.nn.Module], prefixes: Sequence[str]
+) -> dict[str, float]:
+    """Return the ratio of every parameter that a pattern names, by its name; a ratio of 0 freezes the parameter.
+
+    The first pattern that matches counts. ``prefixes``: of the names of each module's parameters.
+
+    Raises:
+        RecipeError: a pattern that names no trained parameter.
+    """
+    trained: dict[str, Parameter] = {}
+    for module, prefix in zip(modules, prefixes, strict=True):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                trained[f"{prefix}{name}"] = parameter
+    ratios: dict[str, float] = {}
+    for pattern, ratio in patterns.items():
+        matched = [name for name in trained if fnmatchcase(name, pattern)]
+        if not matched:
+            shown = ", ".join(sorted(trained)[:4])
+            near = registry.suggest(pattern, trained)
+            raise RecipeError(
+                f"train.lr_ratios: no trained weight has a name like {pattern!r}.{near} Names are {shown} ... ; "
+                f"* stands for any text, as in '*{sorted(trained)[-1].rpartition('.')[2]}'"
+            )
+        for name in matched:
+            ratios.setdefault(name, ratio)
+    for name, ratio in ratios.items():
+        if ratio == 0:
+            trained[name].requires_grad_(False)
+    return ratios
+
+
+def _by_ratio(
+    named: Named, head_parameters: Named, ratios: Mapping[str, float], recipe: Recipe
+) -> Iterator[tuple[list[tuple[str, Parameter]], float]]:
+    """Yield (parameters, the ratio of their learning rate): of the model by ratio, then of its heads."""
+    of_heads = 1.0
+    if head_parameters:
+        assert recipe.head is not None, "a head has a section"
+        of_heads = recipe.head.lr_ratio
+    for members, factor in ((named, 1.0), (head_parameters, of_heads)):
+        for ratio in dict.fromkeys(ratios.get(name, 1.0) for name, _ in members):
+            yield [(n, p) for n, p in members if ratios.get(n, 1.0) == ratio], factor * ratio
+
+
 def build_optimizer(
     recipe: Recipe, model: torch.nn.Module, heads: dict[str, torch.nn.Module]
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
@@ -209,6 +360,7 @@ def build_optimizer(
     """
     for module in (model, *heads.values()):
         mark_input_first(module)
+    ratios = lr_ratios(recipe.train.lr_ratios, [model, *heads.values()], ["", *(f"{name}." for name in heads)])
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
@@ -216,23 +368,29 @@ def build_optimizer(
             f"model.dtype: {len(coarse)} trained weights would be bf16, where small updates are rounded away; "
             "use model.dtype fp32, or train an adapter (model.adapter), whose weights are fp32"
         )
-    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
-    build = entry.bind(recipe.optimizer.options, "optimizer")
-    optimizer = build(named, recipe.train.lr)
     head_parameters: list[tuple[str, Parameter]] = []
     for head_name, head in heads.items():
         for name, parameter in head.named_parameters():
             if parameter.requires_grad:
                 head_parameters.append((f"{head_name}.{name}", parameter))
-    if not head_parameters:
-        return [*named], optimizer
-    of_parameter = {id(p): n for n, p in head_parameters}
-    for group in build(head_parameters, recipe.train.lr).param_groups:
-        assert recipe.head is not None
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
-        members = [(of_parameter[id(p)], p) for p in group["params"]]
-        optimizer.add_param_group({"params": members, **settings})
+    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
+    build = entry.bind(recipe.optimizer.options, "optimizer")
+    optimizer: Optimizer | None = None
+    for members, factor in _by_ratio(named, head_parameters, ratios, recipe):
+        if not members:
+            continue
+        own: Optimizer = registry.construct("optimizer", build, Optimizer, members, recipe.train.lr)
+        for group in own.param_groups:
+            group["lr_ratio"] = group.get("lr_ratio", 1.0) * factor
+        if optimizer is None:
+            optimizer = own
+            continue
+        names = {id(p): n for n, p in members}
+        for group in own.param_groups:
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            optimizer.add_param_group({"params": [(names[id(p)], p) for p in group["params"]], **settings})
+    if optimizer is None:
+        raise RecipeError("train.lr_ratios: every weight is frozen, so there is nothing to train; leave some out")
     return [*named, *head_parameters], optimizer
 
 
@@ -245,6 +403,10 @@ def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, T
     tensors: dict[str, Tensor] = {}
     for name, parameter in _by_name(optimizer, names).items():
         for key, value in optimizer.state.get(parameter, {}).items():
+            if key in SHARED_STATE:
+                continue
+            if isinstance(value, int):
+                value = torch.tensor(float(value))
             assert isinstance(value, Tensor), f"optimizer state {key!r} is no tensor and could not be saved"
             tensors[f"{name}.{key}"] = value.detach()
     return tensors
@@ -259,57 +421,97 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
         CheckpointError: an entry of an unknown parameter, of another shape or type; or a missing one.
     """
     by_name = _by_name(optimizer, names)
-    is_ours = isinstance(optimizer, torch.optim.AdamW | Muon)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
-    restored: dict[Tensor, dict[str, Tensor]] = {}
+    restored: dict[Tensor, dict[str, Any]] = {}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
         parameter = by_name.get(name)
         if parameter is None:
             raise CheckpointError(f"optimizer state {full_name!r}: the model trains no parameter {name!r}")
-        is_count = key == "step"
-        if not is_count and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {full_name!r} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-            )
-        if is_ours and not _is_left(value, parameter, is_count=is_count):
-            raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
+        kept = _kept_state(optimizer, parameter, groups[id(parameter)])
+        _check_state(full_name, value, key, parameter, kept)
         state = restored.setdefault(parameter, {})
-        if not is_count:
-            state[key] = _part_of(value.detach().to(parameter.device), parameter).clone()
+        if key != "step":
+            moved = value.detach().to(parameter.device)
+            if value.shape == parameter.shape:
+                moved = _part_of(moved, parameter)
+            state[key] = moved.clone()
         elif is_fused:
             state[key] = value.detach().to(parameter.device).clone()
+        elif is_8_bit(optimizer):
+            state[key] = int(value)
         else:
             state[key] = value.detach().to("cpu").clone()
-    if is_ours:
-        _check_kept(optimizer, restored)
+    for parameter, state in restored.items():
+        kept = _kept_state(optimizer, parameter, groups[id(parameter)])
+        if kept is not None and state.keys() != kept.keys():
+            there = ", ".join(sorted(state))
+            raise CheckpointError(f"optimizer state: {there} of a parameter, and its optimizer keeps {sorted(kept)}")
+    if is_8_bit(optimizer):
+        from posttrain.models.quantize import add_code_tables
+
+        add_code_tables(optimizer, restored.values())
     optimizer.state.clear()
     optimizer.state.update(restored)
 
 
-def _is_left(value: Tensor, parameter: Tensor, *, is_count: bool) -> bool:
-    """Return whether our optimizers can have left this state of a parameter."""
-    if is_count:
-        return value.dtype == torch.float32 and value.numel() == 1 and bool(value >= 1)
-    return value.dtype == parameter.dtype
+def is_8_bit(optimizer: Optimizer) -> bool:
+    """Return True for bitsandbytes' optimizer, whose state has a layout of its own."""
+    return type(optimizer).__module__.startswith("bitsandbytes.")
 
 
-def _check_kept(optimizer: Optimizer, restored: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Refuse a parameter's state that is not what its group's optimizer keeps.
+Kept = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _kept_state(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> Kept | None:
+    """Return (shape, dtype) of each tensor that an optimizer keeps of a parameter; None for an unknown optimizer."""
+    like = (tuple(parameter.shape), parameter.dtype)
+    count = ((), torch.float32)
+    if isinstance(optimizer, Lion):
+        return {"exp_avg": like}
+    if isinstance(optimizer, Muon) and group.get("orthogonal"):
+        return {"momentum": like}
+    if isinstance(optimizer, torch.optim.AdamW | Muon):
+        return {"step": count, "exp_avg": like, "exp_avg_sq": like}
+    if isinstance(optimizer, torch.optim.Adafactor):
+        if parameter.ndim < 2:
+            return {"step": count, "variance": like}
+        *before, rows, columns = parameter.shape
+        return {
+            "step": count,
+            "row_var": ((*before, rows, 1), parameter.dtype),
+            "col_var": ((*before, 1, columns), parameter.dtype),
+        }
+    if not is_8_bit(optimizer):
+        return None
+    if parameter.numel() < LEAST_IN_8_BITS:
+        full = (like[0], torch.float32)
+        return {"step": count, "state1": full, "state2": full}
+    codes = (like[0], torch.uint8)
+    scales = ((-(-parameter.numel() // BLOCK_IN_8_BITS),), torch.float32)
+    return {"step": count, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
+
+
+def _check_state(full_name: str, value: Tensor, key: str, parameter: Tensor, kept: Kept | None) -> None:
+    """Refuse a tensor that the optimizer cannot have left.
 
     Raises:
-        CheckpointError: there is more, or less.
+        CheckpointError: another shape, another type, or a count below 1.
     """
-    for group in optimizer.param_groups:
-        kept = {"step", "exp_avg", "exp_avg_sq"}
-        if group.get("orthogonal"):
-            kept = {"momentum"}
-        for parameter in group["params"]:
-            if parameter in restored and restored[parameter].keys() != kept:
-                there = ", ".join(sorted(restored[parameter]))
-                raise CheckpointError(
-                    f"optimizer state: {there} of a parameter, and its optimizer keeps {sorted(kept)}"
-                )
+    if key == "step":
+        if kept is not None and not (value.dtype == torch.float32 and value.numel() == 1 and bool(value >= 1)):
+            raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
+        return
+    shape, dtype = tuple(parameter.shape), value.dtype
+    if kept is not None:
+        shape, dtype = kept.get(key, (shape, parameter.dtype))
+    if tuple(value.shape) != shape:
+        raise CheckpointError(
+            f"optimizer state {full_name!r} has shape {tuple(value.shape)}, its parameter asks for {shape}"
+        )
+    if value.dtype != dtype:
+        raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
 
 
 def _by_name(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+_SHOWN_CHARS = 80
 _PHRASES = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
@@ -56,7 +57,16 @@ def check_part_options(where: str, function: Callable[..., Any], options: Mappin
     for name, value in options.items():
         fault = find_fault(hints.get(name, Any), value)
         if fault is not None:
-            raise UsageError(f"{where}: {name}: it must be {fault}, not {value!r}")
+            raise UsageError(f"{where}: {name}: it must be {fault}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """Return a short plain value as Python writes it; of anything else the type, whose own text may be code."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        text = repr(value)
+        if len(text) <= _SHOWN_CHARS:
+            return text
+    return f"<{type(value).__name__}>"
 
 
 def find_fault(annotation: Any, value: object) -> str | None:
@@ -74,10 +84,27 @@ def find_fault(annotation: Any, value: object) -> str | None:
         if None in faults:
             return None
         return " or ".join(fault for fault in faults if fault is not None)
+    if origin is Sequence:
+        return _fault_of_items(get_args(annotation)[0], value)
     if origin is Literal:
         choices = get_args(annotation)
-        return None if value in choices else f"one of {', '.join(map(repr, choices))}"
+        is_choice = type(value) in {type(choice) for choice in choices} and value in choices
+        return None if is_choice else f"one of {', '.join(map(repr, choices))}"
     return _wrong_type(annotation, value)
+
+
+def _fault_of_items(annotation: Any, value: object) -> str | None:
+    """Return what a sequence must be; among numbers True and False count as 1 and 0, and infinity is one."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return "a list"
+    for item in value:
+        if annotation is float and isinstance(item, int | float):
+            fault = "a number" if item != item else None
+        else:
+            fault = find_fault(annotation, item)
+        if fault is not None:
+            return f"a list, each item {fault}"
+    return None
 
 
 def _wrong_type(annotation: Any, value: object) -> str | None:
@@ -88,6 +115,8 @@ def _wrong_type(annotation: Any, value: object) -> str | None:
         return None if isinstance(value, bool) else "True or False"
     if annotation is int:
         return None if is_whole else "a whole number"
+    if annotation is str:
+        return None if isinstance(value, str) else "a text"
     if annotation is float:
         is_number = is_whole or isinstance(value, float)
         is_finite = isinstance(value, int | float) and value - value == 0

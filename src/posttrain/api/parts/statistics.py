@@ -11,22 +11,57 @@ Examples:
 
 from __future__ import annotations
 
-from posttrain.evaluation.statistics import (
-    Difference,
-    Summary,
-    area_under_curve,
-    best_of_n,
-    half_width,
-    item_interval,
-    majority_at_k,
-    mcnemar_p,
-    pair_wins,
-    paired_bootstrap,
-    pass_at_k,
-    standard_error,
-    summarize_seeds,
-    wilson_interval,
-)
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from posttrain.api.parts.arguments import bind_arguments, check_part_options
+from posttrain.errors import UsageError
+from posttrain.evaluation import statistics
+from posttrain.evaluation.statistics import Difference, Summary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _checked(function: Callable[P, R], shares: str = "") -> Callable[P, R]:
+    """Return a function that refuses arguments of other types by name; arrays and tensors are taken as lists.
+
+    ``shares``: the argument whose numbers are from 0 to 1.
+    """
+    signature = inspect.signature(function)
+    where = f"statistics.{function.__name__}"
+
+    @wraps(function)
+    def checked(*given: P.args, **named: P.kwargs) -> R:
+        arguments = {}
+        for name, value in bind_arguments(where, signature, given, named).items():
+            arguments[name] = value.tolist() if hasattr(value, "tolist") else value
+        check_part_options(where, function, arguments)
+        for share in arguments.get(shares, ()):
+            if not 0 <= share <= 1:
+                raise UsageError(f"{where}: {shares}: {share} is no share. Give numbers from 0 to 1")
+        try:
+            return function(**arguments)  # type: ignore[call-arg]
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}") from None
+
+    return checked
+
+
+area_under_curve = _checked(statistics.area_under_curve)
+best_of_n = _checked(statistics.best_of_n)
+half_width = _checked(statistics.half_width)
+item_interval = _checked(statistics.item_interval, shares="values")
+majority_at_k = _checked(statistics.majority_at_k)
+mcnemar_p = _checked(statistics.mcnemar_p)
+pair_wins = _checked(statistics.pair_wins)
+paired_bootstrap = _checked(statistics.paired_bootstrap)
+pass_at_k = _checked(statistics.pass_at_k)
+standard_error = _checked(statistics.standard_error)
+summarize_seeds = _checked(statistics.summarize_seeds)
+wilson_interval = _checked(statistics.wilson_interval)
 
 __all__ = [
     "Difference",

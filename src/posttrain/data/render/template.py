@@ -281,6 +281,7 @@ class Template:
         quote: makes a text safe to stand there, where it could look like the start of a turn.
         system: the recipe's own system message, of a chat.
         space: the text before an answer that does not itself begin with white space.
+        takes_rendered: a prompt that is rendered already, in whatever form, stands as it is.
         turns: how a conversation is trained: as the chat template renders it (``rendered``), one example for each turn
             of the assistant (``apart``), or its last turn alone (``last``).
     """
@@ -298,6 +299,7 @@ class Template:
     system: str = ""
     space: str = ""
     turns: Literal["rendered", "apart", "last"] = "apart"
+    takes_rendered: bool = False
 
 
 def prompt_pieces(
@@ -308,6 +310,7 @@ def prompt_pieces(
     Raises:
         UsageError: as ``encode_prompt``, or variables where no chat template reads them.
     """
+    _refuse_rendered(template, messages)
     if not variables:
         return template.prompt(messages, tokenizer)
     names = ", ".join(map(repr, variables))
@@ -327,6 +330,19 @@ def prompt_pieces(
             f"leave the key out of all rows by task.ignore_keys: [{key}]"
         )
     return template.prompt(messages, tokenizer, {**template.variables, **as_row_texts(variables)})
+
+
+def _refuse_rendered(template: Template, messages: Sequence[Message]) -> None:
+    """Refuse a prompt that another template has written; a reward model's is not always the policy's."""
+    end = template.frame[1].strip()
+    for message in messages:
+        is_own = template.takes_rendered or (end and message.content.rstrip().endswith(end))
+        if message.is_rendered and not is_own:
+            raise UsageError(
+                f"prompts that are rendered already (the first ends in {message.content[-20:]!r}) would be rendered "
+                f"again by template {template.name}. Give the questions alone, or use a model that was trained with "
+                "as_is"
+            )
 
 
 def encode_prompt(
@@ -458,4 +474,5 @@ def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) ->
 
 def build_template(word: Component, where: str = "prompt.template") -> Template:
     """The prompt template that a recipe names."""
-    return registry.find("template", word.name, where).bind(word.options, where)()
+    make = registry.find("template", word.name, where).bind(word.options, where)
+    return registry.construct(where, make, Template)

@@ -381,7 +381,7 @@ def document() -> Template:
             raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
         return [_ours(text)]
 
-    return Template("document", "", (), prompt, response, last_number, turns="last")
+    return Template("document", "", (), prompt, response, last_number, turns="last", takes_rendered=True)
 
 
 @register("template")
@@ -402,8 +402,11 @@ def as_is() -> Template:
             )
         return [_ours(messages[0].content)]
 
+    def response(example: Example) -> list[Piece]:
+        return [_ours(_response_text(example))]
+
     extract = _behind_thinking(_first_complete, boxed_answer, last_number)
-    return Template("as_is", "", (), prompt, lambda example: [_ours(_response_text(example))], extract, turns="last")
+    return Template("as_is", "", (), prompt, response, extract, turns="last", takes_rendered=True)
 
 
 def _ours(text: str) -> Piece:

@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.render.rows import rows_of
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evaluation.generation import held_out, task_label
@@ -392,6 +393,7 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
         if model is None or opened != source:
             model = open_reward_model(source, dtype=request.dtype, device=request.device)
             opened = source
+        task = take_rendered(task, model.template, model.tokenizer, "--task")
         evaluation = evaluate_reward_model(model, task, n=request.drawing.n)
         evaluation.results.update(count_trained(source, task, request.drawing.n))
         settings = {

@@ -24,6 +24,7 @@ from posttrain.data.render import Template, encode_prompt, end_ids
 from posttrain.data.render.assistant import encode_answer
 from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.data.render.template import build_template
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
 from posttrain.evaluation.generation import held_out
 from posttrain.evaluation.statistics import sigmoid
@@ -434,7 +435,7 @@ def held_out_scale(run: str) -> tuple[float, float]:
         return Component(name=component.name, **options)
 
     components = recipe.eval.tasks or [map_tasks(recipe.task, held_out_split)]
-    task = build_task(components[0], "task")
+    task = take_rendered(build_task(components[0], "task"), model.template, model.tokenizer)
     examples = []
     responses = []
     for example in held_out(task, NUM_CALIBRATED, distinct=False):

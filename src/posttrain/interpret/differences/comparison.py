@@ -18,6 +18,7 @@ import yaml
 
 from posttrain.activity import phase
 from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.rendered import take_rendered
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import record_activations
@@ -122,7 +123,10 @@ def prepare_comparison(
     recipe = recipe.model_copy(update={"task": task, "template": template, "changes": changes})
     _refuse_another(folder, recipe)
     grader = grader_for(post, template)
-    return ModelComparison(recipe, site, sources, build_task(task, "task"), grader, folder, observe, allow_large)
+    asked = take_rendered(build_task(task, "task"), grader.template, post.tokenizer)
+    for line in asked.warnings:
+        observe(line)
+    return ModelComparison(recipe, site, sources, asked, grader, folder, observe, allow_large)
 
 
 def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:

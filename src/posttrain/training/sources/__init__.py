@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from posttrain.data.base import TaskPart
 from posttrain.errors import UsageError
 from posttrain.randomness import permutation
 from posttrain.types import Batch, Rollout
+
+if TYPE_CHECKING:
+    from posttrain.training.sources.interventions import Intervention
 
 
 @dataclass(slots=True)
@@ -31,7 +35,12 @@ class TrainBatch:
 
 
 class Source:
-    """A source of batches, called with a step; by default it has no state between two steps."""
+    """A source of batches, called with a step; by default it has no state between two steps.
+
+    ``intervention``: a change of one batch, of a future that is played to see what it does (``runs/what_if``).
+    """
+
+    intervention: Intervention | None = None
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """Return the tensors that updates after ``step`` still need, to be saved."""

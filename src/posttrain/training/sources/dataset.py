@@ -168,7 +168,10 @@ class SupervisedSource(Source):
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
-        return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
+        units = self.order.turn(step - 1).places
+        if self.intervention is not None:
+            units = self.intervention.keep_units(step, units)
+        return TrainBatch(self.batch_of(units))
 
     def length_of(self, epochs: float) -> tuple[int, str]:
         """Return the number of steps of ``epochs``, rounded up, and a line about it."""

@@ -209,7 +209,11 @@ class RolloutSource(Source):
     def _collect(self, step: int, cycle: int) -> TrainBatch:
         drawn = self.take(step, cycle)
         sampled = drawn.sampled
-        chosen = self._played(drawn.chosen)
+        kept = drawn.chosen
+        if self.intervention is not None:
+            self.intervention.set_rewards(step, sampled)  # of a batch that was drawn before the change, too
+            kept = self.intervention.keep(step, sampled, kept)
+        chosen = self._played(kept)
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
         units = self._choose(rewards)
@@ -312,6 +316,8 @@ class RolloutSource(Source):
             groups, seconds = collect(sampler, request)
             grading += seconds
             sampled += groups
+            if self.intervention is not None:
+                self.intervention.set_rewards(step, sampled)
             drawn = self._choose_groups(sampled, cycle)
         generating = time.perf_counter() - started - grading
         drawn.timing |= {"generate_seconds": generating, "score_seconds": grading}

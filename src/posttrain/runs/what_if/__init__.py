@@ -1,0 +1,1 @@
+"""Exact futures of a run with one thing changed."""

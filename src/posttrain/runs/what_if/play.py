@@ -1,0 +1,206 @@
+"""Playing futures: each goes on from the same state, with a recipe of its own, as a resumed run does.
+
+The state of step ``at`` is made once: from the checkpoint before it, replayed by the run's own recipe, and saved as a
+checkpoint below ``start``. Nothing is forked: every future is prepared anew in this process, where all is imported, so
+that none sees what another has left. Several processes take futures in turn: who makes a future's folder plays it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import CheckpointError, PosttrainError
+from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.runs.directory import RunDirectory, RunStatus, State, new_status
+from posttrain.runs.what_if.plan import START, Future, WhatIfPlan, future_folder, read_plan
+from posttrain.store.checkpoint_files import Unverified, discard_checkpoint, step_folder, verify
+from posttrain.store.durable import storage_errors
+from posttrain.store.reading import open_record
+from posttrain.training.checkpoint import Checkpoint, load_checkpoint
+from posttrain.training.files import RunFiles
+from posttrain.training.loop import Loop, open_loop, with_threads
+from posttrain.training.sources.interventions import Intervention
+
+RECIPE_NAME = "what-if"
+NONFINITE = "nonfinite-"  # begins the name of a batch that a failed step has left
+MAX_CACHE_BYTES = 1 << 36
+ShouldStop = Callable[[], bool]
+
+
+def make_start(folder: Path, plan: WhatIfPlan, recipe: Recipe) -> Path:
+    """Make the state after step ``at`` as a checkpoint below ``folder/start``; return its run directory.
+
+    Raises:
+        PosttrainError: the checkpoint cannot be read, or the replay failed.
+    """
+    start = folder / START
+    files = RunFiles.within(start)
+    source = step_folder(Path(plan.run) / "checkpoints", plan.checkpoint)
+    copy = step_folder(files.checkpoints, plan.checkpoint)
+    with storage_errors("the checkpoint", start):
+        try:
+            names = verify(source, plan.checkpoint)
+        except Unverified as reason:
+            raise CheckpointError(f"{source}: {reason}. The run may have deleted it meanwhile; try again") from None
+        for name in [*names, "manifest.json"]:
+            target = copy / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target)
+    directory = RunDirectory(start)
+    directory.write_recipe(recipe)
+    copy_caches(Path(plan.run), start)
+    if plan.checkpoint < plan.at:
+        checkpoint = load_from(start, plan.checkpoint)
+        with with_threads(plan.num_threads) if plan.num_threads else nullcontext():
+            play(start, recipe, checkpoint, plan.at)
+    return start
+
+
+def load_from(run: Path, step: int) -> Checkpoint:
+    """Return the checkpoint of a step; raises CheckpointError if it is none."""
+    checkpoint = load_checkpoint(run / "checkpoints", step)
+    assert checkpoint is not None, "a step was named"
+    return checkpoint
+
+
+def copy_caches(run: Path, target: Path) -> None:
+    """Copy what a run has computed once for its data set, and the opinions of a judge, so that they stay the same."""
+    with storage_errors("the caches of the run", target):
+        for path in sorted([*run.glob("*.safetensors"), run / "judge.jsonl"]):
+            if path.name.startswith(NONFINITE) or not path.is_file():
+                continue
+            with open_record(path, MAX_CACHE_BYTES) as source, (target / path.name).open("wb") as file:
+                shutil.copyfileobj(source, file)
+
+
+def play_all(folder: Path, should_stop: ShouldStop, tell: Callable[[Future, RunStatus], object]) -> None:
+    """Play every future of a plan that no other process has begun; ``tell`` is given each that ended."""
+    plan = read_plan(folder)
+    for future in plan.futures:
+        if should_stop():
+            return
+        run = future_folder(folder, future)
+        try:
+            (run / "checkpoints").mkdir()
+        except FileExistsError:
+            continue
+        tell(future, play_future(folder, plan, future, should_stop))
+
+
+def play_future(folder: Path, plan: WhatIfPlan, future: Future, should_stop: ShouldStop) -> RunStatus:
+    """Play one future, whose recipe lies in its folder; return how it ended.
+
+    A failure is that of this future: it is in its status and log, and the others go on.
+    """
+    run = future_folder(folder, future)
+    directory = RunDirectory(run)
+    status = replace(new_status(plan.end, None), step=plan.at)
+    directory.write_status(status)
+    try:
+        recipe = validate_recipe(directory.read_recipe(), str(directory.recipe_path), is_own=False).resolve()
+        length = recipe.train.steps or plan.end
+        status = replace(status, steps=length)
+        directory.write_environment(RECIPE_NAME, recipe.fingerprint())
+        copy_caches(folder / START, run)
+        checkpoint = _taught_anew(load_from(folder / START, plan.at), recipe, folder / START)
+        with with_threads(plan.num_threads) if plan.num_threads else nullcontext():
+            step = _play_seeds(run, recipe, checkpoint, plan, future, should_stop)
+        status = replace(status, state=_state_at_end(step, plan, length), step=step)
+    except PosttrainError as error:
+        status = replace(status, state="failed", message=f"{type(error).__name__}: {error}")
+        directory.log(f"failed: {status.message}")
+    directory.write_status(status)
+    return status
+
+
+def _state_at_end(step: int, plan: WhatIfPlan, length: int) -> State:
+    """Return the state of a future that ended: ``stopped`` where its recipe goes on, so that it can be resumed."""
+    if step < plan.end:
+        return "interrupted"
+    if step < length:
+        return "stopped"
+    return "finished"
+
+
+def _taught_anew(checkpoint: Checkpoint, recipe: Recipe, start: Path) -> Checkpoint:
+    """Return the checkpoint without the teacher that it names where the recipe has another one."""
+    before = RunDirectory(start).read_recipe().get("teacher")
+    name = None
+    if isinstance(before, Mapping):
+        name = before.get("name")
+    if recipe.teacher is None or recipe.teacher.name == name:
+        return checkpoint
+    return replace(checkpoint, state={**checkpoint.state, "teacher": None})
+
+
+def _play_seeds(
+    run: Path, recipe: Recipe, checkpoint: Checkpoint, plan: WhatIfPlan, future: Future, should_stop: ShouldStop
+) -> int:
+    """Play a future to its end, the first rollout batch by the seed of the run; return the last step."""
+    intervention = None
+    if future.dropped or future.reward is not None:
+        rewards = {}
+        if future.reward is not None:
+            rewards = {(future.reward[0], future.reward[1]): future.reward[2]}
+        intervention = Intervention(plan.at + 1, tuple(future.dropped), rewards)
+    if future.seed:
+        updates = 1
+        if recipe.rollout is not None:
+            updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        first = min(plan.end, plan.at + updates - plan.at % updates)
+        train = recipe.train.model_copy(update={"seed": recipe.train.seed - future.seed})
+        step = play(run, recipe.model_copy(update={"train": train}), checkpoint, first, intervention, should_stop)
+        if step < first:
+            return step
+        checkpoint = load_from(run, first)
+        step = play(run, recipe, checkpoint, plan.end, None, should_stop)
+        if step > first:
+            discard_checkpoint(run / "checkpoints", first)
+        return step
+    return play(run, recipe, checkpoint, plan.end, intervention, should_stop)
+
+
+def play(
+    run: Path,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    end: int,
+    intervention: Intervention | None = None,
+    should_stop: ShouldStop = lambda: False,
+) -> int:
+    """Go on from a checkpoint to step ``end`` in a run directory, and save a checkpoint there; return the last step.
+
+    The number of steps of the recipe decides schedules and evaluations, whatever ``end`` is.
+
+    Raises:
+        PosttrainError: as of a run.
+    """
+    directory = RunDirectory(run)
+
+    def observe(event: str, info: dict[str, Any]) -> None:
+        if event == "notice":
+            directory.log(str(info["message"]))
+
+    with open_loop(recipe, RunFiles.within(run), observe) as (loop, _):
+        loop.restore(checkpoint)
+        if loop.steps < end:
+            raise CheckpointError(f"the recipe has {loop.steps} steps, and {end} are to be played")
+        loop.parts.source.intervention = intervention
+        _go_on(loop, end, should_stop)
+        if loop.step > checkpoint.step:
+            loop.save()
+        return loop.step
+
+
+def _go_on(loop: Loop, end: int, should_stop: ShouldStop) -> None:
+    if loop.unevaluated:
+        loop.evaluate()
+    while loop.step < end and not should_stop():
+        loop.update()
+        if loop.unevaluated:
+            loop.evaluate()

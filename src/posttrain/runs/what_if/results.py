@@ -1,0 +1,347 @@
+"""The results of what-if, read from the folder of its futures: differences from the unchanged one, and its equality
+to the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from posttrain.evaluation.statistics import Summary, summarize_seeds
+from posttrain.evaluation.tables import NOTHING, TextTable, to_markdown
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.what_if.plan import (
+    UNCHANGED,
+    Future,
+    WhatIfPlan,
+    explain_change,
+    future_folder,
+    read_plan,
+)
+from posttrain.store.checkpoint_files import manifest_digests, step_folder
+from posttrain.store.durable import sayable
+from posttrain.store.metric_names import Metric, metric_of
+from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, is_evaluation
+from posttrain.untrusted import bullets, plain
+
+# What a step is judged by: the reward where a run samples, else the loss.
+TRAINING = ("reward", "loss")
+
+
+@dataclass(frozen=True)
+class FutureResult:
+    """One future that was played: its state, the metrics of its steps, and its held-out results.
+
+    ``state``: ``finished`` or ``stopped`` where it was played to the end, else ``failed`` (``message`` says why),
+    ``interrupted`` or ``running``. ``folder``: its run directory, for ``pt.load_run``.
+    """
+
+    future: Future
+    folder: Path
+    state: str
+    step: int
+    message: str | None
+    rows: list[MetricsRow]
+    evaluations: list[EvaluationPoint]
+
+    @property
+    def steps(self) -> list[MetricsRow]:
+        """The rows of its training steps."""
+        return [row for row in self.rows if not is_evaluation(row)]
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a metric over the steps that have it."""
+        values = [row.metrics[name] for row in self.steps if name in row.metrics]
+        if not values:
+            return None
+        return fmean(values)
+
+    def last(self, name: str) -> float | None:
+        """Return the last held-out result of a metric: the mean over the tasks of that step."""
+        steps = [point.step for point in self.evaluations]
+        if not steps:
+            return None
+        return metric_of(name).mean(point.results for point in self.evaluations if point.step == max(steps))
+
+
+@dataclass(frozen=True)
+class Equality:
+    """The comparison of the unchanged future with the records of the run, to the bit.
+
+    ``num_steps`` and ``num_values``: what both have. ``weights``: whether the weights and the optimizer's state after
+    the last step are equal; None where the run has no checkpoint of it. ``difference``: the first one, if any.
+    """
+
+    num_steps: int
+    num_values: int
+    weights: bool | None
+    difference: str | None
+
+    @property
+    def holds(self) -> bool:
+        """True if nothing differs."""
+        return self.difference is None and self.weights is not False
+
+    def describe(self, plan: WhatIfPlan) -> str:
+        """Return a sentence about it."""
+        run = Path(plan.run).name
+        if self.difference is not None:
+            return (
+                f"the unchanged future DIFFERS from {run}: {self.difference}. The run was made with other versions, on "
+                "another machine, or with an engine that does not repeat itself; compare the futures with one another"
+            )
+        if self.weights is False:
+            return f"the unchanged future DIFFERS from {run} in the weights after step {plan.end}"
+        parts = []
+        if self.num_steps:
+            parts.append(f"in all {self.num_values:,} numbers of {self.num_steps} steps")
+        if self.weights:
+            parts.append(f"in the weights and the optimizer's state after step {plan.end}")
+        if not parts:
+            return f"{run} has no record of these steps, so nothing could be compared"
+        return f"the unchanged future equals {run} to the bit {' and '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class WhatIfResults:
+    """All that is reported: the plan, the equality with the run, and every future that was begun.
+
+    ``primary``: the held-out metric. ``training``: the metric of the steps.
+    """
+
+    plan: WhatIfPlan
+    equality: Equality
+    futures: list[FutureResult]
+    primary: Metric
+    training: Metric
+    run_rows: list[MetricsRow]
+
+    def unchanged(self, seed: int = 0) -> FutureResult | None:
+        """Return the unchanged future of a seed, if it was played to the end."""
+        for one in self.futures:
+            if one.future.is_unchanged and one.future.seed == seed and self.is_whole(one):
+                return one
+        return None
+
+    def is_whole(self, one: FutureResult) -> bool:
+        """Return whether a future was played to the end."""
+        return one.state in ("finished", "stopped") and one.step == self.plan.end
+
+    def labels(self) -> list[str]:
+        """Return the changes, the unchanged one first."""
+        return list(dict.fromkeys(one.future.label for one in self.futures))
+
+    def of(self, label: str) -> list[FutureResult]:
+        """Return the futures of a change that were played to the end, by seed."""
+        return [one for one in self.futures if one.future.label == label and self.is_whole(one)]
+
+    def summary(self, label: str, name: str, *, held_out: bool = False) -> Summary | None:
+        """Return the mean over seeds of a metric: of the steps, or of the last evaluation."""
+        return summarize_seeds(list(self._values(label, name, held_out).values()))
+
+    def difference(self, label: str, name: str, *, held_out: bool = False) -> Summary | None:
+        """Return the mean over seeds of the difference from the unchanged future of the same seed."""
+        base = self._values(UNCHANGED, name, held_out)
+        own = self._values(label, name, held_out)
+        return summarize_seeds([own[seed] - base[seed] for seed in own if seed in base])
+
+    def _values(self, label: str, name: str, held_out: bool) -> dict[int, float]:
+        values = {}
+        for one in self.of(label):
+            value = one.last(name) if held_out else one.mean(name)
+            if value is not None and math.isfinite(value):
+                values[one.future.seed] = value
+        return values
+
+    @property
+    def has_evaluations(self) -> bool:
+        """True if a future was evaluated with the primary metric."""
+        return any(one.last(self.primary.name) is not None for one in self.futures)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Return why futures failed, by what they are called."""
+        return {explain_change(one.future): one.message or "no reason" for one in self.futures if one.state == "failed"}
+
+    def table(self) -> TextTable:
+        """Return a line for each change: means over seeds, and differences from the unchanged future."""
+        steps = f"steps {self.plan.at + 1}–{self.plan.end}"
+        header = ["future", f"{self.training.label}, {steps}", "difference"]
+        if self.has_evaluations:
+            header += [f"held-out {self.primary.label}, last", "difference"]
+        lines = [self._line(label) for label in self.labels()]
+        return TextTable(f"Futures after step {self.plan.at} of {Path(self.plan.run).name}", header, lines)
+
+    def _line(self, label: str) -> list[str]:
+        done = len(self.of(label))
+        shown = label
+        if done < self.plan.num_seeds:
+            shown = f"{label} ({self._missing(label)})"
+        line = [shown]
+        columns = [(self.training, False)]
+        if self.has_evaluations:
+            columns.append((self.primary, True))
+        for metric, held_out in columns:
+            line.append(_show(metric, self.summary(label, metric.name, held_out=held_out)))
+            difference = None
+            if label != UNCHANGED:
+                difference = self.difference(label, metric.name, held_out=held_out)
+            line.append(_show(metric, difference, is_signed=True))
+        return line
+
+    def _missing(self, label: str) -> str:
+        states = [one.state for one in self.futures if one.future.label == label and not self.is_whole(one)]
+        return ", ".join(dict.fromkeys(states))
+
+    def to_markdown(self) -> str:
+        """Return the text of ``table.md``."""
+        lines = [self.equality.describe(self.plan), *self.notes()]
+        lines += [f"{label}: {message}" for label, message in self.failures.items()]
+        table = self.table()
+        return "\n".join([f"# {plain(table.title)}\n", to_markdown(replace(table, title="")), bullets(lines)])
+
+    def notes(self) -> list[str]:
+        """Return how to read the numbers."""
+        first = self.plan.at + 1
+        lines = [f"the first step with the change is step {first}; its prompts and answers are numbered from 0"]
+        if self.plan.num_seeds > 1:
+            lines.append(
+                f"{self.plan.num_seeds} seeds: the run's, and others from the second rollout batch on; differences are "
+                "from the unchanged future of the same seed, ± the 95 % interval of their mean"
+            )
+        else:
+            lines.append("one seed: differences are exact, and say nothing of other random numbers; --seeds plays more")
+        return lines
+
+    def to_json(self) -> str:
+        """Return the text of ``results.json``: everything, unrounded."""
+        content = {
+            "run": self.plan.run,
+            "at": self.plan.at,
+            "end": self.plan.end,
+            "equality": {"holds": self.equality.holds, "says": self.equality.describe(self.plan)},
+            "training": self.training.name,
+            "primary": self.primary.name,
+            "futures": [self._entry(one) for one in self.futures],
+        }
+        return json.dumps(sayable(content), indent=1, allow_nan=False)
+
+    def _entry(self, one: FutureResult) -> dict[str, object]:
+        return {
+            "name": one.future.name,
+            "change": one.future.label,
+            "seed": one.future.seed,
+            "state": one.state,
+            "message": one.message,
+            "step": one.step,
+            self.training.name: one.mean(self.training.name),
+            "held_out": one.last(self.primary.name),
+        }
+
+
+def _show(metric: Metric, summary: Summary | None, *, is_signed: bool = False) -> str:
+    """Write a mean, with the interval of several seeds: ``0.512``, ``+0.021 ± 0.010``."""
+    if summary is None:
+        return NOTHING
+    text = metric.show(summary.mean)
+    if is_signed and summary.mean == 0:
+        text = "0"
+    elif is_signed:
+        text = f"{'+' if summary.mean > 0 else ''}{_precise(metric, summary.mean)}"
+    if summary.half_width:
+        text = f"{text} ± {_precise(metric, summary.half_width)}"
+    return text
+
+
+def _precise(metric: Metric, value: float) -> str:
+    """Write a difference, which may be much smaller than the values, with a digit that is not 0."""
+    text = metric.show(value)
+    if not any(digit in text for digit in "123456789"):
+        return f"{value:.1e}"
+    return text
+
+
+def read_results(folder: Path) -> WhatIfResults:
+    """Read what was played in a folder.
+
+    Raises:
+        UsageError: it holds no futures. DataError: a record is damaged.
+    """
+    plan = read_plan(folder)
+    futures = [_read_future(folder, future) for future in plan.futures]
+    run = Path(plan.run)
+    run_rows: list[MetricsRow] = []
+    if (run / "metrics.jsonl").is_file():
+        run_rows = MetricsLog(run / "metrics.jsonl").read()
+    names = {name for one in futures for row in one.steps for name in row.metrics}
+    training = next((name for name in TRAINING if name in names), TRAINING[0])
+    primary = _primary_of(run, futures)
+    equality = compare_with_run(plan, futures[0], run_rows)
+    return WhatIfResults(plan, equality, futures, primary, metric_of(training), run_rows)
+
+
+def _read_future(folder: Path, future: Future) -> FutureResult:
+    place = future_folder(folder, future)
+    status = RunDirectory(place).read_status()
+    rows = MetricsLog(place / "metrics.jsonl").read()
+    points = evaluation_points(rows)
+    if status is None:
+        return FutureResult(future, place, "interrupted", 0, None, rows, points)
+    return FutureResult(future, place, status.state, status.step, status.message, rows, points)
+
+
+def _primary_of(run: Path, futures: Sequence[FutureResult]) -> Metric:
+    """Return the primary metric of the run where it is still there, else accuracy."""
+    directory = RunDirectory(run)
+    if directory.status_path.is_file():
+        return directory.primary_metric()
+    return metric_of("accuracy")
+
+
+def compare_with_run(plan: WhatIfPlan, unchanged: FutureResult, run_rows: Sequence[MetricsRow]) -> Equality:
+    """Compare the unchanged future of the run's seed with what the run recorded of the same steps."""
+    ours = _by_place(plan, unchanged.rows)
+    theirs = _by_place(plan, run_rows)
+    shared = [place for place in ours if place in theirs]
+    num_values = 0
+    difference = None
+    for place in shared:
+        num_values += len(theirs[place])
+        if difference is None:
+            difference = _first_difference(place[0], ours[place], theirs[place])
+    steps = {step for step, _ in shared}
+    weights = _same_weights(plan, unchanged)
+    return Equality(len(steps), num_values, weights, difference)
+
+
+def _by_place(plan: WhatIfPlan, rows: Sequence[MetricsRow]) -> dict[tuple[int, bool], dict[str, float]]:
+    """Return the metrics of the steps that are played, by step and by whether they are held out."""
+    found: dict[tuple[int, bool], dict[str, float]] = {}
+    for row in rows:
+        if plan.at < row.step <= plan.end:
+            found.setdefault((row.step, is_evaluation(row)), {}).update(row.metrics)
+    return found
+
+
+def _first_difference(step: int, ours: Mapping[str, float], theirs: Mapping[str, float]) -> str | None:
+    for name in {**theirs, **ours}:
+        if name not in ours or name not in theirs:
+            return f"{name} of step {step} is in one of them only"
+        one = ours[name]
+        other = theirs[name]
+        if one.hex() != other.hex():  # of NaN the same, and of -0.0 not that of 0.0
+            return f"{name} of step {step} is {one!r}, and was {other!r}"
+    return None
+
+
+def _same_weights(plan: WhatIfPlan, unchanged: FutureResult) -> bool | None:
+    """Compare the files of weights and optimizer after the last step; None where the run has none."""
+    ours = manifest_digests(step_folder(unchanged.folder / "checkpoints", plan.end))
+    theirs = manifest_digests(step_folder(Path(plan.run) / "checkpoints", plan.end))
+    names = [name for name in theirs if name.endswith(".safetensors")]
+    if not names or not ours:
+        return None
+    return all(ours.get(name) == theirs[name] for name in names)

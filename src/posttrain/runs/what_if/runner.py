@@ -1,0 +1,214 @@
+"""Making the futures of a plan: in this process, or in several that take them in turn."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from posttrain.activity import phase
+from posttrain.errors import DataError, RunConflict, UsageError
+from posttrain.graders.sandbox.workers import count_cpus
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import SESSION
+from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
+from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, new_status
+from posttrain.runs.what_if.plan import START, Future, Planned, WhatIfPlan, explain_change, future_folder, write_plan
+from posttrain.store.durable import remove_tree, storage_errors
+from posttrain.untrusted import allow_code_options
+
+PLAY = "__futures"  # the command of a process that plays futures
+POLL_SECONDS = 0.2
+STOPPING = "stopping after this step; the futures that ended are kept"
+Say = Callable[[str, bool], object]  # a line about the progress, and whether it tells of a failure
+
+
+def new_folder(root: Path, run: str, at: int, name: str | None) -> Path:
+    """Make the folder of the results; without a name ``what-if-RUN-at-STEP`` with a counter.
+
+    Raises:
+        RunConflict: the name is taken.
+    """
+    with storage_errors("the results", root):
+        root.mkdir(parents=True, exist_ok=True)
+        if name is not None:
+            folder = root / name
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                raise RunConflict(f"{folder}: something is there already. Give another name with --run NAME") from None
+            return folder
+        base = f"what-if-{Path(run).name[:150]}-at-{at}"
+        for count in itertools.count(1):
+            folder = root / base
+            if count > 1:
+                folder = root / f"{base}-{count}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    raise AssertionError
+
+
+def choose_jobs(planned: Planned, jobs: int | None) -> int:
+    """Return the number of processes: one for each core that a future leaves free, one on a GPU.
+
+    Raises:
+        UsageError: several are asked for, and a function of this session is in none of them.
+    """
+    recipe = planned.recipe
+    own = sorted(set(re.findall(rf"{SESSION}:\w+", recipe.to_yaml())))
+    if own and jobs is not None and jobs > 1:
+        raise UsageError(
+            f"jobs: {', '.join(own)} is a function of this session, which no other process has. Give jobs=1"
+        )
+    if own:
+        return 1
+    if jobs is None:
+        jobs = 1
+        if _is_on_cpu(recipe):
+            threads = planned.plan.num_threads or threads_per_child(1)
+            jobs = max(1, count_cpus() // threads)
+    return min(jobs, len(planned.plan.futures))
+
+
+def _is_on_cpu(recipe: Recipe) -> bool:
+    if recipe.model.device != "auto":
+        return recipe.model.device == "cpu"
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def run_futures(folder: Path, planned: Planned, jobs: int, say: Say) -> bool:
+    """Play every future of a plan, ``jobs`` at a time; return whether all were begun before a signal came.
+
+    Raises:
+        PosttrainError: the state that they begin with cannot be made.
+    """
+    from posttrain.runs.what_if.play import make_start, play_all
+
+    plan = planned.plan
+    with lock_run(folder):
+        for future in plan.futures:
+            run = future_folder(folder, future)
+            with storage_errors("the futures", run):
+                run.mkdir(parents=True)
+            RunDirectory(run).write_recipe(planned.recipes[future.name])
+        write_plan(folder, plan)
+        say(_beginning(plan, jobs), False)
+        try:
+            with phase(f"replaying steps {plan.checkpoint + 1} to {plan.at}"):
+                make_start(folder, plan, planned.recipe)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # nothing was played, so there are no results
+            raise
+        try:
+            with stop_on_signals(STOPPING) as should_stop:
+                if jobs == 1:
+                    play_all(folder, should_stop, lambda future, status: say(*_end_line(plan, future, status)))
+                else:
+                    _Players(folder, plan, say).run(jobs, should_stop)
+                return not should_stop()
+        finally:
+            remove_tree(folder / START)
+
+
+def _beginning(plan: WhatIfPlan, jobs: int) -> str:
+    replay = f"from its checkpoint of step {plan.checkpoint}"
+    if plan.checkpoint < plan.at:
+        replay = f"{replay}, replayed to step {plan.at}"
+    together = ""
+    if jobs > 1:
+        together = f", {jobs} at a time"
+    threads = plan.num_threads or "as many as here"
+    return (
+        f"{len(plan.futures)} futures of {plan.steps} steps after step {plan.at} of {Path(plan.run).name}, "
+        f"{replay}{together}; threads of each: {threads}"
+    )
+
+
+def _end_line(plan: WhatIfPlan, future: Future, status: RunStatus) -> tuple[str, bool]:
+    label = explain_change(future)
+    if status.state == "failed":
+        return f"{label}: {status.message}", True
+    return f"{label}: played to step {status.step} of {plan.end}", False
+
+
+class _Players:
+    """The processes that play the futures of a folder, which this one watches."""
+
+    def __init__(self, folder: Path, plan: WhatIfPlan, say: Say) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.say = say
+        self.told: set[str] = set()
+
+    def run(self, jobs: int, should_stop: Callable[[], bool]) -> None:
+        """Start them, tell of each future that ends, and wait for them."""
+        children: list[Child] = []
+        ends: list[str] = []
+        try:
+            for number in range(jobs):
+                children.append(self._start(number))
+            working = list(children)
+            with phase(f"playing {len(self.plan.futures)} futures"):
+                while working:
+                    if should_stop():
+                        for child in working:
+                            child.interrupt()
+                        self._wait(working)
+                    time.sleep(POLL_SECONDS)
+                    self._tell()
+                    for child in list(working):
+                        code = child.poll()
+                        if code is None:
+                            continue
+                        working.remove(child)
+                        if code:
+                            ends.append(child.describe_end(code))
+        finally:
+            end_children(children, 0.0)
+        self._close(ends, is_interrupted=should_stop())
+        self._tell()
+
+    def _start(self, number: int) -> Child:
+        threads = self.plan.num_threads or threads_per_child(1)
+        settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-m", "posttrain", PLAY, str(self.folder), *allow_code_options()]
+        return start_child(command, self.folder / f"log-{number}.txt", f"player {number}", threads, settings)
+
+    def _wait(self, working: Sequence[Child]) -> None:
+        """Wait for processes that were asked to end: each ends its step first."""
+        for child in working:
+            child.process.wait()
+
+    def _tell(self) -> None:
+        for future in self.plan.futures:
+            if future.name in self.told:
+                continue
+            with suppress(DataError):
+                status = RunDirectory(future_folder(self.folder, future)).read_status()
+                if status is not None and status.state != "running":
+                    self.told.add(future.name)
+                    self.say(*_end_line(self.plan, future, status))
+
+    def _close(self, ends: Sequence[str], *, is_interrupted: bool) -> None:
+        """Give a state to the futures of processes that ended on the way."""
+        for future in self.plan.futures:
+            directory = RunDirectory(future_folder(self.folder, future))
+            status = directory.read_status()
+            if status is not None and status.state != "running":
+                continue
+            if status is None:
+                status = replace(new_status(self.plan.end, None), step=self.plan.at)
+            if is_interrupted:
+                directory.write_status(replace(status, state="interrupted"))
+            else:
+                reason = "; ".join(ends) or "no process played it"
+                directory.write_status(replace(status, state="failed", message=reason))
