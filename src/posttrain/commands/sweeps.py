@@ -113,7 +113,9 @@ def _check_rows(plan: SweepPlan) -> None:
 
 
 def describe_plan(plan: SweepPlan) -> list[str]:
-    """Describe the trials and what each needs, and how rows differ from their base, a line each."""
+    """Describe the trials and what each needs, how rows differ from their base, and options that do nothing."""
+    from posttrain.api.training import inert_lines
+
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
         after = ""
@@ -124,6 +126,8 @@ def describe_plan(plan: SweepPlan) -> list[str]:
         for row in plan.rows:
             changes = ", ".join(sorted(row.differs)) or "nothing but the method"
             lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
+    for row in plan.rows:
+        lines += [f"{row.name}: {line}" for line in inert_lines(row.recipe)]
     return lines
 
 
