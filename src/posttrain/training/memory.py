@@ -111,7 +111,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightLayout:
     """The place of the weights: ``num_parts`` of each tensor, one in a process, and whether it has a whole copy too."""
 
     num_parts: int = 1
@@ -258,7 +258,7 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     if has_reference and adapter is None:  # under an adapter it is the base
         apart = layout
         if layout.keeps_whole:
-            apart = Layout()  # that copy is not sharded
+            apart = WeightLayout()  # that copy is not sharded
         reference = apart.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
     return Memory(
         weights=base + layout.held(4 * sum(w.numel for w in low_rank), low_rank),
@@ -274,12 +274,12 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     )
 
 
-def layout_of(recipe: Recipe, components: Components) -> Layout:
+def layout_of(recipe: Recipe, components: Components) -> WeightLayout:
     """Return where the weights of a recipe's run are."""
     scale = recipe.scale
     if scale.sharding == "none" or scale.processes == 1:
-        return Layout()
-    return Layout(scale.processes, components.samples())
+        return WeightLayout()
+    return WeightLayout(scale.processes, components.samples())
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:
@@ -381,7 +381,7 @@ def _gathered_bytes(weights: list[Weight], size: int, trained: list[Weight], num
     return size * (sum(w.numel for w in outside) + 2 * sum(w.numel // w.times for w in in_layers)) + gradients
 
 
-def _optimizer_bytes(trained: list[Weight], name: str, layout: Layout) -> int:
+def _optimizer_bytes(trained: list[Weight], name: str, layout: WeightLayout) -> int:
     """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Lion and for Muon's matrices."""
     total = 0
     for weight in trained:
@@ -398,7 +398,7 @@ def _optimizer_bytes(trained: list[Weight], name: str, layout: Layout) -> int:
     return total
 
 
-def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight], layout: Layout) -> int:
+def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight], layout: WeightLayout) -> int:
     """Return bytes of the weight, gradient and AdamW state of a head, and of a separate critic."""
     if components.objective.traits.get("head") is None:
         return 0
