@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from closeness import approx
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.metric_names import ACCURACY, metric_of
@@ -43,7 +44,7 @@ def test_fall_is_that_of_the_mean_over_seeds() -> None:
     together = row_of("a", [0.1, 0.9, 0.9], [0.1, 0.9, 0.6])
     peak = together.fall(ACCURACY)
     assert peak is not None
-    assert (peak.step, peak.value, peak.end) == pytest.approx((10, 0.9, 0.75))
+    assert (peak.step, peak.value, peak.end) == approx((10, 0.9, 0.75))
 
 
 def test_fall_of_a_number_needs_seeds() -> None:
