@@ -34,6 +34,10 @@ APART = [
     ("--objective ppo --advantage centered", "objective 'ppo' learns returns, and 'centered' gives none"),
     ("--objective dpo --advantage centered", "advantage: objective 'dpo' reads no advantages; leave"),
     ("--advantage leave_one_out --rollout.group_size 1", "rollout.group_size=1: advantage 'leave_one_out'"),
+    (
+        "--advantage batch_normalized --advantage.center group --rollout.group_size 1",
+        "rollout.group_size=1: advantage 'batch_normalized'",
+    ),
     ("--aggregate unit_mean", "'unit_mean' weighs units, but objective 'grpo' gives one value per token"),
     ("--objective dpo --aggregate token_mean", "'token_mean' weighs tokens, but objective 'dpo' gives one value"),
     ("--rollout.select right_and_wrong", "gives pairs, but objective 'grpo' wants single answers"),

@@ -116,7 +116,7 @@ def mean_scaled(rewards: Rewards) -> Rewards:
     )
 
 
-@register("advantage", min_group=1, scale_free=True)
+@register("advantage", min_group=1, min_group_if={"center": {"group": 2}}, scale_free=True)
 def batch_normalized(
     rewards: Rewards,
     *,

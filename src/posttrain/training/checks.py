@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from posttrain import registry
 from posttrain.data.base import Task, eval_components
 from posttrain.errors import RecipeError
+from posttrain.other_names import answer_value
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, RolloutSection
@@ -350,6 +351,9 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
     kl = w.recipe.kl_in_reward
     objective = f"objective {w.recipe.objective.name!r}"
     smallest = traits.get("min_group", 1)
+    assert w.recipe.advantage is not None
+    for option, sizes in traits.get("min_group_if", {}).items():
+        smallest = max(smallest, sizes.get(w.recipe.advantage.options[option], 1))
     few = f"={rollout.group_size}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
     yield rollout.group_size < smallest, "rollout.group_size", few
     values = (
@@ -389,6 +393,7 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
         name = w.recipe.rollout.uniform_by
     near = registry.suggest(str(name), known)
     unknown = f": there is no reward part {name!r}.{near} Known: {', '.join(known)}"
+    unknown += answer_value("rollout.uniform_by", name)
     yield name not in known, "rollout.uniform_by", unknown
 
 
