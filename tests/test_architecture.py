@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src" / "posttrain"
 # The packages from the ground up (modules or folders): a package imports only from those above it in this table.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "ground": (
+        "acting",
         "__init__",
         "types",
         "errors",

@@ -200,10 +200,11 @@ def test_the_reference_has_the_recipes_of_a_published_model(tmp_path: Path, monk
     base = share | {"accuracy": 0.0, "accuracy_low": 0.0, "accuracy_high": 0.013}
     wins = {"win_rate": 0.6, "win_rate_low": 0.5, "win_rate_high": 0.7, "n": 100.0}
     pairs = {"pair_accuracy": 0.57, "pair_accuracy_low": 0.53, "pair_accuracy_high": 0.61, "n": 600.0}
+    curves = {name: [[0, 0.0], [24, value]] for name, value in pairs.items()}
     for name, content in {
         "grpo-sums": {"base": base, "seeds": [spent | trained]},
         "rm": {"seeds": [spent | {"trained": pairs}]},
-        "dpo": {"seeds": [spent | {"against_base": wins}]},
+        "dpo": {"judge": spent | pairs, "seeds": [spent | {"against_base": wins, "curves": curves}]},
         "sft": {"seeds": [spent | {"curves": {"loss": [[0, 1.25], [16, 1.05]]}}]},
     }.items():
         (tmp_path / f"smollm2-{name}.json").write_text(json.dumps(about | content))
@@ -212,6 +213,8 @@ def test_the_reference_has_the_recipes_of_a_published_model(tmp_path: Path, monk
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
         "| `smollm2/grpo-sums` | 0 | 0.0 [0.0, 1.3] % | 50.0 [44.4, 55.6] % | 140 / 2 | 300 | 10.0 | 3.0 |",
         "| `smollm2/rm` | 0 | agrees with held-out pairs | 57.0 [53.0, 61.0] % | 600 | 10.0 |",
+        "| `smollm2/rm` on the pairs below | 0 | agrees with held-out pairs | 57.0 [53.0, 61.0] % | 600 | 10.0 |",
+        "| `smollm2/dpo` | 0 | held-out pair accuracy | 57.0 [53.0, 61.0] % | 600 | 10.0 |",
         "| `smollm2/dpo` | 0 | wins against the base | 60.0 [50.0, 70.0] % | 100 | 10.0 |",
         "| `smollm2/sft` | held-out loss | 1.250 → 1.050 after 16 steps | 10.0 |",
     ]

@@ -47,7 +47,7 @@ def test_recorded_run_is_of_the_recipe_as_it_is_and_its_metric_leaves_the_trivia
     (variant,) = (variant for variant in variants([name]) if variant.key == key)
     assert run["recipe"] == variant.fingerprint()
     assert run["command"] == variant.command
-    assert [point["step"] for point in run["curve"]][0] == 0
+    assert run["curve"][0]["step"] == 0
     assert run["curve"][-1]["step"] == load_recipe(name).train.steps
     for metric in watched_metrics(load_recipe(name).description):
         values = [value for _, value in run["metrics"][metric]]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
-from names_and_values import BASES, OTHER_VALUES, VALUES
+from names_and_values import BASES, GIVEN_ELSEWHERE, OTHER_VALUES, VALUES
 from names_of_configurations import CONFIGURATIONS
 from posttrain import registry
 from posttrain.api.inputs import overrides_of
 from posttrain.cli import main
-from posttrain.errors import RecipeError, UnknownComponent
-from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
+from posttrain.errors import PosttrainError, RecipeError, UnknownComponent
+from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling, answer_value
 from posttrain.other_names.absent import METHODS, OPTIONS
-from posttrain.other_names.answers import NOT_NEEDED, SAID
+from posttrain.other_names.answers import SAID
 from posttrain.other_names.command_names import COMPONENTS
 from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
+from posttrain.other_names.not_needed import NOT_NEEDED
 from posttrain.other_names.terms import TERMS
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.registry import suggest_key
@@ -299,7 +302,7 @@ def accepts(base: str, key: str, value: str) -> str:
     recipe, before = BASES[base]
     try:
         load_recipe(recipe, [*before.items(), (key, value)]).resolve()
-    except RecipeError as error:
+    except PosttrainError as error:
         return str(error)
     return ""
 
@@ -310,6 +313,55 @@ def test_every_key_of_the_table_takes_the_value_that_is_given_elsewhere() -> Non
     tried = {*((key, value) for key, (_, value) in VALUES.items()), *named}
     assert {(key, value): said for key, value in tried if (said := accepts(VALUES[key][0], key, value))} == {}
     assert "constant_with_warmup" in accepts("rollout", "train.schedule", "constant_with_warmup")
+
+
+@cache
+def given_elsewhere(key: str, value: str) -> str:
+    """Return nothing if a recipe takes the value or says what to give in its place, else what it says."""
+    said = accepts(VALUES.get(key, ("rollout", ""))[0], key, value)
+    (parsed,) = yaml.safe_load(f"[{value}]")
+    answered = answer_value(key, parsed)
+    is_answered = re.search(r"This is called|Here it is|not offered|Did you mean|give 'steps' or", said) is not None
+    if not said or is_answered or (answered and answered in said):
+        return ""
+    return said
+
+
+@pytest.mark.parametrize("library", CONFIGURATIONS)
+def test_key_of_a_name_elsewhere_takes_what_is_given_there_or_says_what_to_give(library: str) -> None:
+    found = {}
+    for name in CONFIGURATIONS[library].split():
+        leads = re.fullmatch(r" This is called (\S+) here\.", answer_other_name(name) or answer_spelling(name))
+        if leads is not None:
+            found[name] = leads[1]
+    assert len(found) > 4
+    assert {name: key for name, key in found.items() if key not in GIVEN_ELSEWHERE} == {}
+    refused = {}
+    for name, key in found.items():
+        for value in GIVEN_ELSEWHERE[key].split(" | "):
+            refused[name, key, value] = given_elsewhere(key, value)
+    assert {one: said for one, said in refused.items() if said} == {}
+
+
+# Names that are spelled as one of ours and mean something else, with a word of the answer.
+OTHER_MEANING = """
+qat.group_size not offered | quantization.group_size not offered | profiler.warmup_steps not offered
+num_rollout train.steps | alpha of LoRA | adapter_name one adapter | n_shot not offered
+prompt_format task.prompt_format
+reward_model.sandbox_fusion.max_concurrent code_tests | reward.reward_model.model_path reward_model
+distillation.teacher_model.model_path teacher.name | distillation.teacher_models teacher.name
+env.timeout tool_seconds
+weight_broadcast.timeout rollout.engine.timeout_seconds | reward_model.n_gpus_per_node none is needed
+distillation.n_gpus_per_node not offered | actor_rollout_ref.rollout.n_gpus_per_node rollout.engine.gpus
+actor_rollout_ref.model.lora.dtype none is needed | vllm.dtype rollout.engine.dtype | client.base_url one address
+inference.model.dtype rollout.engine.dtype | trl.skip_zero_advantage_batches train.skip_zero_rows
+test_datasets name: jsonl | eval.env name: jsonl | data.val_files name: jsonl | dataset_mixer_list_splits task: mixture
+"""
+
+
+def test_name_that_means_something_else_is_answered_by_its_section() -> None:
+    wanted = answers(OTHER_MEANING)
+    assert {name: answer_other_name(name) for name, word in wanted.items() if word not in answer_other_name(name)} == {}
 
 
 # A key with its value in a sentence: ``model.load_bits: 4``, ``track: {name: wandb, project: NAME}``.

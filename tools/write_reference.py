@@ -237,7 +237,17 @@ def _preference_rows(found: Mapping[str, Any]) -> str:
         rows.append(
             ["`smollm2/rm`", str(seed["seed"]), "agrees with held-out pairs", agreement, seed["trained"]["n"], seed]
         )
+    judge = found.get("dpo", {}).get("judge")
+    if judge is not None:
+        agreement = with_interval(judge, "pair_accuracy")
+        rows.append(
+            ["`smollm2/rm` on the pairs below", "0", "agrees with held-out pairs", agreement, judge["n"], judge]
+        )
     for seed in found.get("dpo", {"seeds": []})["seeds"]:
+        last = {name: points[-1][1] for name, points in seed.get("curves", {}).items()}
+        if last:
+            accuracy = with_interval(last, "pair_accuracy")
+            rows.append(["`smollm2/dpo`", str(seed["seed"]), "held-out pair accuracy", accuracy, last["n"], seed])
         wins = with_interval(seed["against_base"], "win_rate")
         rows.append(
             ["`smollm2/dpo`", str(seed["seed"]), "wins against the base", wins, seed["against_base"]["n"], seed]

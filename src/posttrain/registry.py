@@ -31,7 +31,7 @@ from posttrain.errors import (
     UsageError,
     nearest,
 )
-from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling
+from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling, answer_value
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
 # pydantic is imported where options of a recipe are read: a function of a component works without it.
@@ -498,7 +498,7 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
     if item["type"] == "missing":
         return f"{label} needs this key"
     if item["type"] != "extra_forbidden":
-        return f"{explain_type(item['msg'], item['input'])}{hint}"
+        return f"{explain_type(item['msg'], item['input'])}{hint or answer_value(key, item['input'])}"
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
     last = str(item["loc"][-1])

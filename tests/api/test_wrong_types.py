@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import posttrain as pt
+from posttrain.conformance.run import check_module
 from posttrain.errors import PosttrainError, RunFailure, UsageError
 
 SHORT: dict[str, Any] = {"steps": 1, "eval__every": 0, "num_prompts": 1, "group_size": 2, "rollout__max_tokens": 4}
@@ -147,6 +148,8 @@ PARTS: dict[str, Callable[[Any], object]] = {
     "losses mask": lambda x: pt.losses.grpo(
         torch.zeros(1, 2), old_logprobs=torch.zeros(1, 2), advantages=torch.zeros(1), mask=x
     ),
+    "losses regularize": lambda x: pt.losses.regularize(x, mask=torch.ones(1, 2)),
+    "conformance": check_module,
     "advantages": lambda x: pt.advantages.normalized(x),
     "aggregations": lambda x: pt.aggregations.constant(torch.ones(1, 2), length=x),
 }

@@ -11,11 +11,11 @@ from planted import plant, plant_change
 from torch import Tensor
 
 from closeness import allclose, approx
+from posttrain.evaluation.comparisons import holm
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.differences.changes import (
     Changes,
     Seen,
-    holm,
     match_rates,
     paired_changes,
     random_features,

@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from posttrain.acting.methods import IF_SEVERAL_PROMPTS, IF_SEVERAL_TURNS
 from posttrain.registry import register
 from posttrain.signatures import Bool, Float64, Range
 
@@ -91,7 +92,7 @@ def normalized(rewards: Rewards, *, epsilon: Annotated[float, Range(ge=0)] = 1e-
     return torch.where(varies, centred / (std + epsilon), torch.zeros_like(centred))
 
 
-@register("advantage", min_group=2, wants_positive=True)
+@register("advantage", min_group=2, wants_positive=True, scale_free=True)
 def mean_scaled(rewards: Rewards) -> Rewards:
     """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
 
@@ -115,9 +116,12 @@ def mean_scaled(rewards: Rewards) -> Rewards:
     )
 
 
-@register("advantage", min_group=1)
+@register("advantage", min_group=1, scale_free=True)
 def batch_normalized(
-    rewards: Rewards, *, center: Literal["batch", "group"] = "batch", epsilon: float = 1e-8
+    rewards: Rewards,
+    *,
+    center: Annotated[Literal["batch", "group"], IF_SEVERAL_PROMPTS] = "batch",
+    epsilon: float = 1e-8,
 ) -> Rewards:
     """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
 
@@ -138,7 +142,11 @@ def batch_normalized(
 
 @register("advantage", level="turn", min_group=2)
 def turn_normalized(
-    rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Range(ge=0)] = 1e-4
+    rewards: Turns,
+    taken: TurnMask,
+    *,
+    gamma: Annotated[Share, IF_SEVERAL_TURNS] = 1.0,
+    epsilon: Annotated[float, Range(ge=0)] = 1e-4,
 ) -> Turns:
     """Return from a turn on, normalized over the completions of the group that have this turn.
 

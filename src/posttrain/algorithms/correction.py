@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from posttrain.acting.methods import IF_SAMPLER_DIFFERS, IF_SAMPLER_IS_WEIGHED, IF_SAMPLER_REACHES_CAP
 from posttrain.algorithms.objectives import primitives
 from posttrain.algorithms.objectives.surrogate import Positive
 from posttrain.registry import register
@@ -28,7 +29,7 @@ Mask = Bool[Tensor, "B T"]
 
 
 @register("correction")
-def token_tis(log_ratio: Tokens, mask: Mask, *, cap: Positive = 2.0) -> Tokens:
+def token_tis(log_ratio: Tokens, mask: Mask, *, cap: Annotated[Positive, IF_SAMPLER_REACHES_CAP] = 2.0) -> Tokens:
     """Truncated importance sampling per token: ``w_t = min(π_old(a_t) / μ(a_t), C)``.
 
     Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training". The
@@ -42,7 +43,7 @@ def token_tis(log_ratio: Tokens, mask: Mask, *, cap: Positive = 2.0) -> Tokens:
 
 
 @register("correction")
-def sequence_tis(log_ratio: Tokens, mask: Mask, *, cap: Positive = 2.0) -> Tokens:
+def sequence_tis(log_ratio: Tokens, mask: Mask, *, cap: Annotated[Positive, IF_SAMPLER_REACHES_CAP] = 2.0) -> Tokens:
     """Truncated importance sampling per sequence: ``w = min(Π_t π_old(a_t) / μ(a_t), C)`` at every token.
 
     Liu et al. (2025), "When speed kills stability"; verl's "Seq-TIS", whose default C is 2. Unbiased
@@ -55,7 +56,13 @@ def sequence_tis(log_ratio: Tokens, mask: Mask, *, cap: Positive = 2.0) -> Token
 
 
 @register("correction")
-def icepop(log_ratio: Tokens, mask: Mask, *, low: Annotated[float, Range(ge=0)] = 0.5, high: Positive = 5.0) -> Tokens:
+def icepop(
+    log_ratio: Tokens,
+    mask: Mask,
+    *,
+    low: Annotated[float, Range(ge=0), IF_SAMPLER_DIFFERS] = 0.5,
+    high: Annotated[Positive, IF_SAMPLER_DIFFERS] = 5.0,
+) -> Tokens:
     """The token's ratio where it lies in [α, β], else 0: ``w_t = k · 1[α ≤ k ≤ β]``, k = π_old / μ.
 
     IcePop (Ling Team 2025, "Every step evolves"; the Ring-1T report). The range is the one in use in
@@ -74,10 +81,10 @@ def geometric_mask(
     log_ratio: Tokens,
     mask: Mask,
     *,
-    low: Annotated[float, Range(ge=0)] = 0.99,
-    high: Positive = 1.001,
-    weigh: Literal["none", "token", "sequence"] = "none",
-    cap: Positive = 2.0,
+    low: Annotated[float, Range(ge=0), IF_SAMPLER_DIFFERS] = 0.99,
+    high: Annotated[Positive, IF_SAMPLER_DIFFERS] = 1.001,
+    weigh: Annotated[Literal["none", "token", "sequence"], IF_SAMPLER_IS_WEIGHED] = "none",
+    cap: Annotated[Positive, IF_SAMPLER_REACHES_CAP] = 2.0,
 ) -> Tokens:
     """Drops rows that are unlikely under the trainer: 1 where ``low ≤ exp(mean_t log ratio) ≤ high``, else 0.
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from posttrain import registry
+from posttrain.acting.methods import if_below_share_of_group
 from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.signatures import Float64, Range
@@ -54,7 +55,9 @@ def every(rewards: Rewards) -> Units:
 
 
 @register("selection", level="row")
-def best_of(rewards: Rewards, *, keep: Annotated[int, Range(ge=1)] = 1, above: float | None = None) -> Units:
+def best_of(
+    rewards: Rewards, *, keep: Annotated[int, Range(ge=1), if_below_share_of_group(1)] = 1, above: float | None = None
+) -> Units:
     """The ``keep`` completions of highest reward of each prompt; of equal ones those sampled first.
 
     Best-of-n, rejection sampling (Touvron et al. 2023, "Llama 2", section 3.2.3).
@@ -87,7 +90,9 @@ def above(rewards: Rewards, *, threshold: float) -> Units:
 
 
 @register("selection", level="row", labels_by="threshold")
-def balanced(rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Range(ge=1)] = 1) -> Units:
+def balanced(
+    rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Range(ge=1), if_below_share_of_group(2)] = 1
+) -> Units:
     """As many completions with a reward above ``threshold`` as without, at most ``keep`` of each a prompt.
 
     The rows of ``right_and_wrong``, unpaired: for objectives that read labels, such as ``kto``.
@@ -114,7 +119,9 @@ def best_and_worst(rewards: Rewards) -> Units:
 
 
 @register("selection", level="pair")
-def right_and_wrong(rewards: Rewards, *, threshold: float = 0.5, num_pairs: Annotated[int, Range(ge=1)] = 1) -> Units:
+def right_and_wrong(
+    rewards: Rewards, *, threshold: float = 0.5, num_pairs: Annotated[int, Range(ge=1), if_below_share_of_group(2)] = 1
+) -> Units:
     """Pairs of a completion with a reward above ``threshold`` and one without, at most ``num_pairs`` a prompt.
 
     Each completion is in at most one pair; the i-th right one meets the i-th wrong one, in the order

@@ -27,9 +27,13 @@ from posttrain.option_types import shorten
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.sweeps import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
+from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design, load_comparison, names_comparison
+from posttrain.sweeps.comparison.report import collect_comparison
+from posttrain.sweeps.comparison.runner import load_records, make_comparison
+from posttrain.sweeps.file import Overrides
 from posttrain.sweeps.plan import SweepPlan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
-from posttrain.sweeps.runner import SweepOutcome, run_trials
+from posttrain.sweeps.runner import run_trials
 from posttrain.terminal.console import open_console, say
 
 KEYS = ("recipe", "over", "rows", "seeds")
@@ -39,8 +43,9 @@ KEYS = ("recipe", "over", "rows", "seeds")
 class Sweep:
     """A sweep that ended.
 
-    ``results``: tables and findings (None: nothing finished); ``report``: its page. ``failures``: the reason of each
-    failed trial by its name. ``is_interrupted``: it was stopped, and the same call goes on.
+    ``results``: tables and findings (None: nothing finished); ``report``: its page. ``runs``: the finished ones; a
+    comparison has records of its runs in their place. ``failures``: the reason of each failed trial by its name.
+    ``is_interrupted``: it was stopped, and the same call goes on.
     """
 
     folder: Path
@@ -107,10 +112,25 @@ def sweep(
         if row_key is not None:
             given_keys.append((row_key[0], ""))
         refuse_repeats(given_keys)
-        plan = load_sweep(content["recipe"], overrides, folder=folder, rows=only, num_seeds=repeats, over=row_key)
+        plan = load_plan(content["recipe"], overrides, folder=folder, rows=only, num_seeds=repeats, over=row_key)
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
     return make_sweep(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
+
+
+def load_plan(
+    name_or_path: str,
+    overrides: Overrides,
+    *,
+    folder: Path,
+    rows: Sequence[str] | None,
+    num_seeds: int | None,
+    over: tuple[str, Sequence[str]] | None,
+) -> SweepPlan | ComparisonPlan:
+    """Read and check a sweep or, where its file says so, a comparison; arguments as of ``load_sweep``."""
+    if names_comparison(name_or_path, overrides, over):
+        return load_comparison(name_or_path, overrides, folder=folder, rows=rows, num_seeds=num_seeds)
+    return load_sweep(name_or_path, overrides, folder=folder, rows=rows, num_seeds=num_seeds, over=over)
 
 
 def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) -> dict[str, Any]:
@@ -165,7 +185,7 @@ def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -
     return Path(runs_dir) / name
 
 
-def make_sweep(plan: SweepPlan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
+def make_sweep(plan: SweepPlan | ComparisonPlan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
     """Make the trials that are not finished, and write results, tables, picture and page; ``quiet``: print failures."""
     console = open_console()
 
@@ -175,17 +195,27 @@ def make_sweep(plan: SweepPlan, command: str, jobs: int | None, *, quiet: bool) 
         elif not quiet:
             say(console, line, "dim")
 
-    with heartbeat("sweep", console.file, is_on=not quiet and not console.is_terminal):
-        outcome: SweepOutcome = run_trials(plan, jobs=jobs, say=tell)
+    runs: list[Run] = []
     results = None
     page = None
+    if isinstance(plan, ComparisonPlan):
+        for line in describe_design(plan, load_records(plan)):
+            tell(line, False)
+    with heartbeat("sweep", console.file, is_on=not quiet and not console.is_terminal):
+        if isinstance(plan, ComparisonPlan):
+            outcome = make_comparison(plan, jobs=jobs, say=tell)
+        else:
+            outcome = run_trials(plan, jobs=jobs, say=tell)
     try:
-        results = collect_sweep(plan, outcome, command)
+        if isinstance(plan, ComparisonPlan):
+            results = collect_comparison(plan, load_records(plan), outcome, command)
+        else:
+            results = collect_sweep(plan, outcome, command)
+            runs = [Run(trial.folder) for trial in plan.trainings if trial.state == "finished"]
     except RunFailure as failure:
         tell(str(failure), True)
     else:
         page = write_sweep(results, plan.folder)
     if outcome.interrupted:
         tell("stopped; everything so far is saved. The same command goes on from here", True)
-    runs = [Run(trial.folder) for trial in plan.trainings if trial.state == "finished"]
     return Sweep(plan.folder, results, page, runs, outcome.failures, outcome.interrupted)

@@ -28,6 +28,7 @@ from posttrain.api.inputs import (
 from posttrain.api.run import Run
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
@@ -233,6 +234,12 @@ def read_recipe(
     refuse_tasks(recipe)
     resolve_components(recipe)
     return recipe, lost_options(name, overrides)
+
+
+def inert_lines(recipe: Recipe) -> list[str]:
+    """Return a line for each reason why options of a resolved recipe do nothing in its run, or act on rounding."""
+    inert = find_inert_options(recipe, resolve_components(recipe).needs)
+    return [*describe_inert_options(inert), *expected_narrow_bounds(recipe)]
 
 
 def refuse_tasks(recipe: Recipe) -> None:

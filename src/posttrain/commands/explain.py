@@ -23,6 +23,7 @@ from posttrain.errors import GONE, UnknownComponent, nearest
 from posttrain.interpret.saes.recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
 from posttrain.recipes.document import interpretation_names
+from posttrain.recipes.inert import condition_of
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
 from posttrain.registry import ALL_KINDS, Entry, entries, find, kinds_of, suggest_key
@@ -54,7 +55,10 @@ _IN_A_METHOD = ("objective", "advantage", "aggregation")
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML key: its type and default as they are written in a recipe, its meaning, and values that are named."""
+    """One YAML key: its type and default as they are written in a recipe, its meaning, and values that are named.
+
+    ``acts``: when it acts, after "acts".
+    """
 
     name: str
     type: str
@@ -62,6 +66,7 @@ class Option:
     meaning: str
     example: str
     choices: tuple[str, ...] = ()
+    acts: str = ""
 
     @property
     def line(self) -> str:
@@ -72,6 +77,8 @@ class Option:
         line = f"{self.type}, {default}"
         if self.meaning:
             line = f"{line}: {self.meaning}"
+        if self.acts:
+            line = f"{line} Acts {self.acts}."
         return line
 
 
@@ -180,7 +187,11 @@ def _options(model: type[BaseModel], doc: str) -> list[Option]:
         kind = show_type(field.annotation) + _show_bounds(field.metadata)
         example = example_value(field.annotation, value)
         choices = tuple(choice for choice in _choices(field.annotation) if isinstance(choice, str))
-        options.append(Option(name, kind, default, about.get(name, ""), example, choices))
+        condition = condition_of(field)
+        acts = ""
+        if condition is not None:
+            acts = condition.when
+        options.append(Option(name, kind, default, about.get(name, ""), example, choices, acts))
     return options
 
 
@@ -348,7 +359,10 @@ def run_explain(arguments: argparse.Namespace) -> int:
         _print_section(console, name, found.section)
     for key, option in found.keys.items():
         _print_heading(console, key, "key of a recipe", option.meaning)
-        say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
+        lines = [f"type:    {option.type}", f"default: {option.default}", f"example: --{key} {option.example}"]
+        if option.acts:
+            lines.append(f"acts:    {option.acts}")
+        say(console, "\n".join(lines) + "\n")
     if found.having:
         _print_heading(console, name.rpartition(".")[2], "option of")
         rows = [(Text(entry.name, style="cyan"), entry.kind, option.line) for entry, option in found.having]

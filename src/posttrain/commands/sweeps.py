@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from posttrain.commands.options import CommandOptions, names_between_commas, option, positive, repetitions, shown
 
 if TYPE_CHECKING:
+    from posttrain.sweeps.comparison.plan import ComparisonPlan
     from posttrain.sweeps.plan import SweepPlan
 
 EPILOG = """\
@@ -20,6 +21,7 @@ the same command again goes on where it stopped; finished trials are kept:
   posttrain sweep tiny/grpo --over train.lr=1e-4,3e-4,1e-3 --seeds 3
   posttrain sweep mine.yaml --rows grpo,dapo --train.steps 60 --rows.dapo.objective.clip_high 0.3
   posttrain sweep overoptimization --seeds 1 --best_of_n.samples 16
+  posttrain sweep methods --rows grpo,gspo,ppo --comparison.over.values [8] --seeds 5
 """
 
 
@@ -59,9 +61,9 @@ OPTIONS = CommandOptions(
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Check every trial, make those that are not finished, and write results, tables, picture and page."""
-    from posttrain.api.sweep import folder_of, make_sweep
+    from posttrain.api.sweep import folder_of, load_plan, make_sweep
     from posttrain.errors import INTERRUPTED
-    from posttrain.sweeps.plan import load_sweep
+    from posttrain.sweeps.comparison.plan import ComparisonPlan
     from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say
 
     options = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
@@ -69,7 +71,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     if arguments.over is not None:
         over = arguments.over[0]
     folder = folder_of(arguments.run, arguments.recipe, over, arguments.runs_dir)
-    plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **options)
+    plan = load_plan(arguments.recipe, arguments.overrides, folder=folder, **options)
     console = open_console()
     if arguments.dry_run:
         for line in describe_plan(plan):
@@ -86,7 +88,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         for line in (*results.problems, *results.findings, *results.notes, *results.differences):
             say(console, line)
         say(console, f"report: {done.report}")
-        say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
+        if not isinstance(plan, ComparisonPlan):
+            say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
     say(console, f"sweep: {plan.folder}")
     if plan.content.page and not (arguments.quiet or done.is_interrupted):
         say(console, f"read on: {plan.content.page}")
@@ -97,23 +100,37 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_rows(plan: SweepPlan) -> None:
+def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
     """Check the recipe of every row as a run does before it trains, and say what is missing."""
     from posttrain.api.training import refuse_tasks
     from posttrain.commands.train import check_data, check_tools, tell_missing
+    from posttrain.sweeps.comparison.plan import ComparisonPlan
 
     starts = []
-    if plan.start is not None:
-        starts = [plan.start.recipe]
+    if isinstance(plan, ComparisonPlan):
+        trained = [row.recipe for row in plan.rows]
+    else:
+        trained = [trial.recipe for trial in plan.trainings]
+        if plan.start is not None:
+            starts = [plan.start.recipe]
     for recipe in [*starts, *(row.recipe for row in plan.rows if "labelled" not in row.needs)]:
         refuse_tasks(recipe)
         check_data(recipe)
         check_tools(recipe)
-    tell_missing([*starts, *(trial.recipe for trial in plan.trainings)], plan.folder)
+    tell_missing([*starts, *trained], plan.folder)
 
 
-def describe_plan(plan: SweepPlan) -> list[str]:
-    """Describe the trials and what each needs, and how rows differ from their base, a line each."""
+def describe_plan(plan: SweepPlan | ComparisonPlan) -> list[str]:
+    """Describe the trials and what each needs, how rows differ from their base, and options that do nothing."""
+    from posttrain.api.training import inert_lines
+    from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design
+    from posttrain.sweeps.comparison.runner import load_records
+
+    if isinstance(plan, ComparisonPlan):
+        lines = [f"{plan.folder}: a comparison", *describe_design(plan, load_records(plan))]
+        for first in plan.first_trials():
+            lines += [f"{first.name}: {line}" for line in inert_lines(first.recipe)]
+        return lines
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
         after = ""
@@ -124,6 +141,8 @@ def describe_plan(plan: SweepPlan) -> list[str]:
         for row in plan.rows:
             changes = ", ".join(sorted(row.differs)) or "nothing but the method"
             lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
+    for row in plan.rows:
+        lines += [f"{row.name}: {line}" for line in inert_lines(row.recipe)]
     return lines
 
 

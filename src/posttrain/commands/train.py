@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from posttrain.api.inputs import Override
-from posttrain.api.training import carry_out, read_recipe
+from posttrain.api.training import carry_out, inert_lines, read_recipe
 from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
@@ -36,6 +36,8 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         tell_missing([recipe])
+        for line in inert_lines(recipe):
+            _note(line)
         if arguments.memory:
             _print_memory(recipe, arguments.gpu_memory)
         return 0

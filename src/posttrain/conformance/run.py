@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,7 +68,7 @@ class ConformanceReport:
         }
 
 
-def check_module(module: str | ModuleType | Mapping[str, Callable[..., Any]]) -> ConformanceReport:
+def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Callable[..., Any]]) -> ConformanceReport:
     """Check a trainer's functions: a module, its name, a Python file, or the functions by name.
 
     Raises:
@@ -76,8 +77,16 @@ def check_module(module: str | ModuleType | Mapping[str, Callable[..., Any]]) ->
     if isinstance(module, Mapping):
         name, functions = "functions", dict(module)
     else:
-        loaded = load_module(module) if isinstance(module, str) else module
-        name = module if isinstance(module, str) else loaded.__name__
+        if isinstance(module, str | os.PathLike):
+            name = str(module)
+            loaded = load_module(name)
+        elif isinstance(module, ModuleType):
+            name = module.__name__
+            loaded = module
+        else:
+            raise UsageError(
+                f"module: {type(module).__name__} is none. Give a module, its name, a Python file, or functions by name"
+            )
         functions = {kind: getattr(loaded, kind) for kind in KINDS if hasattr(loaded, kind)}
     wanted = "; ".join(f"{kind}({arguments})" for kind, (arguments, _) in KINDS.items())
     if not functions:

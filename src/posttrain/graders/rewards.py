@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from posttrain.acting.methods import IF_ANSWERS_GROW_LONG
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade, is_blank
@@ -438,7 +439,12 @@ def _marks(tags: tuple[str, ...], reward: str) -> tuple[str, str, str, str]:
 
 
 @register("reward")
-def overlong(num_tokens: int, *, limit: Annotated[int, Field(ge=1)], cache: Annotated[int, Field(ge=1)]) -> float:
+def overlong(
+    num_tokens: int,
+    *,
+    limit: Annotated[int, Field(ge=1), IF_ANSWERS_GROW_LONG],
+    cache: Annotated[int, Field(ge=1), IF_ANSWERS_GROW_LONG],
+) -> float:
     """0 up to ``limit − cache`` tokens, then falling linearly to −1 at ``limit``.
 
     With L tokens (the end token included)::

@@ -13,10 +13,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from posttrain.other_names.absent import METHODS, OPTIONS
-from posttrain.other_names.answers import NOT_NEEDED, SAID
+from posttrain.other_names.answers import SAID
 from posttrain.other_names.command_names import COMMAND_OPTIONS, COMMAND_SAYS, COMMANDS_BY_NAMES, COMPONENTS
 from posttrain.other_names.keys import CARRIERS, FAMILIES, KEYS
+from posttrain.other_names.not_needed import NOT_NEEDED
 from posttrain.other_names.terms import TERMS
+from posttrain.other_names.values import VALUES, WITHOUT_DEFAULT
 
 
 def _by_name(table: Mapping[str, str], before: str = "") -> dict[str, str]:
@@ -126,6 +128,21 @@ def answer_spelling(name: str) -> str:
         return ""
     spelled = next((one for one in _spellings(last) if one in OTHER_NAMES), _family_of(last, CARRIERS))
     return _sentence(OTHER_NAMES.get(spelled, ""))
+
+
+def answer_value(key: str, value: object) -> str:
+    """Return `` Give all-linear.`` for a value that a key of ours cannot have and options elsewhere have, or nothing.
+
+    ``None`` is the default of many libraries; here a default is that of a key that is left out.
+    """
+    text = str(value).lower()
+    if isinstance(value, str | int | float) or value is None:
+        for answer, patterns in VALUES.get(key, {}).items():
+            if any(fnmatchcase(text, pattern) for pattern in patterns.split()):
+                return f". {answer}"
+    if value is None and "." in key and key.rpartition(".")[2] not in WITHOUT_DEFAULT:
+        return ". Leave the key out for its default"
+    return ""
 
 
 def answer_absent(name: str) -> str:

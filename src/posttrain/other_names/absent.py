@@ -70,8 +70,9 @@ OPTIONS = {
     ),
     "the teacher is fixed for the whole run": "teacher_update_rate teacher_sync_steps teacher_model_kind",
     "a teacher is a model in this process, teacher.name": (
-        "teacher_server_urls use_teacher_server teacher_model_server_url teacher_model_init_kwargs "
-        "teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk teacher_deepspeed"
+        "distillation.n_gpus_per_node teacher_server_urls use_teacher_server teacher_model_server_url "
+        "teacher_model_init_kwargs teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk "
+        "teacher_deepspeed"
     ),
     "a teacher has the student's tokenizer": (
         "use_uld_loss teacher_tokenizer_name_or_path uld_loss uld use_extended_uld"
@@ -152,7 +153,8 @@ OPTIONS = {
         "set_weight_decay_on_bias_and_norm no_decay_params"
     ),
     "weights of the model in training are fp32 or bf16; `posttrain quantize` makes 8 or 4 bits after it": (
-        "load_in_fp8 fp8 fp8_config qat qat_scheme quantization_aware_training fp4 mxfp4 nvfp4 "
+        "load_in_fp8 fp8 fp8_config qat.group_size quantization.group_size qat qat_scheme "
+        "quantization_aware_training fp4 mxfp4 nvfp4 "
         "fp8_enable_fsdp_float8_all_gather float8 qat.activation_dtype qat.weight_dtype"
     ),
     "supervised rows are weighed by objective and aggregate; objective.label_smoothing is for dpo": (
@@ -207,8 +209,8 @@ OPTIONS = {
         "send_slack_alerts enable_queue_dashboard queue_dashboard_port monitor_gpus gpu_monitoring"
     ),
     "times of each step are in metrics.jsonl; a profiler of yours can run the command": (
-        "profiler profiler_steps memory_profiler_path trace_path torch_profiler profile_steps nsys bench "
-        "profiling global_profiler.steps"
+        "profiler profiler.warmup_steps profiler_steps memory_profiler_path trace_path torch_profiler "
+        "profile_steps nsys bench profiling global_profiler.steps"
     ),
     "start the command with your cluster's own tool; scale.launcher: torchrun or ray": (
         "slurm slurm.partition slurm_partition resources_per_worker ray_init try_launch_beaker_eval_jobs "
@@ -255,8 +257,11 @@ OPTIONS = {
         "generate_during_eval eval_do_concat_batches eval_use_gather_object lm_eval_tasks length_column_name "
         "bench_split num_sample_generations compute_accuracy predict_with_generate eval_metric acc_strategy "
         "eval_use_evalscope eval_dataset_args eval_backend lm_eval_model lm_eval_batch_size metric result_path "
-        "write_batch_size return_last_hidden_state num_fewshot fewshot_as_multiturn cache_requests "
+        "write_batch_size return_last_hidden_state cache_requests "
         "check_integrity write_out include_path predict_only"
+    ),
+    "questions are asked without examples; a file of prompts with examples is task: jsonl": (
+        "num_fewshot fewshot_as_multiturn n_shot few_shot num_shots"
     ),
     "a judge has one rubric, an option of the reward judge": "apply_evolving_rubric_reward max_active_rubrics",
     "plain sampling in this process, or vLLM": (

@@ -9,7 +9,7 @@ KEYS = {
     "train.lr": "learning_rate lr actor_lr optim_lr actor_learning_rate optim.lr adam.lr muon.lr",
     "train.steps": (
         "max_steps total_training_steps total_steps num_steps n_grpo_steps train_iters max_train_steps "
-        "num_training_steps training_steps num_train_steps max_iters max_num_steps training.steps"
+        "num_training_steps training_steps num_train_steps max_iters max_num_steps training.steps num_rollout"
     ),
     "train.num_epochs": "num_train_epochs num_epochs total_epochs epochs n_epochs passes max_epochs max_num_epochs",
     "train.ppo_epochs": "num_iterations ppo_epochs num_ppo_epochs epochs_per_rollout_batch",
@@ -43,6 +43,7 @@ KEYS = {
         "gradient_checkpointing_enable activation_recomputation"
     ),
     "train.seed": "seed data_seed random_state random_seed data_loader_seed shuffle_seed rollout_seed",
+    "train.skip_zero_rows": "skip_zero_advantage_batches",
     "train.deterministic": (
         "full_determinism deterministic full_determinism_enable determinism cudnn_deterministic_mode"
     ),
@@ -72,7 +73,7 @@ KEYS = {
     "eval.max_tokens": (
         "eval_response_length eval.sampling.max_tokens eval_max_new_tokens generation_max_length eval_max_response_len"
     ),
-    "eval.tasks": "test_datasets val_files eval_tasks dataset_mixer_eval_list eval.env",
+    "eval.tasks": "eval_tasks",
     "rollout.group_size": (
         "num_generations n group_size num_samples_per_prompt n_samples_per_prompt rollout_n num_return_sequences "
         "n_samples group samples_per_prompt num_completions_to_sample num_samples_per_prompt_rollout "
@@ -97,17 +98,18 @@ KEYS = {
     "rollout.top_p": "top_p vllm_top_p generation_top_p rollout_top_p",
     "rollout.top_k": "top_k generation_top_k rollout_top_k",
     "rollout.engine": "generation_backend rollout_engine inference_engine rollout_backend",
-    "rollout.engine.url": "vllm_server_base_url base_url server_url client.base_url",
+    "rollout.engine.url": "vllm_server_base_url base_url server_url",
     "rollout.engine.gpu_memory_utilization": (
         "gpu_memory_utilization vllm_gpu_memory_utilization gpu_memory vllm_gpu_util"
     ),
     "rollout.engine.enforce_eager": "enforce_eager vllm_enforce_eager",
-    "rollout.engine.timeout_seconds": "vllm_server_timeout client.timeout request_timeout",
+    "rollout.engine.dtype": "vllm.dtype inference.model.dtype rollout.dtype vllm_dtype",
+    "rollout.engine.timeout_seconds": "vllm_server_timeout client.timeout request_timeout weight_broadcast.timeout",
     "rollout.engine.concurrency": "max_concurrent max_inflight_rollouts max_concurrency max_inflight_tasks",
     "rollout.engine.served_name": "served_model_name",
     "rollout.drop_uniform_groups": (
         "filter_groups dynamic_sampling filter_zero_std dynamic_filtering filter_zero_std_samples active_sampling "
-        "online_difficulty_filtering dynamic_filtering_enable skip_zero_advantage_batches dynamic_sample"
+        "online_difficulty_filtering dynamic_filtering_enable dynamic_sample"
     ),
     "rollout.max_rounds": "max_num_gen_batches max_resample_times dynamic_sampling_max_gen_batches",
     "rollout.uniform_by": "filter_groups.metric",
@@ -135,10 +137,10 @@ KEYS = {
         "max_token_length max_length_tokens sequence_length model.seq_len data.seq_len"
     ),
     "task.split": (
-        "prompt_dataset_split dataset_split dataset_train_split train_split datasets.split "
-        "dataset_mixer_list_splits prompt_split dataset.split"
+        "prompt_dataset_split dataset_split dataset_train_split train_split datasets.split prompt_split dataset.split"
     ),
     "task.validation_share": "val_set_size test_size eval_split_ratio validation_split val_size split_dataset_ratio",
+    "task.prompt_format": "prompt_format",
     "task.prompt_key": "prompt_key input_key question_key field_instruction prompt_column field_prompt",
     "task.messages_key": "field_messages messages_key sft_messages_key messages_field",
     "task.response_key": "response_key output_key field_output response_column",
@@ -181,14 +183,15 @@ KEYS = {
     "model.attention": "attn_implementation attention_implementation attn model.attn",
     "model.adapter.kind": "adapter",
     "model.adapter.rank": "lora_r r lora_rank rank max_lora_rank lora.rank",
-    "model.adapter.alpha": "lora_alpha alpha lora.alpha",
+    "model.adapter.alpha": "lora_alpha lora.alpha",
     "model.adapter.dropout": "lora_dropout lora.dropout",
     "model.adapter.targets": "target_modules lora_target_modules lora_target lora_attn_modules",
     "model.adapter.target_parameters": "lora_target_parameters target_parameters",
     "model.adapter.use_rslora": "use_rslora peft_use_rslora",
     "model.adapter.use_dora": "use_dora peft_use_dora",
     "teacher.name": (
-        "teacher_model_name_or_path teacher_model teacher_model_path opd_teacher_model_name_or_path teacher_models"
+        "teacher_model_name_or_path teacher_model teacher_model_path opd_teacher_model_name_or_path "
+        "teacher_model.model_path"
     ),
     "teacher.top_k": "opd_topk distillation_topk loss_top_k teacher_top_k distillation_loss.topk gkd_logits_topk",
     "scale.processes": "num_processes nproc_per_node world_size num_gpus n_gpus_per_node ngpus num_train_workers",

@@ -194,9 +194,7 @@ TERMS = {
         "moe mixture_of_experts llama mistral qwen qwen2 qwen3 gemma phi deepseek olmo gpt_oss gpt2 causallm"
     ),
     "rollout.temperature: 1.0 by default; objectives that follow the sampler use it, too": "sampling_temp",
-    "prompt.template": (
-        "prompt_format chat_format chatml jinja jinja2 response_format_template prompting few_shot n_shot"
-    ),
+    "prompt.template": ("chat_format chatml jinja jinja2 response_format_template prompting"),
     "correction: token_tis or sequence_tis, with rollout.old_logprobs: trainer": (
         "importance_weights importance_ratio is_ratio"
     ),

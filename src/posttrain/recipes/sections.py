@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
+from posttrain.acting import sections as conditions
+from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
 from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
 from posttrain.other_names import short_dtype
@@ -69,7 +71,7 @@ class RewardComponent(Component):
         weight: of this reward in the weighted sum.
     """
 
-    weight: float = 1.0
+    weight: Annotated[float, IF_REWARDS_DIFFER] = 1.0
 
 
 def as_list(value: object) -> object:
@@ -265,8 +267,8 @@ class RegularizeSection(Section):
         entropy_coef: c_H, the entropy bonus.
     """
 
-    kl_coef: float = Field(default=0.0, ge=0)
-    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
+    kl_coef: Annotated[float, conditions.IF_POLICY_DRIFTS] = Field(default=0.0, ge=0)
+    kl_estimator: Annotated[Literal["k1", "k2", "k3", "k3_weighted"], conditions.IF_KL_COUNTS] = "k3"
     entropy_coef: float = 0.0
 
 
@@ -322,15 +324,15 @@ class RolloutSection(Section):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     drop_uniform_groups: bool = False
-    uniform_by: str = "reward"
-    max_rounds: int = Field(default=4, ge=1)
-    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    uniform_by: Annotated[str, conditions.IF_GROUPS_ARE_DROPPED] = "reward"
+    max_rounds: Annotated[int, conditions.IF_GROUPS_ARE_DROPPED] = Field(default=4, ge=1)
+    old_logprobs: Annotated[Literal["sampler", "trainer"], conditions.IF_OLD_LOGPROBS_ARE_READ] = "sampler"
     select: Component | None = None
-    label_above: float = 0.5
+    label_above: Annotated[float, conditions.IF_LABELS_ARE_READ] = 0.5
     mask_truncated: bool = False
-    staleness: int = Field(default=0, ge=0, le=64)
+    staleness: Annotated[int, conditions.IF_SEVERAL_BATCHES] = Field(default=0, ge=0, le=64)
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
-    max_turn_tokens: Tokens | None = None
+    max_turn_tokens: Annotated[Tokens | None, conditions.IF_TURN_IS_SHORTER] = None
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
@@ -352,10 +354,10 @@ class KLInRewardSection(Section):
         horizon: completions over which it adapts.
     """
 
-    weight: float = Field(ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    target: float | None = Field(default=None, gt=0)
-    horizon: int = Field(default=10_000, ge=1)
+    weight: Annotated[float, conditions.IF_SAMPLER_DRIFTS] = Field(ge=0)
+    estimator: Annotated[Literal["k1", "k2", "k3"], conditions.IF_PENALTY_COUNTS] = "k1"
+    target: Annotated[float | None, conditions.IF_SAMPLER_DRIFTS] = Field(default=None, gt=0)
+    horizon: Annotated[int, conditions.IF_WEIGHT_ADAPTS] = Field(default=10_000, ge=1)
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -391,7 +393,7 @@ class TeacherSection(Section):
     """
 
     name: str
-    top_k: int = Field(default=64, ge=1)
+    top_k: Annotated[int, conditions.IF_CANDIDATES_ARE_READ] = Field(default=64, ge=1)
     dtype: Dtype | None = None
     trust_remote_code: bool = False
 
@@ -451,20 +453,20 @@ class TrainSection(Section):
     lr: float = Field(default=1e-4, gt=0)
     lr_ratios: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    schedule: Annotated[Literal["constant", "linear", "cosine"], conditions.IF_RATE_FALLS] = "constant"
+    min_lr_ratio: Annotated[float, conditions.IF_SCHEDULED] = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     micro_batch_rows: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
     precision: Annotated[Literal["fp32", "tf32", "bf16"], BeforeValidator(short_dtype)] = "fp32"
-    deterministic: bool = False
+    deterministic: Annotated[bool, conditions.IF_ON_GPU] = False
     ppo_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0
-    save_every: Every = Field(default=0, ge=0)
+    save_every: Annotated[Every, conditions.IF_WITHIN_RUN] = Field(default=0, ge=0)
     skip_zero_rows: bool = True
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: Annotated[int, conditions.IF_CHECKPOINTS_ARE_DELETED] = Field(default=2, ge=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -534,20 +536,20 @@ class EvalSection(Section):
             engine.
     """
 
-    tasks: ComponentList = Field(default_factory=list)
-    every: Every = Field(default=0, ge=0)
-    num_examples: int = Field(default=256, ge=1)
-    items: Literal["sample", "first"] = "sample"
-    items_seed: Seed = 0
+    tasks: Annotated[ComponentList, conditions.IF_EVALUATED] = Field(default_factory=list)
+    every: Annotated[Every, conditions.IF_WITHIN_RUN] = Field(default=0, ge=0)
+    num_examples: Annotated[int, conditions.IF_EVALUATED] = Field(default=256, ge=1)
+    items: Annotated[Literal["sample", "first"], conditions.IF_EVALUATED] = "sample"
+    items_seed: Annotated[Seed, conditions.IF_EVALUATED] = 0
     max_tokens: Tokens | None = None
-    samples: Few = 1
-    temperature: float = Field(default=0.0, ge=0)
-    top_k: int | None = Field(default=None, ge=1)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    num_kl_prompts: int | None = Field(default=None, ge=0)
-    best: str | None = None
-    loss: bool | None = None
-    engine: Component | None = None
+    samples: Annotated[Few, conditions.IF_ANSWERS_ARE_EVALUATED] = 1
+    temperature: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0.0, ge=0)
+    top_k: Annotated[int | None, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=None, ge=1)
+    top_p: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=1)
+    num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
+    best: Annotated[str | None, conditions.IF_EVALUATED] = None
+    loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
+    engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

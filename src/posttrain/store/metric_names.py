@@ -170,6 +170,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("entropy", "nats", "none", "Entropy of the next token's distribution, the mean over the answers' "
                "tokens."),
         Metric("ratio", "number", "none", "Ratio of the trained policy's probability to that before the update."),
+        Metric("ratio_distance", "number", "none", "Distance of that ratio from 1, the mean; rounding at the first "
+               "update of a batch of answers."),
         Metric("clip_fraction", "share", "none", "Share of the tokens whose ratio is clipped."),
         Metric("kl_ref", "nats", "none", "KL to the reference model per token, the k3 estimate.", "KL to reference"),
         Metric("kl_sampler", "nats", "lower", "KL from the sampler to the trainer per token (k3): rounding alone, "

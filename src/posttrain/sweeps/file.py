@@ -94,6 +94,50 @@ class HeadToHead(AnswersSection):
     judge: str
 
 
+class Variants(Section):
+    """A key of which every row is compared at several values: ``train.num_minibatches``; ``label``: what these are."""
+
+    key: str
+    values: Annotated[list[Any], Field(min_length=1)]
+    label: str
+
+
+class EvaluatedRuns(Section):
+    """A part of a comparison. ``split``, ``problems``: what its runs are evaluated on, ``every`` so many steps.
+
+    ``cpu_seconds``: of a run, an estimate for each variant, until runs of it have been measured.
+    """
+
+    split: str
+    problems: int = Field(ge=2)
+    every: int = Field(ge=1)
+    cpu_seconds: Annotated[list[float], Field(min_length=1)]
+
+
+class Tuning(EvaluatedRuns):
+    """The runs that choose each row's learning rate; their seeds are 0, 1, ..."""
+
+    seeds: int = Field(default=2, ge=1, le=99)
+
+
+class Comparison(Section):
+    """A comparison that tunes every row in the same way and then trains it with fresh seeds at its own rate.
+
+    ``baseline``: the row that the others are held against. ``rates``: learning rates that are tried. ``threshold``:
+    accuracy of the column "steps to". ``recorded``: results of an earlier comparison; runs of it are not made again.
+    ``keep_runs``: folders of runs are kept, and not only their records.
+    """
+
+    baseline: str
+    rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    over: Variants | None = None
+    tuning: Tuning
+    final: EvaluatedRuns
+    threshold: float = Field(default=0.5, gt=0, le=1)
+    recorded: str | None = None
+    keep_runs: bool = False
+
+
 class SweepFile(Content):
     """The keys of a sweep's file. ``page``: where to read on; named when the sweep has ended."""
 
@@ -108,6 +152,7 @@ class SweepFile(Content):
     labelled: Labelled | None = None
     best_of_n: BestOfN | None = None
     head_to_head: HeadToHead | None = None
+    comparison: Comparison | None = None
     seeds: Repetitions = 3
 
 
@@ -242,6 +287,8 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
         raise UsageError(f"--rows: name at least one of {', '.join(known)}")
     if content.head_to_head is not None:
         chosen = [*chosen, content.head_to_head.judge]
+    if content.comparison is not None:
+        chosen = [*chosen, content.comparison.baseline]
 
     ordered: list[str] = []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 
+from posttrain.evaluation.comparisons import mean_height
 from posttrain.evaluation.statistics import Summary, half_width, summarize_seeds, wilson_interval
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
@@ -114,10 +114,7 @@ def read_trial(rows: Sequence[MetricsRow], row: str, seed: int, state: str, prim
     if curve:
         info |= {key: value for key, value in points[-1].results.items() if math.isfinite(value)}
     if len(curve) > 1:
-        areas = []
-        for (left, height_left), (right, height_right) in pairwise(curve):
-            areas.append((right - left) * (height_left + height_right) / 2)
-        info[f"mean_{metric}"] = math.fsum(areas) / (curve[-1][0] - curve[0][0])
+        info[f"mean_{metric}"] = mean_height(curve)
     if curve and curve[0][0] == 0:
         info[f"start_{metric}"] = curve[0][1]
         info["gain"] = primary.goodness(curve[-1][1]) - primary.goodness(curve[0][1])

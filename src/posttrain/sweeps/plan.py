@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evaluation.files import RESULTS
 from posttrain.recipes.document import Rule
+from posttrain.recipes.inert import find_inert_options, refuse_inert_option
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardComponent
 from posttrain.runs.directory import RunDirectory, RunStatus
@@ -227,6 +228,8 @@ def load_sweep(
     reader = RowReader(document, content, common, {key for key, _ in own})
     read = {name: reader.row(name, needs[name]) for name in choose_rows(content, needs, rows)}
     start = reader.start()
+    if over is not None:
+        _refuse_inert(over[0], read.values())
     for broken, key, message in _rules(content, read, [*common, *own]):
         if broken:
             raise error_at(document, key, message)
@@ -251,6 +254,23 @@ def load_sweep(
         base=reader.base,
         start_source=start_source,
     )
+
+
+def _refuse_inert(key: str, rows: Collection[SweepRow]) -> None:
+    """Refuse a key that does nothing at any of its values.
+
+    Raises:
+        UsageError: with the reason, and what makes it act.
+    """
+    from posttrain.training.checks import resolve_components
+
+    message = ""
+    for row in rows:
+        needs = resolve_components(row.recipe).needs
+        message = refuse_inert_option(key, find_inert_options(row.recipe, needs))
+        if not message:
+            return
+    raise UsageError(f"--over {key}: all rows would be the same run: {message}")
 
 
 def _rules(content: SweepFile, rows: Mapping[str, SweepRow], overrides: Overrides) -> Iterator[Rule]:

@@ -30,6 +30,7 @@ from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weigh
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
+from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.registry import Entry
@@ -296,7 +297,8 @@ def _build_warnings(
     """Return what was built in another way than the recipe says; the first of ``tasks`` is trained."""
     recipe = components.recipe
     of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
-    warnings = [*of_tasks, *unread_parts(components, tasks[0])]
+    inert = describe_inert_options(find_inert_options(recipe, components.needs))
+    warnings = [*of_tasks, *unread_parts(components, tasks[0]), *inert, *expected_narrow_bounds(recipe)]
     if not recipe.trains_scorer:
         warnings += describe_left_out(models.loaded)
     warnings += further_ends(models.tokenizer, template)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from posttrain import registry
 from posttrain.data.base import Task, eval_components
 from posttrain.errors import RecipeError
+from posttrain.other_names import answer_value
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, RolloutSection
@@ -389,6 +390,7 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
         name = w.recipe.rollout.uniform_by
     near = registry.suggest(str(name), known)
     unknown = f": there is no reward part {name!r}.{near} Known: {', '.join(known)}"
+    unknown += answer_value("rollout.uniform_by", name)
     yield name not in known, "rollout.uniform_by", unknown
 
 

@@ -52,7 +52,7 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
+from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.sources import TrainBatch
 from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights, sample_weights
@@ -278,6 +278,9 @@ class Loop:
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
+        narrow = describe_narrow_clip(self.recipe, self.parts.policy, metrics, self.step)
+        if narrow:
+            warnings["clip"] = narrow
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
             warnings |= learning_warnings(self.metrics.read())
         for name in warnings.keys() - self.warned:

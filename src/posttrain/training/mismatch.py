@@ -12,6 +12,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ratio
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
+from posttrain.recipes.inert import ROOM, narrow_bounds
 from posttrain.recipes.recipe import Recipe
 from posttrain.types import Batch, Outputs
 
@@ -85,6 +86,33 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
     raise EngineMismatch(
         f"update {step}: the sampler is not the model that is trained. The KL from sampler to trainer is {kl:.2g} nats "
         f"per token{shown}, at most {MAX_KL} is allowed. {_explain(policy, batch, engine)}The weights were not changed"
+    )
+
+
+def describe_narrow_clip(recipe: Recipe, policy: Forward, metrics: Mapping[str, float], step: int) -> str:
+    """Return a warning where the clip range is narrower than ten times the mismatch of ratios; empty if there is none.
+
+    Before the first update of a batch of answers sampler and trainer have the same weights, so that ratios are 1 but
+    for rounding, and what is clipped is rounding.
+    """
+    options = recipe.rollout
+    mismatch = metrics.get("ratio_distance")
+    updates_per_batch = recipe.train.ppo_epochs * recipe.train.num_minibatches
+    is_first = (step - 1) % updates_per_batch == 0
+    if options is None or options.staleness or not is_first or mismatch is None or has_dropout(policy.model):
+        return ""
+    narrow = narrow_bounds(recipe, mismatch)
+    if not narrow:
+        return ""
+    remedy = "Set rollout.old_logprobs: trainer"
+    if options.old_logprobs == "trainer":
+        remedy = "Widen the range, or train in fp32 (model.dtype, train.precision)"
+    clipped = ""
+    if "clip_fraction" in metrics:
+        clipped = f" (clip_fraction {metrics['clip_fraction']:.1%})"
+    return (
+        f"{narrow}: before update {step}, with the same weights, ratios are {mismatch:.2g} from 1 in the mean, and the "
+        f"clip range is less than {ROOM} times that, so that rounding is clipped{clipped}. {remedy}"
     )
 
 

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from posttrain import registry
+from posttrain.acting.methods import IF_ADAMW_TRAINS_SOME
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.process_group import whole
@@ -155,9 +156,9 @@ def muon(
     momentum: Decay = 0.95,
     ns_steps: Annotated[int, Field(ge=1, le=20)] = 5,
     weight_decay: NotNegative = 0.0,
-    adamw_lr_ratio: Positive = 1.0,
-    betas: tuple[Decay, Decay] = (0.9, 0.95),
-    eps: Positive = 1e-10,
+    adamw_lr_ratio: Annotated[Positive, IF_ADAMW_TRAINS_SOME] = 1.0,
+    betas: Annotated[tuple[Decay, Decay], IF_ADAMW_TRAINS_SOME] = (0.9, 0.95),
+    eps: Annotated[Positive, IF_ADAMW_TRAINS_SOME] = 1e-10,
 ) -> Optimizer:
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, orthogonalised.
 

@@ -255,6 +255,8 @@ def _measure(
     over = over_tokens if level == "token" else (None, float(part.num_rows // part.rows_per_unit))
     for name, values in result.metrics.items():
         means.add(name, values, *over)
+    if "ratio" in result.metrics:
+        means.add("ratio_distance", (result.metrics["ratio"] - 1.0).abs(), *over)
     if outputs.entropy is not None and "entropy" not in result.metrics:
         means.add("entropy", outputs.entropy, *over_tokens)
     for name, values in measure_ratios(outputs, part, level == "token").items():

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from posttrain.acting.methods import IF_RATIO_MOVES, IF_RATIO_REACHES_CAP, if_option_is
 from posttrain.algorithms.objectives.primitives import categorical_kl, log_ratio, with_tail
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
@@ -33,7 +34,7 @@ def distillation(
     batch: Batch,
     *,
     divergence: Divergence = "reverse_kl",
-    jsd_weight: Inside = 0.5,
+    jsd_weight: Annotated[Inside, if_option_is("divergence", "jsd")] = 0.5,
     tail: bool = True,
 ) -> Loss:
     """The divergence of the student's next-token distribution q from the teacher's p, at every token.
@@ -66,7 +67,9 @@ def distillation(
 
 
 @register("objective", level="token", needs=("old_logprobs", "teacher_logprobs"), vanishes=())
-def on_policy_distillation(outputs: Outputs, batch: Batch, *, clip: NotNegative | None = None) -> Loss:
+def on_policy_distillation(
+    outputs: Outputs, batch: Batch, *, clip: Annotated[NotNegative | None, IF_RATIO_MOVES] = None
+) -> Loss:
     """Reverse KL to the teacher by policy gradient, from the teacher's log-probability of each sampled token.
 
     ``values = −ρ A`` with ``A = log p(a_t | s_t) − log π_old(a_t | s_t)`` and ``ρ = π / π_old``; p is the
@@ -106,9 +109,9 @@ def sdpo(
     batch: Batch,
     *,
     divergence: Divergence = "reverse_kl",
-    jsd_weight: Inside = 0.5,
+    jsd_weight: Annotated[Inside, if_option_is("divergence", "jsd")] = 0.5,
     tail: bool = True,
-    ratio_cap: Positive | None = 2.0,
+    ratio_cap: Annotated[Positive | None, IF_RATIO_REACHES_CAP] = 2.0,
 ) -> Loss:
     """Self-distillation policy optimization: the teacher is the model itself, shown feedback on its attempt.
 

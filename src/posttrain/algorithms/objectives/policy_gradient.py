@@ -10,9 +10,18 @@ To all of them the loop may add the same regularizers, a KL to the reference and
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from posttrain.acting.methods import (
+    IF_RATIO_FALLS,
+    IF_RATIO_MOVES,
+    IF_RATIO_REACHES_CAP,
+    IF_RATIO_VARIES,
+    IF_VALUES_MOVE,
+)
 from posttrain.algorithms.objectives.primitives import log1mexp, log_ratio, row_mean
 from posttrain.algorithms.objectives.surrogate import ClipMax, NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
@@ -39,9 +48,9 @@ def grpo(
     outputs: Outputs,
     batch: Batch,
     *,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_max: ClipMax | None = None,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 0.2,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.2,
+    clip_max: Annotated[ClipMax | None, IF_RATIO_REACHES_CAP] = None,
 ) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
@@ -69,7 +78,13 @@ DPPO_NEEDS = ("advantages", "sampler_logprobs")
 
 
 @register("objective", level="token", needs=DPPO_NEEDS, vanishes=("advantages",), policy_term=True)
-def dppo_tv(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.15, clip_high: NotNegative = 0.15) -> Loss:
+def dppo_tv(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15,
+) -> Loss:
     """Divergence PPO with the total variation of a token: the trust region is in probabilities, not in ratios.
 
     ``values = −m ρ A`` with ``ρ = π(a_t | s_t) / μ(a_t | s_t)`` and μ the sampler's probability. The mask m is 0 if
@@ -95,7 +110,13 @@ def dppo_tv(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.15, cli
 
 
 @register("objective", level="token", needs=DPPO_NEEDS, vanishes=("advantages",), policy_term=True)
-def dppo_kl(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 0.05, clip_high: NotNegative = 0.05) -> Loss:
+def dppo_kl(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05,
+) -> Loss:
     """Divergence PPO with the KL divergence of "this token or any other".
 
     ``values = −m ρ A`` as in ``dppo_tv``, with ``D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π))``. The mask m is 0 if
@@ -136,7 +157,7 @@ def _masked_surrogate(outputs: Outputs, batch: Batch, is_outside: Tensor) -> Los
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=(), policy_term=True)
-def dro(outputs: Outputs, batch: Batch, *, beta: NotNegative = 0.05) -> Loss:
+def dro(outputs: Outputs, batch: Batch, *, beta: Annotated[NotNegative, IF_RATIO_VARIES] = 0.05) -> Loss:
     """Direct reward optimization: REINFORCE with a quadratic penalty on the log-ratio in place of a clip.
 
     ``values = −(A · log π(a_t | s_t) − β/2 · (log π(a_t | s_t) − log μ(a_t | s_t))²)``
@@ -159,7 +180,13 @@ def dro(outputs: Outputs, batch: Batch, *, beta: NotNegative = 0.05) -> Loss:
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
+def gspo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4,
+) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
@@ -181,7 +208,13 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_h
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4) -> Loss:
+def gspo_token(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4,
+) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
     ``values = −min(s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t)`` with
@@ -203,7 +236,13 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 3e-4, 
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> Loss:
+def cispo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 1.0,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4.0,
+) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
@@ -225,7 +264,13 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: NotNegative = 1.0, clip_h
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss:
+def sapo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    tau_positive: Annotated[Positive, IF_RATIO_VARIES] = 1.0,
+    tau_negative: Annotated[Positive, IF_RATIO_VARIES] = 1.05,
+) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
     ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
@@ -247,7 +292,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: Positive = 1.0, tau_ne
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
-def gmpo(outputs: Outputs, batch: Batch, *, clip: NotNegative = 0.4) -> Loss:
+def gmpo(outputs: Outputs, batch: Batch, *, clip: Annotated[NotNegative, IF_RATIO_MOVES] = 0.4) -> Loss:
     """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
 
     ``values = −A · exp(mean_t c_t)`` at every token of the sequence, where
@@ -294,11 +339,11 @@ def ppo(
     outputs: Outputs,
     batch: Batch,
     *,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_max: ClipMax | None = None,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 0.2,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.2,
+    clip_max: Annotated[ClipMax | None, IF_RATIO_REACHES_CAP] = None,
     value_weight: NotNegative = 0.5,
-    value_clip: NotNegative | None = 0.2,
+    value_clip: Annotated[NotNegative | None, IF_VALUES_MOVE] = 0.2,
 ) -> Loss:
     """Proximal policy optimization: the clipped surrogate and a value function with a clipped loss.
 

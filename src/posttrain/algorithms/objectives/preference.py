@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from posttrain.acting.methods import if_option_is, unless_zero
 from posttrain.algorithms.objectives.primitives import (
     MAX_LOG_RATIO,
     MAX_LOGPROB,
@@ -197,7 +198,7 @@ def cpo(
     *,
     beta: Positive = 0.1,
     nll_weight: NotNegative = 1.0,
-    nll_length_normalized: bool = True,
+    nll_length_normalized: Annotated[bool, unless_zero("nll_weight")] = True,
 ) -> Loss:
     """Contrastive preference optimization: DPO with a uniform reference, plus the chosen answer's likelihood.
 
@@ -413,7 +414,7 @@ def f_dpo(
     *,
     beta: Positive = 0.1,
     divergence: Literal["forward_kl", "jensen_shannon", "alpha"] = "jensen_shannon",
-    alpha: Annotated[float, Range(gt=0, lt=1)] = 0.5,
+    alpha: Annotated[float, Range(gt=0, lt=1), if_option_is("divergence", "alpha")] = 0.5,
 ) -> Loss:
     """DPO derived from another divergence to the reference than the reverse KL.
 

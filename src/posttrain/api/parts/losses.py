@@ -232,6 +232,8 @@ def regularize(
     check_part_options(where, surrogate.with_regularizers, {"kl_coef": kl_coef, "kl_estimator": kl_estimator})
     check_part_options(where, surrogate.with_regularizers, {"entropy_coef": entropy_coef})
     trained = checked_mask(where, "mask", mask)
+    if not isinstance(loss, Loss):
+        raise UsageError(f"{where}: loss: {type(loss).__name__} is no loss. Give what losses.NAME returned")
     fields: dict[str, Tensor] = {}
     policy = torch.zeros_like(loss.values)
     if kl_coef != 0.0:

@@ -2,7 +2,8 @@
 
 ``pass_at_k``, ``wilson_interval``, ``item_interval``, ``standard_error``, ``mcnemar_p``, ``majority_at_k``,
 ``pair_wins``, ``area_under_curve`` and ``best_of_n`` take the standard library alone; ``paired_bootstrap``,
-``half_width`` and ``summarize_seeds`` take numpy.
+``half_width`` and ``summarize_seeds`` take numpy, as do those of methods that are compared over seeds and problems
+(``interquartile_mean``, ``crossed_mean``, ``holm``, ...), but for ``mean_height`` and ``steps_to``.
 
 Examples:
     >>> statistics.wilson_interval(30, 100)
@@ -18,7 +19,8 @@ from typing import ParamSpec, TypeVar
 
 from posttrain.api.parts.arguments import bind_arguments, check_part_options
 from posttrain.errors import UsageError
-from posttrain.evaluation import statistics
+from posttrain.evaluation import comparisons, statistics
+from posttrain.evaluation.comparisons import CrossedEstimate
 from posttrain.evaluation.statistics import Difference, Summary
 
 P = ParamSpec("P")
@@ -50,6 +52,22 @@ def _checked(function: Callable[P, R], shares: str = "") -> Callable[P, R]:
     return checked
 
 
+def _checked_arrays(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that refuses, by its name, what no array of numbers can be made of."""
+    signature = inspect.signature(function)
+    where = f"statistics.{function.__name__}"
+
+    @wraps(function)
+    def checked(*given: P.args, **named: P.kwargs) -> R:
+        arguments = bind_arguments(where, signature, given, named)
+        try:
+            return function(**arguments)  # type: ignore[call-arg]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{where}: {error}. Give arrays or lists of numbers") from None
+
+    return checked
+
+
 area_under_curve = _checked(statistics.area_under_curve)
 best_of_n = _checked(statistics.best_of_n)
 half_width = _checked(statistics.half_width)
@@ -63,19 +81,43 @@ standard_error = _checked(statistics.standard_error)
 summarize_seeds = _checked(statistics.summarize_seeds)
 wilson_interval = _checked(statistics.wilson_interval)
 
+crossed_difference = _checked_arrays(comparisons.crossed_difference)
+crossed_mean = _checked_arrays(comparisons.crossed_mean)
+detectable_difference = _checked(comparisons.detectable_difference)
+holm = _checked_arrays(comparisons.holm)
+improvement_interval = _checked_arrays(comparisons.improvement_interval)
+interquartile_interval = _checked_arrays(comparisons.interquartile_interval)
+interquartile_mean = _checked_arrays(comparisons.interquartile_mean)
+mean_height = _checked(comparisons.mean_height)
+probability_of_improvement = _checked_arrays(comparisons.probability_of_improvement)
+seed_difference = _checked(comparisons.seed_difference)
+steps_to = _checked(comparisons.steps_to)
+
 __all__ = [
+    "CrossedEstimate",
     "Difference",
     "Summary",
     "area_under_curve",
     "best_of_n",
+    "crossed_difference",
+    "crossed_mean",
+    "detectable_difference",
     "half_width",
+    "holm",
+    "improvement_interval",
+    "interquartile_interval",
+    "interquartile_mean",
     "item_interval",
     "majority_at_k",
     "mcnemar_p",
+    "mean_height",
     "pair_wins",
     "paired_bootstrap",
     "pass_at_k",
+    "probability_of_improvement",
+    "seed_difference",
     "standard_error",
+    "steps_to",
     "summarize_seeds",
     "wilson_interval",
 ]

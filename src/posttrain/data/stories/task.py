@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from posttrain.acting.methods import IF_DEMONSTRATIONS_ARE_READ
 from posttrain.data.base import ExamplesOnDemand, Split, Task
 from posttrain.data.stories.families import (
     FAMILIES,
@@ -61,7 +62,7 @@ def stories(
     max_steps: Annotated[int, Field(ge=1, le=6)] = 4,
     max_value: Annotated[int, Field(ge=30, le=9999)] = 99,
     families: list[Family] | None = None,
-    worked: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    worked: Annotated[float, Field(ge=0, le=1), IF_DEMONSTRATIONS_ARE_READ] = 1.0,
     style: Literal["question", "document"] = "question",
     responses: Responses = "none",
 ) -> Task:
@@ -319,7 +320,7 @@ def sums(
     size: Annotated[int, Field(ge=1)] = 50_000,
     min_value: Bound = 2,
     max_value: Bound = 99,
-    called: Annotated[float, Field(ge=0, le=1)] = 0.0,
+    called: Annotated[float, Field(ge=0, le=1), IF_DEMONSTRATIONS_ARE_READ] = 0.0,
 ) -> Task:
     """Sums and differences of two whole numbers, drawn on demand and the same for everyone: ``What is 19 + 12?``
 

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from posttrain.evaluation.comparisons import holm
 from posttrain.evaluation.statistics import student_t_quantile, student_t_tail
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.saes.fitting import StoreRows, in_batches, measure_quality
@@ -148,17 +149,6 @@ def unpaired_changes(
     return _judge(means[0], means[1], error, log_error, seen, moved, min_documents, min_change)
 
 
-def holm(p: Tensor) -> Tensor:
-    """Return Holm's adjusted p of every entry [n]: the running maximum of (n − i)·p₍ᵢ₎, at most 1."""
-    order = p.argsort()
-    factors = torch.arange(len(p), 0, -1, dtype=p.dtype)
-    if not len(p):
-        return p.clone()
-    adjusted = torch.empty_like(p)
-    adjusted[order] = (p[order] * factors).cummax(0).values.clamp_max(1.0)
-    return adjusted
-
-
 def two_sided_p(t: Tensor, freedom: Tensor) -> Tensor:
     """Return P(|T| > |t|) of Student's t, entry by entry, float64; ``freedom`` has the shape of ``t``."""
     tail = student_t_tail(t.numpy(), freedom.clamp_min(1).numpy())
@@ -184,7 +174,7 @@ def _judge(
     adjusted = torch.ones_like(change)
     if bool(tested.any()):
         p[:, tested] = two_sided_p(t[:, tested], (seen[tested] - 1).expand(2, -1))
-        adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
+        adjusted[:, tested] = torch.from_numpy(holm(p[:, tested].flatten().numpy())).view(2, -1)
     counts, places = (seen - 1).clamp_min(1).unique(return_inverse=True)
     by_count = [student_t_quantile(count) for count in counts.tolist()]
     quantiles = torch.tensor(by_count, dtype=p.dtype)[places]

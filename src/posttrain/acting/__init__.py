@@ -1,0 +1,1 @@
+"""Conditions on which options act, declared at the options."""

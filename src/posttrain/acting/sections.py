@@ -1,0 +1,165 @@
+"""Conditions on which the keys of sections act."""
+
+from __future__ import annotations
+
+from posttrain.acting.facts import ActsIf, Rounding, RunFacts
+
+
+def _no_kl(facts: RunFacts, key: str) -> str:
+    if facts.get("regularize.kl_coef"):
+        return ""
+    return "regularize.kl_coef is 0"
+
+
+def _never_drifts(facts: RunFacts, key: str) -> str:
+    """The KL of the policy to itself is 0, and so are the gradients of k2 and k3 there."""
+    moves = facts.steps != 1 or facts.next_to(key, "kl_estimator") == "k1" or facts.drops_inputs
+    if moves or not facts.get(key):
+        return ""
+    return Rounding("the run makes one update (train.steps 1), and until then the policy is the reference")
+
+
+def _reward_never_drifts(facts: RunFacts, key: str) -> str:
+    if not facts.has_one_batch or not facts.get("kl_in_reward.weight"):
+        return ""
+    return Rounding("the run samples one batch of answers, with the reference's own weights, so their KL is 0")
+
+
+def _no_penalty(facts: RunFacts, key: str) -> str:
+    if facts.get("kl_in_reward.weight"):
+        return _reward_never_drifts(facts, key)
+    return "kl_in_reward.weight is 0"
+
+
+def _no_target(facts: RunFacts, key: str) -> str:
+    if facts.get("kl_in_reward.target") is not None:
+        return ""
+    return "there is no kl_in_reward.target, so the weight is constant"
+
+
+def _keeps_groups(facts: RunFacts, key: str) -> str:
+    if facts.get("rollout.drop_uniform_groups"):
+        return ""
+    return "rollout.drop_uniform_groups is false"
+
+
+def _no_labels(facts: RunFacts, key: str) -> str:
+    if {"labels", "has_feedback"} & set(facts.needs):
+        return ""
+    return "the objective reads no labels"
+
+
+def _old_logprobs(facts: RunFacts, key: str) -> str:
+    if "old_logprobs" not in facts.needs:
+        return "the objective reads no probabilities of the sampler"
+    if facts.rounds or facts.get("rollout.staleness"):
+        return ""
+    return Rounding("the native engine samples in fp32 with the trainer's own weights, so both give the same")
+
+
+def _one_batch(facts: RunFacts, key: str) -> str:
+    if not facts.has_one_batch:
+        return ""
+    return f"the run has one batch of answers (train.steps {facts.steps}, {facts.updates} updates a batch)"
+
+
+def _turn_fits(facts: RunFacts, key: str) -> str:
+    limit = facts.get("rollout.max_tokens")
+    if facts.get(key) is None or facts.get(key) < limit:
+        return ""
+    return f"rollout.max_tokens ({limit}) ends an answer before"
+
+
+def _no_candidates(facts: RunFacts, key: str) -> str:
+    if "teacher_ids" in facts.needs:
+        return ""
+    return "the objective reads the teacher's probability of the sampled token alone"
+
+
+def _still_warms_up(facts: RunFacts, key: str) -> str:
+    warmup = facts.get("train.warmup_steps")
+    if facts.steps is None or not warmup or warmup < facts.steps:
+        return ""
+    return f"the warm-up (train.warmup_steps {warmup}) is as long as the run (train.steps {facts.steps}) or longer"
+
+
+def _stays(facts: RunFacts, key: str) -> str:
+    if facts.get("train.min_lr_ratio") == 1 and facts.get("train.schedule") != "constant":
+        return "train.min_lr_ratio is 1, so the learning rate does not fall"
+    return _still_warms_up(facts, key)
+
+
+def _constant(facts: RunFacts, key: str) -> str:
+    if facts.get("train.schedule") == "constant":
+        return "train.schedule is constant"
+    return _still_warms_up(facts, key)
+
+
+def _beyond(facts: RunFacts, key: str) -> str:
+    every = facts.get(key)
+    if facts.steps is None or not every or every <= facts.steps:
+        return ""
+    return f"it is more than the run's {facts.steps} steps (train.steps), and the last one is always counted"
+
+
+def _few_checkpoints(facts: RunFacts, key: str) -> str:
+    if facts.steps is None:
+        return ""
+    most = 1
+    for section in ("train.save_every", "eval.every"):
+        every = facts.get(section)
+        if every:
+            most += facts.steps // every
+    if facts.get(key) < most:
+        return ""
+    return f"the run saves at most {most} checkpoint{'s' * (most > 1)}"
+
+
+def _on_cpu(facts: RunFacts, key: str) -> str:
+    if facts.get("model.device") != "cpu":
+        return ""
+    return "a CPU (model.device) adds up in one order anyway"
+
+
+def _never_evaluates(facts: RunFacts, key: str) -> str:
+    if facts.get("eval.every"):
+        return ""
+    return "nothing is evaluated (eval.every 0)"
+
+
+def _scores_only(facts: RunFacts, key: str) -> str:
+    if facts.scores_only:
+        return "a reward model writes no answers"
+    return _never_evaluates(facts, key)
+
+
+IF_KL_COUNTS = ActsIf("if regularize.kl_coef is above 0", _no_kl, "Set regularize.kl_coef")
+IF_POLICY_DRIFTS = ActsIf(
+    "from the second update on, when policy and reference differ", _never_drifts, "Set train.steps"
+)
+IF_SAMPLER_DRIFTS = ActsIf(
+    "from the second batch of answers on, when policy and reference differ", _reward_never_drifts, "Set train.steps"
+)
+IF_PENALTY_COUNTS = ActsIf("if kl_in_reward.weight is above 0", _no_penalty, "Set kl_in_reward.weight")
+IF_WEIGHT_ADAPTS = ActsIf("if kl_in_reward.target is given", _no_target, "Set kl_in_reward.target")
+IF_GROUPS_ARE_DROPPED = ActsIf(
+    "if rollout.drop_uniform_groups is true", _keeps_groups, "Set rollout.drop_uniform_groups: true"
+)
+IF_LABELS_ARE_READ = ActsIf("if the objective reads labels, such as kto", _no_labels)
+IF_OLD_LOGPROBS_ARE_READ = ActsIf(
+    "if the objective has a ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs
+)
+IF_SEVERAL_BATCHES = ActsIf("from the second batch of answers on", _one_batch, "Set train.steps")
+IF_TURN_IS_SHORTER = ActsIf("below rollout.max_tokens", _turn_fits)
+IF_CANDIDATES_ARE_READ = ActsIf("if the objective compares whole distributions", _no_candidates)
+IF_RATE_FALLS = ActsIf(
+    "behind the warm-up, if train.min_lr_ratio is below 1", _stays, "Set train.warmup_steps below train.steps"
+)
+IF_SCHEDULED = ActsIf(
+    "behind the warm-up, if train.schedule is linear or cosine", _constant, "Set train.schedule: linear"
+)
+IF_WITHIN_RUN = ActsIf("up to the number of steps of the run", _beyond)
+IF_CHECKPOINTS_ARE_DELETED = ActsIf("if the run saves more checkpoints than that", _few_checkpoints)
+IF_ON_GPU = ActsIf("on a GPU", _on_cpu)
+IF_EVALUATED = ActsIf("if eval.every is above 0", _never_evaluates, "Set eval.every")
+IF_ANSWERS_ARE_EVALUATED = ActsIf("if eval.every is above 0 and the model writes answers", _scores_only)

@@ -1,0 +1,269 @@
+"""Making the trials of a comparison: one after another in a process, and side by side in several.
+
+Each process takes the next trial that has no record and that no other holds, so the same command in a second terminal
+shares the work, and after an interruption goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import PosttrainError, RunConflict
+from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
+from posttrain.runs.directory import RunDirectory, refuse_live_folder
+from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.paths import PLAN
+from posttrain.store.durable import refuse_links, remove_tree, replace_file, storage_errors
+from posttrain.store.locks import Held, hold
+from posttrain.store.metrics import MetricsLog
+from posttrain.sweeps.comparison.plan import ComparisonPlan, ComparisonTrial, choose_rates
+from posttrain.sweeps.comparison.records import (
+    TrialRecord,
+    facts_of_run,
+    read_recorded,
+    read_trial_record,
+    record_path,
+    write_trial_record,
+)
+from posttrain.sweeps.runner import Say, SweepOutcome
+from posttrain.untrusted import allow_code_options
+
+Launch = Callable[..., RunResult]
+POLL_SECONDS = 1.0
+SHARED = "POSTTRAIN_SHARED_COMPARISON"  # in the environment of the processes that a comparison starts to help it
+
+
+def load_records(plan: ComparisonPlan) -> list[TrialRecord]:
+    """The records of all trials that are done, those of ``comparison.recorded`` included.
+
+    Raises:
+        RunConflict: a record in the folder is of another recipe.
+        DataError: a record is damaged.
+    """
+    earlier = _earlier(plan)
+    records = _find_all(plan, plan.tuning(), earlier)
+    return records + _find_all(plan, plan.final(choose_rates(plan, records)), earlier)
+
+
+def _earlier(plan: ComparisonPlan) -> dict[str, TrialRecord]:
+    """Return the records of an earlier comparison by fingerprint."""
+    if plan.design.recorded is None:
+        return {}
+    return {record.fingerprint: record for record in read_recorded(Path(plan.design.recorded))}
+
+
+def _find_all(
+    plan: ComparisonPlan, trials: Sequence[ComparisonTrial], earlier: Mapping[str, TrialRecord]
+) -> list[TrialRecord]:
+    found = []
+    for trial in trials:
+        record = _find(plan, trial, earlier)
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def _find(plan: ComparisonPlan, trial: ComparisonTrial, earlier: Mapping[str, TrialRecord]) -> TrialRecord | None:
+    """Return the record of a trial, made here or earlier."""
+    fingerprint = trial.recipe.fingerprint()
+    record = read_trial_record(record_path(plan.folder, trial.name))
+    if record is None:
+        record = earlier.get(fingerprint)
+        if record is None:
+            return None
+        return replace(record, stage=trial.stage, row=trial.row, variant=trial.variant)
+    if record.fingerprint != fingerprint:
+        raise RunConflict(
+            f"{record_path(plan.folder, trial.name)}: made by another recipe. Nothing was changed. Delete it, or run "
+            "the comparison under another name with --run NAME"
+        )
+    return record
+
+
+def make_comparison(
+    plan: ComparisonPlan,
+    *,
+    jobs: int | None = None,
+    say: Say = lambda line, is_failure: None,
+    train: Launch = launch,
+    poll_seconds: float = POLL_SECONDS,
+) -> SweepOutcome:
+    """Make the trials that have no record yet: first those that choose the rates, then those at the chosen rates.
+
+    Args:
+        jobs: processes; by default one.
+        train: launches a run (``runs.launch.launch``).
+
+    Raises:
+        RunConflict: the folder belongs to something else, or a record to another recipe; nothing was changed.
+        DataError: a record is damaged.
+    """
+    _claim(plan)
+    load_records(plan)
+    stop = stop_on_signals("stopping when what is at work has saved what it has")
+    with _helpers(plan, jobs), stop as should_stop:
+        worker = _Worker(plan, say, train, poll_seconds, _earlier(plan), should_stop)
+        worker.make(plan.tuning())
+        if not worker.outcome.interrupted:
+            rates = choose_rates(plan, _find_all(plan, plan.tuning(), worker.earlier))
+            for line in _describe_rates(plan, rates):
+                say(line, False)
+            worker.make(plan.final(rates))
+    return worker.outcome
+
+
+def _claim(plan: ComparisonPlan) -> None:
+    """Write the plan into its folder; refuse a folder of something else."""
+    folder = plan.folder
+    if folder.exists() and not (folder / PLAN).is_file():
+        is_taken = not folder.is_dir() or any(not item.name.startswith((".lock", ".tmp-")) for item in folder.iterdir())
+        if is_taken:
+            raise RunConflict(f"{folder}: something else than a sweep is there. Choose another name with --run NAME")
+    refuse_live_folder(folder)  # a sweep of the other kind
+    if folder.exists():
+        refuse_links(folder)
+    with storage_errors("comparison", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.environ.get(SHARED):
+            replace_file(folder / PLAN, plan.to_yaml().encode())
+
+
+@contextmanager
+def _helpers(plan: ComparisonPlan, jobs: int | None) -> Iterator[None]:
+    """Start processes that take trials, too; they end with this one."""
+    children: list[Child] = []
+    words = ["sweep", str(plan.folder / PLAN), "--run", plan.folder.name, "--runs-dir", str(plan.folder.parent)]
+    command = [sys.executable, "-m", "posttrain.cli", *words, "--jobs", "1", "--quiet", *allow_code_options()]
+    threads = threads_per_child(1)
+    try:
+        for number in range(1, jobs or 1):
+            log = plan.folder / f"helper-{number}.log"
+            children.append(start_child(command, log, "a helper", threads, {SHARED: "1"}))
+        yield
+    finally:
+        end_children(children)
+
+
+def _describe_rates(plan: ComparisonPlan, rates: Mapping[tuple[str, int], float]) -> list[str]:
+    lines = []
+    for variant, name in enumerate(plan.variants):
+        chosen = ", ".join(f"{row} {rate:g}" for (row, own), rate in rates.items() if own == variant)
+        if chosen:
+            lines.append(f"learning rates chosen {name}: {chosen}".replace("  ", " "))
+    return lines
+
+
+@dataclass
+class _Clock:
+    """CPU-seconds of this process, as the observer of a run: of its updates, and of all."""
+
+    started: float = field(default_factory=time.process_time)
+    last: float = field(default_factory=time.process_time)
+    of_updates: float = 0.0
+
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
+        now = time.process_time()
+        if event == "step":
+            self.of_updates += now - self.last
+        self.last = now
+
+
+@dataclass
+class _Worker:
+    """Makes trials that nobody else makes."""
+
+    plan: ComparisonPlan
+    say: Say
+    train: Launch
+    poll_seconds: float
+    earlier: Mapping[str, TrialRecord]
+    should_stop: Callable[[], bool]
+    outcome: SweepOutcome = field(default_factory=SweepOutcome)
+
+    def find(self, trial: ComparisonTrial) -> TrialRecord | None:
+        return _find(self.plan, trial, self.earlier)
+
+    def make(self, trials: Sequence[ComparisonTrial]) -> None:
+        """Make each trial, or wait until another process has made it."""
+        waiting = [trial for trial in trials if self.find(trial) is None]
+        while waiting and not self.outcome.interrupted:
+            num_before = len(waiting)
+            for trial in list(waiting):
+                if self.outcome.interrupted or self.should_stop():
+                    self.outcome.interrupted = True
+                    break
+                if self.find(trial) is not None or self._take(trial):
+                    waiting.remove(trial)
+                    self._tell(trial, len(waiting))
+            if len(waiting) == num_before and not self.outcome.interrupted:
+                time.sleep(self.poll_seconds)
+
+    def _tell(self, trial: ComparisonTrial, num_left: int) -> None:
+        record = self.find(trial)
+        if record is not None:
+            self.say(f"{trial.name}: {record.accuracy:.1%} right at the end ({num_left} left)", False)
+
+    def _take(self, trial: ComparisonTrial) -> bool:
+        """Make a trial; return whether it is done with, which it is not where another process has it."""
+        place = trial.folder.parent
+        with storage_errors("comparison", place):
+            place.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(hold(place / f".{trial.name}.lock", 0.05))
+            except Held:
+                return False
+            if self.find(trial) is not None:
+                return True
+            try:
+                return self._make(trial)
+            except PosttrainError as error:
+                self.outcome.failures[trial.name] = str(error)
+                self.say(f"{trial.name}: failed: {error}", True)
+                return True
+
+    def _make(self, trial: ComparisonTrial) -> bool:
+        run = RunDirectory(trial.folder)
+        is_begun = run.recipe_path.is_file()
+        status = None
+        if is_begun:
+            status = run.read_status()
+            changed = run.changed_keys(trial.recipe)
+            if changed:
+                what = ", ".join(sorted(changed))
+                raise RunConflict(f"{trial.folder}: made by another recipe; it differs in {what}. Delete it")
+        clock = _Clock()
+        if status is None or status.state != "finished":
+            options: dict[str, Any] = {"root": trial.folder.parent, "name": trial.name, "recipe_name": trial.name}
+            result = self.train(trial.recipe, **options, resume=is_begun, observer=clock)
+            if result.reason != "finished":
+                self.outcome.interrupted = True  # the loop ends before it takes another
+                return False
+        seconds = None
+        whole = None
+        if not is_begun:
+            seconds = clock.of_updates
+            whole = time.process_time() - clock.started
+        facts = facts_of_run(trial.folder, MetricsLog(trial.folder / "metrics.jsonl").read())
+        record = TrialRecord(
+            fingerprint=trial.recipe.fingerprint(),
+            stage=trial.stage,
+            row=trial.row,
+            variant=trial.variant,
+            rate=trial.rate,
+            seed=trial.seed,
+            cpu_seconds=seconds,
+            whole_seconds=whole,
+            **facts,
+        )
+        write_trial_record(record_path(self.plan.folder, trial.name), record)
+        if not self.plan.design.keep_runs:
+            remove_tree(trial.folder)
+        return True
