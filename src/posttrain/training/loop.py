@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import EvalSection, RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import choose_primary_metric
@@ -68,13 +71,47 @@ class TrainResult:
     evaluations: dict[str, dict[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """The parts of a resolved recipe that the loop reads.
+
+    train: with the number of steps filled in. writes_shares: each process writes its share of the weights into a
+    checkpoint. models: the model and a teacher by their key. identity: of the recipe, as checkpoints keep it.
+    describe_clip: warns of a clip range that is too narrow (``describe_narrow_clip``).
+    """
+
+    train: TrainSection
+    eval: EvalSection
+    rollout: RolloutSection | None
+    writes_shares: bool
+    models: Mapping[str, str]
+    identity: Mapping[str, object]
+    describe_clip: Callable[[Forward, Mapping[str, float], int], str]
+
+
+def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
+    """Return the loop's part of a resolved recipe, for a run of so many steps."""
+    models = {"model.name": recipe.model.name}
+    if recipe.teacher is not None:
+        models["teacher.name"] = recipe.teacher.name
+    return LoopPlan(
+        train=recipe.train.model_copy(update={"steps": steps}),
+        eval=recipe.eval,
+        rollout=recipe.rollout,
+        writes_shares=recipe.scale.checkpoint == "sharded",
+        models=models,
+        identity={"recipe": recipe.fingerprint(), "settings": decisive(recipe.dump())},
+        describe_clip=partial(describe_narrow_clip, recipe),
+    )
+
+
 @dataclass(slots=True)
 class Loop:
     """A run in progress. Each process of the ``process_group`` takes the same decisions; the main one keeps the
     records.
     """
 
-    recipe: Recipe
+    plan: LoopPlan
     files: RunFiles
     parts: TrainerState
     metrics: MetricsLog | NoRecords
@@ -114,7 +151,7 @@ class Loop:
             CheckpointError: it holds something else than the recipe's parts.
             UsageError: a model that it began with is another by now.
         """
-        check_origins(self.recipe, self.parts.origins, checkpoint.state)
+        check_origins(self.plan.models, self.parts.origins, checkpoint.state)
         self._take_threads(checkpoint.state)
         fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
         restore_model(self.parts.model, checkpoint.path, fill)
@@ -135,7 +172,6 @@ class Loop:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
         source = self.parts.source
         return {
-            "recipe": self.recipe,
             "steps": self.steps,
             "length": length,
             "resumed_from": self.step if resumed else None,
@@ -182,7 +218,7 @@ class Loop:
         Raises:
             UsageError: they are fewer than were made.
         """
-        num_epochs = self.recipe.train.num_epochs
+        num_epochs = self.plan.train.num_epochs
         if num_epochs is None:
             return
         length = f"train.num_epochs {num_epochs:g} is {self.steps} steps over the data as they are"
@@ -198,13 +234,14 @@ class Loop:
         if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
             self.evaluate()
             self.save()
-        elif self.step == 0 and self.recipe.eval.every:
+        elif self.step == 0 and self.plan.eval.every:
             self.evaluate()
         while self.step < self.steps and not self.process_group.agree(should_stop(), "being stopped"):
-            self.update()
+            with phase(f"step {self.step + 1} of {self.steps}"):
+                self.update()
             if self.unevaluated:
                 self.evaluate()
-            if self._due(self.recipe.train.save_every) or self._is_best():
+            if self._due(self.plan.train.save_every) or self._is_best():
                 self.save()
                 saved = self.step
         if saved != self.step:
@@ -239,10 +276,6 @@ class Loop:
 
     def update(self) -> None:
         """Take one optimizer step and record it."""
-        with phase(f"step {self.step + 1} of {self.steps}"):
-            self._update()
-
-    def _update(self) -> None:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
@@ -259,7 +292,7 @@ class Loop:
         metrics = draw.metrics | metrics | {"trained_tokens": tokens}
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
-        self.unevaluated = bool(self.recipe.eval.every) and self._due(self.recipe.eval.every)
+        self.unevaluated = bool(self.plan.eval.every) and self._due(self.plan.eval.every)
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
@@ -278,7 +311,7 @@ class Loop:
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
-        narrow = describe_narrow_clip(self.recipe, self.parts.policy, metrics, self.step)
+        narrow = self.plan.describe_clip(self.parts.policy, metrics, self.step)
         if narrow:
             warnings["clip"] = narrow
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
@@ -289,7 +322,7 @@ class Loop:
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
-        options = self.recipe.train.model_copy(update={"steps": self.steps})
+        options = self.plan.train
         batch = draw.batch
         lr = learning_rate(options, step)
         if batch is None:
@@ -300,7 +333,8 @@ class Loop:
         learning = self.parts.learning()
         loss, metrics = accumulate(learning, batch, options, process_group=self.process_group, idle_rows=idle_rows)
         if metrics.get("kl_sampler", 0.0) > MAX_KL:
-            check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
+            updates_per_batch = options.ppo_epochs * options.num_minibatches
+            check_mismatch(self.plan.rollout, updates_per_batch, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
@@ -333,9 +367,7 @@ class Loop:
         self._pass_on_warnings()
 
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
-        primary = choose_primary_metric(
-            evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None
-        )
+        primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
@@ -360,7 +392,7 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
         same_weights(self.parts.whole_parameters(), self.process_group, f"step {self.step} cannot be saved")
-        together = self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded"
+        together = self.parts.shards is not None and self.plan.writes_shares
         process_group = self.process_group if together else SINGLE_PROCESS
         tensors = self._gathered(process_group)
         if not self.process_group.is_main:
@@ -404,8 +436,7 @@ class Loop:
     def _state(self) -> dict[str, object]:
         """Return the content of ``state.json``."""
         state: dict[str, object] = {
-            "recipe": self.recipe.fingerprint(),
-            "settings": decisive(self.recipe.dump()),
+            **self.plan.identity,
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
             "num_threads": torch.get_num_threads(),
@@ -426,7 +457,7 @@ class Loop:
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
-        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep_checkpoints, {best})
+        prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})
 
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
@@ -496,7 +527,8 @@ def open_loop(
             if recipe.train.num_epochs is not None:
                 steps, length = parts.source.length_of(recipe.train.num_epochs)
             assert steps is not None, "a recipe says steps or num_epochs"
-            yield Loop(recipe, files, parts, metrics, rollouts, observer, steps, process_group), length
+            plan = plan_loop(recipe, steps)
+            yield Loop(plan, files, parts, metrics, rollouts, observer, steps, process_group), length
 
 
 @contextmanager

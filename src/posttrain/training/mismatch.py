@@ -14,6 +14,7 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.inert import ROOM, narrow_bounds
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection
 from posttrain.types import Batch, Outputs
 
 MAX_KL = 0.05  # from sampler to trainer, nats per token; rounding of half precision is a tenth of it
@@ -55,7 +56,14 @@ def derive_sample_size(means: dict[str, float]) -> dict[str, float]:
     return means
 
 
-def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mapping[str, float], step: int) -> None:
+def check_mismatch(
+    options: RolloutSection | None,
+    updates_per_batch: int,
+    policy: Forward,
+    batch: Batch,
+    metrics: Mapping[str, float],
+    step: int,
+) -> None:
     """Refuse an update whose rows another model sampled.
 
     Only where both computed the same: before the first update of a rollout batch, in a run without staleness,
@@ -65,9 +73,7 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         EngineMismatch: the KL from the sampler to the trainer is above 0.05 nats per token; says which side differs
             from the model's own forward pass.
     """
-    options = recipe.rollout
     kl = metrics.get("kl_sampler", 0.0)
-    updates_per_batch = recipe.train.ppo_epochs * recipe.train.num_minibatches
     is_first = (step - 1) % updates_per_batch == 0
     if options is None or options.staleness or not is_first or kl <= MAX_KL:
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
-from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, own_part, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
@@ -57,10 +57,13 @@ class MeanOverBatch:
 
     def add(self, name: str, values: Tensor, mask: Tensor | None, count: float) -> None:
         """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
-        values = values.detach()
-        kept = values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+        kept = values.detach()
+        if mask is not None:
+            kept = torch.where(mask, kept, torch.zeros_like(kept))
         total = with_float64(kept).to(torch.float64).sum()
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        if name in self.sums:
+            total = self.sums[name] + total
+        self.sums[name] = total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self, process_group: ProcessGroup = SINGLE_PROCESS, derive: Derive = dict) -> dict[str, float]:
@@ -92,7 +95,9 @@ def learning_rate(options: TrainSection, step: int) -> float:
     assert options.steps is not None, "a run knows how many steps its passes come to"
     span = max(1, options.steps - options.warmup_steps)
     done = min(1.0, (step - 1 - options.warmup_steps) / span)
-    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    shape = 1.0 - done
+    if options.schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * done))
     return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * shape)
 
 
@@ -110,48 +115,50 @@ def accumulate(
     Each process of a ``process_group`` has the gradients of its share of the micro-batches, whose sum ``add_gradients``
     takes; loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch
     is split into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
-    objectives. Without ``learns`` it only measures: no gradients, no dropout.
-
-    ``idle_rows``: what is done with rows that cannot change the gradient (``idle_rows.py``). If they are skipped, the
-    metrics are of the rows that are computed.
+    objectives. Without ``learns`` it only measures: no gradients, no dropout. ``idle_rows``: what is done with rows
+    that cannot change the gradient (``idle_rows.py``). If they are skipped, the metrics are of the rows that are
+    computed.
     """
-    forward, level = method.forward, method.level
-    entropy = method.entropy if learns else "none"
-    batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
+    forward = method.forward
+    level = method.level
+    entropy = method.entropy
+    if not learns:
+        entropy = "none"
+        idle_rows = "train"
+    batch.weights = _weigh(method.aggregate, batch, level)
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
-    slots = used = 0.0
+    slots = 0.0
+    used = 0.0
     num_computed = 0
-    is_checked = idle_rows != "measure" or not method.vanishes
-    for chosen, has_gradients in _divide(method, batch, "train" if not learns else idle_rows):
-        pieces = split_rows(chosen, options.micro_batch_tokens, options.micro_batch_rows, process_group)
+    is_checked = idle_rows != "measure"
+    micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
+    for chosen, is_trained in _divide(method, batch, idle_rows):
         num_computed += chosen.num_rows
-        for rows, counts in even_pieces(pieces, chosen, process_group, is_sharded=forward.is_sharded):
-            planned = chosen.select(rows)
-            part = planned.to(device)
-            with _learning(forward, options) if learns and has_gradients else torch.no_grad():
-                outputs = forward(planned, entropy, "teacher_ids" in batch.fields)
+        has_gradients = learns and is_trained
+        for micro in micro_batches.over(chosen, forward):
+            part = micro.part.to(device)
+            with _learning(forward, options) if has_gradients else torch.no_grad():
+                outputs = forward(micro.part, entropy, "teacher_ids" in batch.fields)
                 result = _apply(method.objective, outputs, part, level)
-                assert part.weights is not None
-                weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
-                loss = (_kept(result.values, part, level) * weights).sum()
-                if learns and has_gradients:
+                loss = _weighted_sum(result.values, part, level, micro.counts)
+                if has_gradients:
                     with forward.backward_context():
                         loss.backward()
             if not is_checked:
                 check_vanishing(method.name, method.objective, method.vanishes or (), outputs, part)
                 is_checked = True
-            if not counts:
+            if not micro.counts:
                 continue
             total += with_float64(loss.detach()).to(torch.float64)
-            _measure(means, result, outputs, part, level, float(planned.mask.sum()))
+            _measure(means, result, outputs, part, level, float(micro.part.mask.sum()))
             slots += forward.last_slots
             used += forward.last_tokens
     mine = (float(total), float(slots), float(used))
     loss, slots, used = (sum(parts) for parts in zip(*process_group.gather([mine], "losses"), strict=True))
     metrics = means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
-    if learns and idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
+    if idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
         metrics["computed_rows"] = float(num_computed)
     return loss, metrics
 
@@ -165,7 +172,10 @@ def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple
         yield batch, True
         return
     trained, idle = split_idle_rows(batch, method.vanishes)
-    yield batch.select(trained) if idle else batch, True
+    if not idle:
+        yield batch, True
+        return
+    yield batch.select(trained), True
     if idle_rows == "skip":
         return
     if UNSCORED in batch.fields:
@@ -225,16 +235,29 @@ def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
     return sums
 
 
-def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
-    """The weights of the whole optimizer batch: one per token, or one per unit (a row of ``mask``)."""
+def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) -> Tensor:
+    """Return the weights of the whole optimizer batch: one per token, or one per unit."""
+    mask = batch.unit_mask
+    expected = mask.shape[:1]
+    if level == "token":
+        mask = batch.mask
+        expected = mask.shape
     weights: Tensor = registry.call("aggregate", aggregate, mask)
-    expected = mask.shape if level == "token" else mask.shape[:1]
     if getattr(weights, "shape", None) != expected:
         raise UsageError(
             f"aggregate: the function returned {registry.describe_result(weights)} for a mask of shape "
             f"{tuple(mask.shape)}; it must give one weight per {level}"
         )
     return weights
+
+
+def _weighted_sum(values: Tensor, part: Batch, level: Level, counts: bool) -> Tensor:
+    """Return the loss of a micro-batch; it is 0 times the values if the micro-batch does not count."""
+    assert part.weights is not None
+    weights = part.weights.to(values.dtype)
+    if not counts:
+        weights = torch.zeros_like(values)
+    return (_kept(values, part, level) * weights).sum()
 
 
 def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
@@ -272,8 +295,10 @@ def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator
     if options.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 
-        both = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
-        recomputing = gradient_checkpointing(both)
+        models = [forward.model]
+        if isinstance(forward, ActorCritic):
+            models = [forward.policy.model, forward.critic.model]
+        recomputing = gradient_checkpointing(models)
     try:
         for layer in dropouts:
             layer.train()
@@ -285,10 +310,13 @@ def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator
 
 
 def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
-    result = registry.call("objective", objective, outputs, batch)
+    with registry.failures_of("objective"):
+        result = objective(outputs, batch)
     if not isinstance(result, Loss):
         raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
-    expected = tuple(batch.mask.shape) if level == "token" else (batch.num_rows // batch.rows_per_unit,)
+    expected: tuple[int, ...] = (batch.num_rows // batch.rows_per_unit,)
+    if level == "token":
+        expected = tuple(batch.mask.shape)
     if tuple(result.values.shape) != expected:
         raise UsageError(
             f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "

@@ -19,7 +19,7 @@ from posttrain.reports.charts import (
     show_tick,
 )
 from posttrain.reports.page import render, write_html
-from posttrain.reports.run import Transcript, TranscriptAnswer, turns_of
+from posttrain.reports.run_page import Transcript, TranscriptAnswer, turns_of
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen, MethodCurve
