@@ -76,7 +76,7 @@ def test_a_dry_run_states_the_parts_next_to_the_recipe(capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert "memory" not in out.splitlines()[0]
     assert out.startswith("# tiny/grpo, resolved")
-    lines = err.splitlines()
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
     assert lines[0].startswith("memory of one process")
     parts = {line[:22].strip(): line[22:].strip() for line in lines[1:]}
     assert list(parts) == [

@@ -31,26 +31,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.config import read_object
+from posttrain.errors import PosttrainError
 from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
-from posttrain.models.load import choose_device, read_config
-from posttrain.models.published.configs import published_config
-from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
-from posttrain.recipes.document import interpretation_names, recipe_names
-from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.recipes.sections import AdapterSection, ModelSection, RolloutSection
+from posttrain.models.load import choose_device
+from posttrain.models.published.planned import model_to_plan
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import AdapterSection, RolloutSection
 from posttrain.training.checks import Components, resolve_components
 from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
-from posttrain.untrusted import kind_of_file
 
 # Architectures whose activations were counted: whether queries and keys have norms.
 QK_NORMS = {"qwen3": True, "olmo2": True, "qwen2": False, "llama": False, "gpt2": False}
@@ -163,58 +158,9 @@ def estimate_memory(recipe: Recipe, gpu_bytes: int | None = None) -> Memory | st
         if gpu_bytes is None:
             device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
             gpu_bytes = gpu_memory_of(device)
-        return memory_of(*counted(recipe), gpu_bytes)
+        return memory_of(*model_to_plan(recipe, QK_NORMS), gpu_bytes)
     except PosttrainError as error:
         return str(error)
-
-
-def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
-    """Return a resolved recipe for ``memory_of`` (a loaded adapter as a new one), and its model's configuration.
-
-    Raises:
-        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
-    """
-    recipe = recipe.model_copy(update={"model": _made_from(recipe.model)})
-    model = recipe.model
-    config = None
-    if model.init is None and kind_of_file(model.name) == "nothing":
-        config = published_config(model.name)  # and not from the model itself, which would be fetched
-    is_published = config is not None
-    if config is None:
-        config = read_config(model)
-    if config is None:
-        raise UsageError(
-            f"the config.json of {model.name} is missing. Download it once (`hf download {model.name} config.json`), "
-            "or set model.name to a folder that has it"
-        )
-    if config.model_type not in QK_NORMS:
-        raise UsageError(
-            f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
-        )
-    source = ""
-    if not (model.init or model.adapter or is_published):
-        source = resolve_model_name(model.name)
-    if source and is_adapter(source):
-        settings = read_object(Path(source) / ADAPTER_CONFIG)
-        try:
-            section = AdapterSection(rank=settings["r"], targets=settings["target_modules"])
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{source}: {ADAPTER_CONFIG} does not say r and target_modules") from None
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"adapter": section})})
-    return recipe, config
-
-
-def _made_from(model: ModelSection) -> ModelSection:
-    """Return a section that names a run which a shipped recipe has yet to make, with the model of that recipe."""
-    others = interpretation_names()
-    makers = {f"runs/{name.replace('/', '-')}": name for name in recipe_names() if name not in others}
-    while model.init is None and model.name in makers and kind_of_file(model.name) == "nothing":
-        below = load_recipe(makers[model.name]).model
-        changes: dict[str, object] = {"name": below.name, "init": below.init}
-        if model.adapter is None:
-            changes["adapter"] = below.adapter
-        model = model.model_copy(update=changes)
-    return model
 
 
 def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None = None) -> Memory:
