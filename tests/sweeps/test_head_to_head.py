@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from closeness import approx
 from posttrain.errors import DataError
 from posttrain.evaluation.statistics import wilson_interval
@@ -23,6 +21,7 @@ from posttrain.sweeps.head_to_head import (
     show_estimate,
 )
 from posttrain.sweeps.judges import JudgeAgreement, read_agreement
+from refusing import refuses
 
 WRITTEN: dict[str, Any] = {
     "results": {"characters_a": 100.0, "characters_b": 90}
@@ -133,7 +132,7 @@ def read_written(folder: Path, results: Any, item: Any) -> PolicyComparison:
 
 def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) -> None:
     good = answered(3.0, 0.0)
-    with pytest.raises(DataError, match="its files are damaged"):
+    with refuses(DataError, "files are damaged"):
         read_comparison(tmp_path, "a", 0)
     whole = read_written(tmp_path, WRITTEN, good)
     assert whole.measures["reward_judge"][0] == 3.0
@@ -143,8 +142,8 @@ def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) ->
     changes: list[Any] = [b"{", b"[" * 100_000, b"1" * 5000, [], {"results": 7}, WRITTEN | {"others": {"p": 7}}]
     changes += [WRITTEN | {"results": WRITTEN["results"] | {"win_rate": value}} for value in (None, "x", [0.5])]
     for results in changes:
-        with pytest.raises(DataError, match="its files are damaged"):
+        with refuses(DataError, "files are damaged"):
             read_written(tmp_path, results, good)
     for item in (good | {"b": []}, good | {"a": [{"text": "x"}]}, [], b"[" * 100_000):
-        with pytest.raises(DataError, match="its files are damaged"):
+        with refuses(DataError, "files are damaged"):
             read_written(tmp_path, WRITTEN, item)

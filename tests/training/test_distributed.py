@@ -25,6 +25,7 @@ from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
 from posttrain.training.checkpoint import load_checkpoint
 from posttrain.training.checks import resolve_components
 from posttrain.training.memory import Memory, estimate_memory
+from refusing import refuses
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, shallow, steps_of
 
 SHARDED = {"scale": {"sharding": "fsdp2"}}
@@ -283,7 +284,7 @@ def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
 
 
 def test_shares_of_what_all_have_whole_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"scale\.checkpoint: every process has all of it"):
+    with refuses(RecipeError, "scale.checkpoint"):
         resolve_components(make_recipe("sft", scale={"processes": 2, "checkpoint": "sharded"}))
 
 
@@ -423,8 +424,8 @@ def test_broadcast_gives_the_value_of_rank_0_and_names_calls_that_differ(several
         assert received["rank"] == 0
         assert received["ids"] == list(range(1000))
         assert received["x"].equal(torch.ones(2, 3))
-        assert "the call of rank 0" in error
-        assert "the call of the others" in error
+        assert "call of rank" in error
+        assert "of the others" in error
 
 
 @pytest.mark.slow
