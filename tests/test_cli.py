@@ -218,7 +218,7 @@ def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Dr. GRPO (Liu et al. 2025): no division" in line
     assert lines.index("policy gradients: posttrain train NAME") < lines.index(line)
     large = next(line for line in lines if line.startswith("grpo-gsm8k "))
-    assert large.split()[1:8] == ["gsm8k", "Qwen3-14B", "14B", "GPU,", "over", "28", "GB"]
+    assert large.split()[1:8] == ["gsm8k", "Qwen3-14B", "14B", "GPU,", "42", "GiB", "Qwen3-14B"]
     assert main(["recipes", "show", "grpo-gsm8k"]) == 0
     assert "name: Qwen/Qwen3-14B" in capsys.readouterr().out
 
@@ -236,7 +236,7 @@ def test_recipes_as_json_hold_everything_that_can_be_run(capsys: pytest.CaptureF
     assert output == {
         "smollm2/grpo-sums": ("sums", "smollm2-135m", "135M", "CPU"),
         "smollm2/what-did-rl-change": ("sums", "smollm2-135m", "135M", "CPU"),
-        "rm-hh-gpt2": ("hh_rlhf", "gpt2", "124M", "GPU, over 2 GB"),
+        "rm-hh-gpt2": ("hh_rlhf", "gpt2", "124M", "GPU, 19 GiB"),
         "tiny/grpo": ("stories", "tiny-sft", "0.9M", "CPU"),
         "sweep/tiny": ("stories", "tiny", "0.9M", "CPU"),
         "sae-qwen3-14b-layer20": ("text", "Qwen3-14B", "14B", "GPU"),

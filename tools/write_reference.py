@@ -1,6 +1,8 @@
-"""Write docs/reference/results.md from ``benchmarks/results``, and the tables of functions in docs/reference/api.md.
+"""Write docs/reference/results.md from ``benchmarks/results``, the tables of functions in docs/reference/api.md, and
+the memory of every recipe.
 
-The first says what the runs that ship with the code came to, the second lists the parts on plain tensors.
+The first says what the runs that ship with the code came to, the second lists the parts on plain tensors. The third is
+what ``posttrain recipes`` shows (``src/posttrain/recipes/memory.json``).
 ``--check`` only says whether the files in the repository are what results and functions say.
 """
 
@@ -19,10 +21,15 @@ from comparison_tables import comparison_page
 from write_methods import PLOT, draw_curve
 
 import posttrain
+from posttrain.commands.recipes import PLANNED_GIB, needs_gpu
 from posttrain.evaluation.statistics import half_width
+from posttrain.recipes.recipe import load_recipe
+from posttrain.sweeps.file import training_recipe_names
+from posttrain.training.memory import estimate_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference" / "results.md"
+MEMORY = ROOT / "src" / "posttrain" / "recipes" / "memory.json"
 API = ROOT / "docs" / "reference" / "api.md"
 PICTURE = ROOT / "docs" / "images" / "smollm2-sums.svg"
 PARTS = ("losses", "advantages", "aggregations", "statistics")
@@ -309,8 +316,25 @@ def api_text(page: str) -> str:
     return page
 
 
+def memory_text() -> str:
+    """Return the plan of memory of every recipe for a GPU, as JSON: the most that it holds at a time, in GiB.
+
+    Raises:
+        SystemExit: a recipe has no plan.
+    """
+    plans = {}
+    for name in training_recipe_names():
+        if not needs_gpu(name):
+            continue
+        plan = estimate_memory(load_recipe(name).resolve(), PLANNED_GIB * 2**30)
+        if isinstance(plan, str):
+            raise SystemExit(f"{name}: {plan}")
+        plans[name] = round(max(plan.update, plan.sampling) / 2**30, 1)
+    return json.dumps(plans, indent=1) + "\n"
+
+
 def main() -> int:
-    texts = {**generated(), API: api_text(API.read_text(encoding="utf-8"))}
+    texts = {**generated(), API: api_text(API.read_text(encoding="utf-8")), MEMORY: memory_text()}
     texts[COMPARED] = comparison_page(COMPARED.read_text(encoding="utf-8"), read("compare-methods.json"))
     status = 0
     for path, text in texts.items():
