@@ -29,8 +29,8 @@ from torch import Tensor
 from posttrain.interpret.activations.shards import write_tensors
 from posttrain.interpret.differences.changes import Seen, see_changes
 from posttrain.interpret.saes.fitting import fit_sae
-from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
+from posttrain.interpret.saes.sae_recipe import SaeComponent, SaeTrainSection
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"
 D, FEATURES, L0, NOISE = 128, 512, 12.0, 0.02

@@ -5,7 +5,7 @@
     python benchmarks/saes.py --peer FOLDER      # where sae-lens is installed, if not here
 
 speed    one thread, d = 128, F = 1024, batches of 4096 rows of the same fp32 tensor in random order. Ours is
-         ``train_sae`` as a run has it (Lightning, row order, clipping, fused Adam, schedule, normalized decoder,
+         ``train_sae`` as a run has it (row order, clipping, fused Adam, schedule, normalized decoder,
          AuxK's bookkeeping), theirs ``SAETrainer.fit``. Seconds of CPU time per step, the machine being shared; ours
          and theirs take turns, and medians are compared.
 planted  512 features in 256 dimensions, with rates as in Zipf's law, 12 active in a row on average; what a dictionary
@@ -34,8 +34,8 @@ import torch
 from planted import TensorRows, match, plant, plant_change
 from torch import Tensor
 
-from posttrain.interpret.saes.recipe import SaeRecipe
-from posttrain.interpret.saes.training import TrainedDictionary, train_sae
+from posttrain.interpret.saes.sae_recipe import SaeRecipe
+from posttrain.interpret.saes.sae_training import TrainedDictionary, train_sae
 from posttrain.store.metrics import MetricsLog
 
 RESULTS = Path(__file__).parent / "results" / "dictionaries.json"
@@ -200,7 +200,7 @@ def main() -> None:
         results["change"] = measure_change()
     if "planted" in wanted:
         results["planted"] = measure_planted(arguments.scale)
-    results["versions"] = {name: version(name) for name in ("torch", "lightning")} | {"sae-lens": baseline}
+    results["versions"] = {"torch": version("torch"), "sae-lens": baseline}
     results["machine"] = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -22,7 +22,7 @@ from posttrain import registry
 from posttrain.data.render import encode_plain, encode_prompt, stop_ids
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
@@ -89,11 +89,11 @@ class HarnessModel(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(samples)
         batch = collate(samples)
         with torch.no_grad():
-            for rows in split_rows(batch, TOKENS_PER_MICRO):
-                part = batch.select(rows)
+            for micro in MicroBatching(TOKENS_PER_MICRO).over(batch, self.forward):
+                part = micro.part
                 logprobs = self.forward(part, "none").logprobs.cpu().double()
                 likeliest = self.forward.top_candidates(part, 1)[0][..., 0].cpu()
-                for place, row in enumerate(rows):
+                for place, row in enumerate(micro.rows):
                     mask = part.mask[place]
                     is_greedy = bool((likeliest[place] == part.tokens[place])[mask].all())
                     found[row] = float(logprobs[place][mask].sum()), is_greedy

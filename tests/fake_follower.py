@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
-from posttrain.sampling.vllm.training import NcclGroup
+from posttrain.sampling.vllm.following import NcclGroup
 
 # The routes of one transfer of weights.
 FILES = ["/pause", "/collective_rpc", "/update_weight_version", "/resume", "/reset_prefix_cache"]

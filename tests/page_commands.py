@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from posttrain import cli
-from posttrain.interpret.differences.recipe import load_diff_recipe
-from posttrain.interpret.saes.recipe import load_sae_recipe
+from posttrain.interpret.differences.changes_recipe import load_diff_recipe
+from posttrain.interpret.saes.sae_recipe import load_sae_recipe
 from posttrain.recipes.document import complete_component, known_keys, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.file import shipped_sweeps

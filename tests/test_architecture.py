@@ -81,7 +81,6 @@ ALLOWED_IMPORTERS: dict[str, tuple[str, ...]] = {
     "httpx2": ("sampling/http.py",),
     "ray": ("runs/ray.py",),
     "accelerate": ("training/distributed.py",),
-    "lightning": ("interpret/saes/training.py",),
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),
     "torch.utils.tensorboard": ("store/trackers.py",),
@@ -129,7 +128,6 @@ TINY = 1e-4  # a difference below a number of this size is a comparison too
 # A name means one thing. These classes share a name with a class or a type alias, each for its reason.
 DOUBLE_CLASSES = {
     "Grader": "the public API's name for the graders that one call reaches; below it a recipe's rewards with weights",
-    "Turn": "a model's turn in a conversation, and the rows of one round of a data source",
 }
 # Functions of one name in several modules. The list may only shrink.
 DOUBLE_FUNCTIONS = {

@@ -19,7 +19,7 @@ from page_commands import BLOCK, PAGES, ROOT, check, commands, is_recipe_key, wr
 from page_python import faults_of_python, python_of
 from posttrain.errors import PosttrainError
 from posttrain.evaluation.plan import EVALUATIONS
-from posttrain.interpret.saes.recipe import load_sae_recipe
+from posttrain.interpret.saes.sae_recipe import load_sae_recipe
 from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.plan import load_sweep

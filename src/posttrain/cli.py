@@ -19,6 +19,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -433,10 +434,12 @@ def run_command(arguments: Sequence[str]) -> int:
     _refuse_absent_models(command, namespace)
     if command.body is None:
         command = COMMANDS[f"{namespace.command} {namespace.action}"]
-    if getattr(namespace, "format", "table") == "table":
-        return _run_body(command, namespace)
-    with importlib.import_module("posttrain.terminal.console").tables_as_json():
-        return _run_body(command, namespace)
+    assert command.body is not None, "actions have bodies"
+    tables: AbstractContextManager[None] = nullcontext()
+    if getattr(namespace, "format", "table") != "table":
+        tables = importlib.import_module("posttrain.terminal.console").tables_as_json()
+    with tables, _heartbeat_of(command, namespace):
+        return int(imported(command.body)(namespace))
 
 
 def _refuse_absent_models(command: Command, namespace: argparse.Namespace) -> None:
@@ -454,17 +457,15 @@ def _refuse_absent_models(command: Command, namespace: argparse.Namespace) -> No
             refuse_absent(namespace.runs_dir, name, may_be_file=argument == "judge")
 
 
-def _run_body(command: Command, namespace: argparse.Namespace) -> int:
-    """Run a command's function, with a line about what it does after a long silence in a file or pipe."""
-    assert command.body is not None, "actions have bodies"
+def _heartbeat_of(command: Command, namespace: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return the block in which a line says what a command does, after a long silence in a file or pipe."""
     is_printed = getattr(namespace, "dry_run", False)
     stream = sys.stdout
     if command.beats == "stderr" or is_printed:
         stream = sys.stderr
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun has started
     is_on = bool(command.beats) and not getattr(namespace, "quiet", False) and is_redirected() and is_first
-    with heartbeat(f"posttrain {namespace.command}", stream, is_on=is_on):
-        return int(imported(command.body)(namespace))
+    return heartbeat(f"posttrain {namespace.command}", stream, is_on=is_on)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

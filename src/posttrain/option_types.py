@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from posttrain.errors import UsageError, hide_secrets
 from posttrain.other_names import short_dtype
 from posttrain.strict_yaml import OldTruth
+from posttrain.untrusted import cut_end
 
 LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
@@ -241,9 +242,7 @@ def shown_with_type(value: object) -> str:
         text = f"an integer of {value.bit_length()} bits"
     else:
         text = written(value)
-    if len(text) > _SHOWN_CHARS_WITH_TYPE:
-        text = f"{text[:_SHOWN_CHARS_WITH_TYPE]}..."
-    return f"{text} ({type(value).__name__})"
+    return f"{cut_end(text, _SHOWN_CHARS_WITH_TYPE)} ({type(value).__name__})"
 
 
 def written(value: object) -> str:

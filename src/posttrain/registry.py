@@ -12,7 +12,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -422,8 +423,19 @@ def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
     Raises:
         RunFailure: it raised something else than one of our errors.
     """
-    try:
+    with failures_of(where):
         return function(*arguments)
+
+
+@contextmanager
+def failures_of(where: str) -> Iterator[None]:
+    """Say which component failed in the block; ``where`` is its key in the recipe.
+
+    Raises:
+        RunFailure: it raised something else than one of our errors.
+    """
+    try:
+        yield
     except PosttrainError:
         raise
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept

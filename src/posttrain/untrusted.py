@@ -56,6 +56,21 @@ def first_fault(error: ValidationError) -> str:
     return harmless(f"{'.'.join(map(str, fault['loc'])) or 'all of it'}: {fault['msg']}")[:200]
 
 
+def describe_fault(error: ValidationError) -> str:
+    """Return the first fault of a document, and what it had there."""
+    fault = error.errors(include_url=False)[0]
+    if fault["type"] == "missing":
+        return first_fault(error)
+    return f"{first_fault(error)}; got {fault['input']!r:.80}"
+
+
+def cut_end(text: str, limit: int) -> str:
+    """Return ``text``; of a longer one the first ``limit`` characters and three dots."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}..."
+
+
 def harmless_json(content: str) -> str:
     """Return JSON text with these characters as escapes of JSON: it may be shown, and is read as before."""
     return _HIDDEN.sub(lambda match: match[1] or _json_escape(match[0]), content)

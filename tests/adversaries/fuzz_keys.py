@@ -13,8 +13,8 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from posttrain import registry
-from posttrain.interpret.differences.recipe import DiffRecipe
-from posttrain.interpret.saes.recipe import SaeRecipe
+from posttrain.interpret.differences.changes_recipe import DiffRecipe
+from posttrain.interpret.saes.sae_recipe import SaeRecipe
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component
 from posttrain.sweeps.file import SweepFile

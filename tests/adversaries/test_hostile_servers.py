@@ -22,7 +22,7 @@ from posttrain.sampling.http import HttpServer, Unreadable
 from posttrain.sampling.judge_questions import ask_score
 from posttrain.sampling.llm_judge import Judge, Opinion
 from posttrain.sampling.vllm.client import VllmEngine
-from posttrain.sampling.vllm.training import WORKERS, control, read_num_workers, read_scores
+from posttrain.sampling.vllm.following import WORKERS, control, read_num_workers, read_scores
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 IDS = [1, 2, 3, 4]

@@ -13,8 +13,8 @@ from hostile_text import HOSTILE, leaks
 from posttrain.evaluation.tables import TextTable
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import render
-from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
-from posttrain.reports.sweeps import render_sweep
+from posttrain.reports.run_page import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
+from posttrain.reports.sweep_page import render_sweep
 from posttrain.store.metric_names import Metric
 from posttrain.sweeps.results import SweepPart, SweepResults
 
@@ -49,7 +49,7 @@ def make_pages(text: str) -> dict[str, str]:
     free = TranscriptAnswer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
     report = RunReport(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
-    with patch("posttrain.reports.sweeps._part_panels", return_value=[panel]):
+    with patch("posttrain.reports.sweep_page._part_panels", return_value=[panel]):
         page_of_sweep = render_sweep(sweep)
     return {"sweep": page_of_sweep, "report": render_report(report), "shell": render("page.jinja", title=text)}
 

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser
 
 from chromium import picture
 from made_up_features import EVIL, report_of
-from posttrain.reports.features import render_features
+from posttrain.reports.features_page import render_features
 from posttrain.reports.page import write_html
 
 pytestmark = pytest.mark.browser

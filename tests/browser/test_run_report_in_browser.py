@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import write_html
-from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
+from posttrain.reports.run_page import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 
 pytestmark = pytest.mark.browser
 EVIL = "a\x1b[31mred\x00\u202egnp.exe" + "x" * 900 + "<img src=http://127.0.0.1:9/x>"

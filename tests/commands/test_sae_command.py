@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from closeness import approx
-
-pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
-
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.saes.sae import load_sae, read_metadata
@@ -80,7 +77,7 @@ def test_training_that_is_stopped_while_it_measures_is_not_finished_and_measures
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("posttrain.interpret.saes.training._recovered", stop)
+        patch.setattr("posttrain.interpret.saes.sae_training._recovered", stop)
         assert main(["sae", "train", "tiny/sae", *SMALL, "--run", "it"]) != 0
     shown = capsys.readouterr()
     assert "finished after step" not in shown.out + shown.err

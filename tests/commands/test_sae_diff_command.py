@@ -15,7 +15,7 @@ from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.demo import AFTER_SFT, STORIES, plan_demo
 from posttrain.commands.interpret.sae import find_model, find_pair
-from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
+from posttrain.interpret.differences.changes_recipe import Compared, load_diff_recipe
 from posttrain.recipes.recipe import load_recipe
 from posttrain.reports.differences import findings, render_diff
 from posttrain.runs.directory import RunDirectory, new_status

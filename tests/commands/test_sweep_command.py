@@ -14,7 +14,7 @@ import pytest
 from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.sweeps import read_over
-from posttrain.reports.sweeps import write_sweep
+from posttrain.reports.sweep_page import write_sweep
 from posttrain.sweeps.plan import Training, load_sweep
 from posttrain.sweeps.report import collect_sweep
 from posttrain.sweeps.runner import SweepOutcome

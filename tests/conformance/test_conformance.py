@@ -18,9 +18,9 @@ from closeness import assert_close
 from posttrain.cli import main
 from posttrain.conformance.adapters import own
 from posttrain.conformance.advantages import GROUP, REWARDS, known_forms
-from posttrain.conformance.calls import run_reference
 from posttrain.conformance.cases import OBJECTIVES, Config, acting_options, all_configs, made_batch, with_padding
 from posttrain.conformance.findings import largest_gap
+from posttrain.conformance.loss_calls import run_reference
 from posttrain.conformance.losses import check_loss
 from posttrain.conformance.reference import reference_loss
 from posttrain.conformance.run import ConformanceReport, check_module, load_module, table_lines

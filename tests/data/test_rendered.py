@@ -15,8 +15,8 @@ from posttrain.data.render import encode_prompt, encode_response
 from posttrain.data.render.template import Template, build_template
 from posttrain.data.rendered import note_rendered, take_rendered, take_rendered_prompts
 from posttrain.errors import UsageError
+from posttrain.interpret.differences.changes_recipe import load_diff_recipe
 from posttrain.interpret.differences.comparison import prepare_comparison
-from posttrain.interpret.differences.recipe import load_diff_recipe
 from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.types import Example, Message

@@ -6,7 +6,7 @@ from made_up_items import make_items
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item, break_down, summarize
 from posttrain.evaluation.tables import ResultsRow, kind_tables, notes_on, results_table, to_markdown
-from posttrain.reports.evaluation import write_page
+from posttrain.reports.evaluation_page import write_page
 
 RESULTS = {
     "n": 50.0, "num_graded": 50.0, "samples": 1.0, "accuracy": 0.21, "accuracy_low": 0.1, "accuracy_high": 0.333,

@@ -17,7 +17,7 @@ from posttrain.evaluation.kl_from_initial import answers_as_batch, kl_of_states
 from posttrain.evaluation.statistics import item_interval
 from posttrain.evaluation.win_rate import HeadToHeadItem, measure_answer_kl, measure_wins, pair_up, summarize_kl
 from posttrain.models.forward.forward import Forward
-from posttrain.reports.evaluation import head_to_head_table, write_head_to_head_page
+from posttrain.reports.evaluation_page import head_to_head_table, write_head_to_head_page
 from posttrain.types import Completion, Example, Message, Rollout
 
 TEMPERATURE = 1.3

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.objectives import surrogate
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.sampling import rollout as graded
 from posttrain.sampling.native.engine import NativeEngine
@@ -163,16 +164,17 @@ def shift_mask(mask: list[bool], prefix: int) -> None:
 def of_pieces(divide: bool) -> Patch:
     """Weigh each micro-batch by its own number of tokens; ``divide`` by their number."""
 
-    def wrap(pieces_of: Any) -> Any:
-        def changed(pieces: Any, batch: Any, *rest: Any, **how: Any) -> Any:
-            for rows in pieces:
-                own = batch.weights[rows]
-                batch.weights[rows] = own / own.sum() / (len(pieces) if divide else 1)
-            return pieces_of(pieces, batch, *rest, **how)
+    def wrap(over: Any) -> Any:
+        def changed(self: MicroBatching, batch: Any, forward: Any) -> Iterator[Any]:
+            pieces = list(over(self, batch, forward))
+            for micro in pieces:
+                own = micro.part.weights
+                micro.part.weights = own / own.sum() / (len(pieces) if divide else 1)
+            yield from pieces
 
         return changed
 
-    return of_attribute(step, "even_pieces", wrap)
+    return of_attribute(MicroBatching, "over", wrap)
 
 
 def count_padding(weigh: Any) -> Any:
@@ -310,7 +312,7 @@ STUDY = {
         ("reward",),
     ),
     26: Fault("the reward pays length", of_rewards(lambda a: a.reward + 0.01 * len(a.completion.ids)), ("reward",)),
-    27: Fault("two batches of prompts repeated", of_attribute(RowOrder, "turn", repeated_turns), ("prompts",), 5),
+    27: Fault("two batches of prompts repeated", of_attribute(RowOrder, "round_of", repeated_turns), ("prompts",), 5),
     28: Fault(
         "answers cut at 24 tokens",
         of_generate(lambda engine, prompts, sampling: (prompts, replace(sampling, max_tokens=24))),

@@ -195,7 +195,7 @@ RELATIVES = [
         2,
         {"train": {"num_minibatches": 2}},
     ),
-    Fault("the first prompts in every pass", of_attribute(RowOrder, "turn", later_passes), ("prompts",)),
+    Fault("the first prompts in every pass", of_attribute(RowOrder, "round_of", later_passes), ("prompts",)),
     Fault(
         "twice the scheduled rate",
         of_attribute(loop, "learning_rate", lambda rate: lambda options, n: 2 * rate(options, n)),

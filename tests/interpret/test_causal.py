@@ -20,7 +20,7 @@ from posttrain.interpret.differences.causal import (
     try_factors,
     write_with,
 )
-from posttrain.interpret.differences.recipe import CausalSection
+from posttrain.interpret.differences.changes_recipe import CausalSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RecipeError, UnknownComponent
-from posttrain.interpret.differences.recipe import load_diff_recipe
+from posttrain.interpret.differences.changes_recipe import load_diff_recipe
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 

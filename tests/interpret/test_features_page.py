@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from made_up_features import EVIL, report_of
 from posttrain.interpret.features.lens import show_token, show_tokens
-from posttrain.reports.features import render_features
+from posttrain.reports.features_page import render_features
 
 
 def data_of(page: str) -> dict:

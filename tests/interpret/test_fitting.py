@@ -24,8 +24,8 @@ from posttrain.interpret.saes.fitting import (
     median_norm,
     recover,
 )
-from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
+from posttrain.interpret.saes.sae_recipe import SaeComponent, SaeTrainSection
 
 X = torch.arange(60.0).view(30, 2)
 
@@ -36,28 +36,24 @@ def paired(tmp_path: Path) -> ActivationStore:
     return write_tensors(tmp_path / "store", {"resid.2": [X, X * 3]}, documents=documents)
 
 
+def batches_of(seed: int) -> list[torch.Tensor]:
+    batches = RowBatches(TensorRows(X), 20, 8, seed)
+    return [batches.of_step(step) for step in range(10)]
+
+
 def test_every_epoch_has_every_row_once() -> None:
-    batches = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=1))
+    batches = batches_of(seed=1)
     assert [tuple(batch.shape) for batch in batches] == [(8, 2)] * 10
     rows = torch.cat(batches)[:, 0].long().tolist()
     epochs = [rows[start : start + 20] for start in range(0, 80, 20)]
     assert all(sorted(epoch) == list(range(0, 40, 2)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    other = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=2))
-    assert not torch.equal(torch.cat(other), torch.cat(batches))
+    assert not torch.equal(torch.cat(batches_of(seed=2)), torch.cat(batches))
 
 
-@pytest.mark.parametrize("stop", [0, 4])
-def test_reading_goes_on_where_it_stopped(stop: int) -> None:
-    whole = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=1))
-    first = RowBatches(TensorRows(X), 20, 8, steps=10, seed=1)
-    begun = [batch for batch, _ in zip(first, range(stop), strict=False)]
-    state = {"step": len(begun), "seed": 1}
-    assert stop == 0 or first.state_dict()["step"] in (stop, stop + 1)  # one more may have been asked for
-    second = RowBatches(TensorRows(X), 20, 8, steps=10, seed=1)
-    second.load_state_dict(state)
-    assert torch.equal(torch.cat([*begun, *second]), torch.cat(whole))
-    assert len(second) == 10
+def test_the_batch_of_a_step_needs_none_before_it() -> None:
+    """Step 4 has places 32 to 40 of the sequence of epochs, of 20 rows each: the second epoch's last eight."""
+    assert torch.equal(RowBatches(TensorRows(X), 20, 8, seed=1).of_step(4), batches_of(seed=1)[4])
 
 
 def test_held_out_rows_begin_with_a_document(paired: ActivationStore) -> None:

@@ -1,4 +1,4 @@
-"""Recipes of dictionaries, and their training with Lightning: a run that was cut goes on bit for bit."""
+"""Recipes of dictionaries, and their training: a run that was cut goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-
-from closeness import approx, assert_close
-
-pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
-
 from planted import TensorRows, match, plant
 
+from closeness import approx, assert_close
 from posttrain.errors import CheckpointError, DataError, NonFiniteLoss, PosttrainError, RecipeError, UsageError
 from posttrain.interpret.activations import record
 from posttrain.interpret.activations.shards import ActivationStore, StoreWriter
 from posttrain.interpret.saes.fitting import first_held_out, fit_sae
-from posttrain.interpret.saes.recipe import SaeRecipe, load_sae_recipe
-from posttrain.interpret.saes.training import TrainedDictionary, open_or_record, train_sae
+from posttrain.interpret.saes.sae_recipe import SaeRecipe, load_sae_recipe
+from posttrain.interpret.saes.sae_training import TrainedDictionary, open_or_record, train_sae
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
+from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
 
 KINDS: dict[str, dict[str, Any]] = {"batchtopk": {"k": 4}, "topk": {"k": 4}, "l1": {"coefficient": 0.02}}
@@ -157,12 +154,48 @@ def test_a_checkpoint_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
         resume=True,
         observer=lambda e, f: warnings.append(str(f)) if e == "notice" else None,
     )
-    assert "checkpoint of step 12 is damaged" in warnings[0]
+    assert "step-000012" in warnings[0]
     assert state_of(again) == state_of(whole)
     for folder in (tmp_path / "cut" / "checkpoints").glob("step-*"):
         (folder / "state.ckpt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="none of the checkpoints verifies"):
         train(tmp_path / "cut", recipe(), resume=True)
+
+
+def seal_again(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    seal(folder, int(folder.name.removeprefix("step-")))
+
+
+def test_a_checkpoint_that_lightning_wrote_goes_on(tmp_path: Path) -> None:
+    """Runs of 0.2.0 have its state: the same names, and its own loops and schedules besides."""
+    whole = train(tmp_path / "whole", recipe())
+    train(tmp_path / "cut", recipe(), should_stop=stop_after(12))
+    folder = tmp_path / "cut" / "checkpoints" / "step-000012"
+    state = torch.load(folder / "state.ckpt", weights_only=True)
+    (settings,) = state["optimizer_states"][0]["param_groups"]
+    settings["initial_lr"] = settings["lr"]
+    state |= {"epoch": 0, "pytorch-lightning_version": "2.6.6", "loops": {}, "callbacks": {}}
+    state["lr_schedulers"] = [{"last_epoch": 12, "_step_count": 13, "lr_lambdas": [None]}]
+    torch.save(state, folder / "state.ckpt")
+    seal_again(folder)
+    events: list[dict[str, Any]] = []
+    again = train(tmp_path / "cut", recipe(), resume=True, observer=lambda _, info: events.append(info))
+    assert events[0]["resumed_from"] == 12
+    assert state_of(again) == state_of(whole)
+
+
+@pytest.mark.parametrize("content", [b"no state", b"", [1, 2], {"global_step": 12}])
+def test_a_state_that_is_none_is_refused(content: object, tmp_path: Path) -> None:
+    train(tmp_path, recipe(), should_stop=stop_after(12))
+    for folder in sorted((tmp_path / "checkpoints").iterdir()):
+        if isinstance(content, bytes):
+            (folder / "state.ckpt").write_bytes(content)
+        else:
+            torch.save(content, folder / "state.ckpt")
+        seal_again(folder)
+    with pytest.raises(CheckpointError, match=r"state.ckpt: no state of a training"):
+        train(tmp_path, recipe(), resume=True)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

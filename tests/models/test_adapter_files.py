@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from closeness import approx, assert_close
 from posttrain.errors import UsageError
-from posttrain.models.comparison import check_same, read_probe
+from posttrain.models.export_comparison import check_same, read_probe
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import merged_weights
 from posttrain.recipes.sections import AdapterSection, ModelSection
-from posttrain.sampling.vllm.training import checkpoint_weights
+from posttrain.sampling.vllm.following import checkpoint_weights
 
 KINDS: dict[str, dict[str, Any]] = {
     "tied embedding": {"target_modules": ["embed_tokens", "q_proj"]},

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import posttrain as pt
 from posttrain.cli import main
-from posttrain.models.generation import ends_in, names_of_ends, write_ends
+from posttrain.models.answer_end import ends_in, names_of_ends, write_ends
 from posttrain.models.load import load_tokenizer
 from posttrain.store.checkpoint_files import step_folder, verify
 

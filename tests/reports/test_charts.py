@@ -19,7 +19,7 @@ from posttrain.evaluation.items import Item
 from posttrain.reports.charts import COLORS, Panel, Series, axis_range, draw_png, draw_svg, show_tick
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import render
-from posttrain.reports.sweeps import (
+from posttrain.reports.sweep_page import (
     best_of_n_panels,
     head_to_head_panels,
     learning_panels,

@@ -9,7 +9,15 @@ from closeness import approx
 from posttrain.reports.charts import Panel, Series, axis_range
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import fact_lines, render, write_html
-from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report, turns_of
+from posttrain.reports.run_page import (
+    Chapter,
+    ReportStage,
+    RunReport,
+    Transcript,
+    TranscriptAnswer,
+    render_report,
+    turns_of,
+)
 from posttrain.store.metric_names import REWARD, choose_primary_metric
 from posttrain.store.metrics import MetricsRow
 

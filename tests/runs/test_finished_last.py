@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from posttrain.api.training import carry_out
+from posttrain.api.training import write_run_summary
 from posttrain.cli import main
+from posttrain.recipes.recipe import Recipe
 from posttrain.runs import launch as launching
 from posttrain.runs.directory import RunDirectory
 from posttrain.sweeps.runner import run_trials
+from posttrain.training.files import Observer
 from small_runs import Events, one_layer_recipe
 
 FILES = ("curves.png", "results.json", "report.html")
@@ -42,6 +44,7 @@ import posttrain.reports.summary as summary
 if "cells" in " ".join(sys.argv):
     summary.render_report = lambda report: os.kill(os.getpid(), signal.SIGKILL)
 from posttrain.cli import main
+from posttrain.recipes.recipe import Recipe
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -58,6 +61,10 @@ def state_of(folder: Path) -> str:
     status = RunDirectory(folder).read_status()
     assert status is not None
     return status.state
+
+
+def train_here(recipe: Recipe, root: Path, observer: Observer, **options: Any) -> None:
+    launching.launch(recipe, root=root, name="it", observer=observer, summarize=write_run_summary, **options)
 
 
 @pytest.fixture
@@ -87,12 +94,12 @@ def test_run_that_ends_before_its_report_is_not_finished_and_writes_it_when_resu
         patch.setattr(place, die)
         patch.setattr(launching._Record, "end", end_unless_killed)
         with pytest.raises(Killed if how == "killed" else KeyboardInterrupt):
-            carry_out(recipe, "it", tmp_path, "it", events)
+            train_here(recipe, tmp_path, events)
     assert there(folder) == list(FILES[: PLACES[place]])
     assert state_of(folder) == ("running" if how == "killed" else "interrupted")
     assert events.of("finish") == [], "nobody was told that it has finished"
 
-    carry_out(recipe, "it", tmp_path, "it", events, resume=True)
+    train_here(recipe, tmp_path, events, resume=True)
     assert there(folder) == list(FILES)
     assert state_of(folder) == "finished"
     assert json.loads((folder / "results.json").read_text())["state"] == "finished"
@@ -107,7 +114,7 @@ def test_finished_is_told_when_status_and_report_are_there(tmp_path: Path) -> No
         if event == "finish":
             seen.append((state_of(tmp_path / "it"), there(tmp_path / "it")))
 
-    carry_out(one_layer_recipe("sft", train={"steps": 1, "lr": 1e-3}), "it", tmp_path, "it", observe)
+    train_here(one_layer_recipe("sft", train={"steps": 1, "lr": 1e-3}), tmp_path, observe)
     assert seen == [("finished", list(FILES))]
 
 
@@ -115,7 +122,7 @@ def test_finished_is_told_when_status_and_report_are_there(tmp_path: Path) -> No
 def test_run_that_is_stopped_has_the_same_state_in_its_status_and_its_results(tmp_path: Path) -> None:
     events = Events()
     recipe = one_layer_recipe("sft", train={"steps": 3, "lr": 1e-3})
-    carry_out(recipe, "it", tmp_path, "it", events, should_stop=lambda: bool(events.of("step")))
+    train_here(recipe, tmp_path, events, should_stop=lambda: bool(events.of("step")))
     assert state_of(tmp_path / "it") == "stopped"
     assert json.loads((tmp_path / "it" / "results.json").read_text())["state"] == "stopped"
     assert [event["reason"] for event in events.of("finish")] == ["stopped"]

@@ -196,7 +196,9 @@ def test_two_processes_play_what_one_does(tmp_path: Path) -> None:
 
 
 def test_futures_of_a_supervised_run(tmp_path: Path) -> None:
-    with run_of(tmp_path, one_layer_recipe("sft", train={"steps": 4, "lr": 1e-3, "save_every": 2})) as folder:
+    # a quarter of a pass over 64 examples, 4 at a time: 4 steps
+    train = {"steps": None, "num_epochs": 0.25, "lr": 1e-3, "save_every": 2}
+    with run_of(tmp_path, one_layer_recipe("sft", train=train)) as folder:
         done = play(folder, tmp_path, 2, "drop prompt:1", "drop prompt:0+2")
         assert done.results.equality.holds
         tokens = {
@@ -217,6 +219,26 @@ def test_futures_from_within_a_rollout_batch(tmp_path: Path) -> None:
             play(folder, tmp_path, 3, "drop prompt:0")
         with pytest.raises(UsageError, match=r"train.num_minibatches=1: .*--at"):
             play(folder, tmp_path, 3, "train.num_minibatches=1")
+
+
+def test_futures_of_batches_that_were_sampled_ahead(tmp_path: Path) -> None:
+    sampled = {"num_prompts": 4, "group_size": 4, "max_tokens": 10, "temperature": 1.5, "staleness": 1}
+    with run_of(tmp_path, grpo(rollout=sampled, eval={"every": 0})) as folder:
+        done = play(folder, tmp_path, 3, "drop prompt:1", "reward 2.0=7", steps=1)
+    assert done.results.equality.holds
+    assert done.results.equality.num_steps == 1
+    rows = RolloutStore(done.run_of("reward 2.0=7").folder / "rollouts.db", read_only=True).training(4)
+    assert rows[8].reward == 7.0
+    dropped = RolloutStore(done.run_of("drop prompt:1").folder / "rollouts.db", read_only=True).training(4)
+    assert [row.advantage is None for row in dropped] == [False] * 4 + [True] * 4 + [False] * 8
+
+
+def test_change_without_effect_is_named(finished: Path, tmp_path: Path) -> None:
+    done = play(finished, tmp_path, 4, "train.warmup_steps=1", steps=1)
+    assert done.results.idle() == []  # the schedule falls from there, so the rate is another
+    done = play(finished, tmp_path, 4, "eval.every=3", steps=1)
+    assert done.results.idle() == ["eval.every=3"]
+    assert any("no effect" in note for note in done.results.notes())
 
 
 def test_results_can_be_read_again(finished: Path, tmp_path: Path) -> None:

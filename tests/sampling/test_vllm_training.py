@@ -23,7 +23,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.process_group import ProcessGroup
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.vllm.training import (
+from posttrain.sampling.vllm.following import (
     TrainingVllmEngine,
     checkpoint_weights,
     save_weights,

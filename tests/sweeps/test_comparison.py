@@ -97,9 +97,11 @@ class FakeTraining:
 def test_shipped_comparison_is_five_cpu_hours_and_says_what_it_can_find(tmp_path: Path) -> None:
     plan = load_comparison("methods", folder=tmp_path / "x")
     assert not (tmp_path / "x").exists()
-    runs, hours, problems, power = describe_design(plan, [])
+    runs, hours, problems, twin, power = describe_design(plan, [])
     rows = len(plan.rows)
-    assert runs.startswith(f"{rows * 2 * 3 * 2 + rows * 2 * 10} runs: {rows} methods x 2 variants")
+    arms = 2 * rows - 1  # where there is one update a batch, a clip does nothing, and two rows are one
+    assert runs.startswith(f"{arms * 3 * 2 + arms * 10} runs: {arms} of {rows} methods x 2 variants")
+    assert twin.startswith("gspo-published is gspo where updates a batch = 1")
     assert float(hours.split()[1]) <= 5.0
     assert "300 problems of validation" in problems
     assert "500 problems of test" in problems
@@ -120,7 +122,17 @@ def test_trials_differ_in_what_they_are_named_after(make_plan: MakePlan) -> None
         assert (recipe.train.lr, recipe.train.seed, recipe.train.num_minibatches) == (trial.rate, trial.seed, 2)
         assert [task.options["split"] for task in recipe.eval.tasks] == [split]
         assert (recipe.eval.every, recipe.eval.num_examples) == (every, 6)
-    assert len({trial.recipe.fingerprint() for trial in (*plan.tuning(), *final)}) == 7
+    assert len({trial.fingerprint for trial in (*plan.tuning(), *final)}) == 7
+
+
+def test_fingerprint_is_of_what_decides_the_result_and_of_no_default(make_plan: MakePlan) -> None:
+    trial = make_plan().tuning()[0]
+    recipe = trial.recipe.model_copy(deep=True)
+    recipe.description = "another one"
+    recipe.train.max_grad_norm = 1.0  # the default, now set
+    assert replace(trial, recipe=recipe).fingerprint == trial.fingerprint
+    recipe.train.max_grad_norm = 0.5
+    assert replace(trial, recipe=recipe).fingerprint != trial.fingerprint
 
 
 def test_the_best_rate_is_trained_with_fresh_seeds(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +269,7 @@ def test_tables_say_what_was_measured(make_plan: MakePlan, monkeypatch: pytest.M
     assert "standard deviations over seeds: 3.07 (one comparison)" in lines
     data = json.loads(results.to_json())
     assert len(data["trials"]) == 10
-    assert data["variants"]["2 updates a batch"]["methods"]["grpo"]["accuracies"] == approx([5 / 6, 4 / 6, 5 / 6])
+    assert data["variants"]["updates a batch = 2"]["methods"]["grpo"]["accuracies"] == approx([5 / 6, 4 / 6, 5 / 6])
 
 
 def test_one_seed_has_intervals_over_problems_and_no_pairs(
@@ -317,13 +329,57 @@ def test_what_every_trial_has_for_itself_is_refused(make_plan: MakePlan, key: st
         make_plan((key, "1"))
 
 
-def test_rows_of_one_recipe_are_refused(tmp_path: Path) -> None:
+def test_rows_that_cannot_differ_are_refused(make_plan: MakePlan, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="gspo-published: the same as gspo"):
+        make_plan(("comparison.over.values", "[1]"), rows=("gspo", "gspo-published"))
+    plan = make_plan(("comparison.over.values", "[1, 2]"), rows=("gspo", "gspo-published"))
+    assert [(row.name, variant) for row, variant in plan.arms] == [
+        ("grpo", 0), ("gspo", 0), ("grpo", 1), ("gspo", 1), ("gspo-published", 1)
+    ]  # fmt: skip
     path = tmp_path / "mine.yaml"
-    plan = load_comparison("methods", SMALL, folder=tmp_path / "x", rows=("dr-grpo",))
-    text = plan.to_yaml()
-    path.write_text(text.replace("  dr-grpo:", "  twin:", 1))
-    content = load_comparison(str(path), folder=tmp_path / "y", rows=("twin",))
-    assert [row.name for row in content.rows] == ["grpo", "twin"]
+    path.write_text(plan.to_yaml())
+    again = load_comparison(str(path), folder=plan.folder, num_seeds=3, rows=("gspo", "gspo-published"))
+    assert [trial.fingerprint for trial in again.tuning()] == [trial.fingerprint for trial in plan.tuning()]
+
+
+PAIRS = [
+    ("train.steps", "2"),
+    ("train.warmup_steps", "0"),
+    ("comparison.rates", "[1.0e-5]"),
+    ("comparison.pairs.n", "24"),
+    ("comparison.pairs.batch_size", "4"),
+    ("comparison.tuning.seeds", "1"),
+    ("comparison.tuning.problems", "6"),
+    ("comparison.tuning.every", "2"),
+    ("comparison.final.problems", "6"),
+    ("comparison.final.every", "1"),
+]
+
+
+def test_preference_methods_learn_from_pairs_of_one_sampling_run(tmp_path: Path) -> None:
+    """The smallest form, really sampled and trained."""
+    plan = load_comparison("preference-methods", PAIRS, folder=tmp_path / "x", rows=("kto",), num_seeds=2)
+    assert make_comparison(plan).failures == {}
+    answers = plan.pairs_folder / "items.jsonl"
+    sampled = answers.read_bytes()
+    records = load_records(plan)
+    assert [(record.row, record.seed) for record in records] == [
+        ("dpo", 0), ("kto", 0), ("dpo", 100), ("kto", 100), ("dpo", 101), ("kto", 101)
+    ]  # fmt: skip
+    assert {record.sampled_tokens for record in records} == {0.0}
+    recipes = [trial.recipe for trial in plan.first_trials()]
+    assert [recipe.objective.name for recipe in recipes] == ["dpo", "kto"]
+    for recipe in recipes:
+        assert recipe.rollout is None
+        assert recipe.task.options["path"] == str(answers)
+        assert recipe.data.batch_size == 4
+    make_comparison(plan)
+    assert answers.read_bytes() == sampled
+    other = load_comparison(
+        "preference-methods", [*PAIRS, ("comparison.pairs.samples", "4")], folder=tmp_path / "x", rows=("kto",)
+    )
+    with pytest.raises(RunConflict, match="other settings"):
+        make_comparison(other)
 
 
 def test_which_files_are_comparisons() -> None:

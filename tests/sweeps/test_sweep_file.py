@@ -205,7 +205,7 @@ def test_with_method_of_and_differences_are_apart() -> None:
     assert differences(data, other) == {"train.lr": (1, 2)}
 
 
-COMPARISONS = {"sweep/methods"}
+COMPARISONS = {"sweep/methods", "sweep/preference-methods"}
 
 
 def test_shipped_sweeps_are_whole_and_apart_from_recipes() -> None:

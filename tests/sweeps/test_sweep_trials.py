@@ -20,7 +20,7 @@ from closeness import approx
 from posttrain.cli import parse
 from posttrain.errors import DataError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.reports.sweeps import write_sweep
+from posttrain.reports.sweep_page import write_sweep
 from posttrain.runs import directory
 from posttrain.runs.children import Child, threads_per_child
 from posttrain.runs.directory import RunDirectory, lock_run

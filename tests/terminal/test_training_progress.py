@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.store.metric_names import ACCURACY, REWARD
-from posttrain.terminal.training import LiveProgress, PlainProgress, Progress, show_evaluation, sparkline
+from posttrain.terminal.training_progress import LiveProgress, PlainProgress, Progress, show_evaluation, sparkline
 
 
 class Clock:

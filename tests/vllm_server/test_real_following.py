@@ -15,9 +15,9 @@ from posttrain.process_group import SINGLE_PROCESS
 from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.sampling.vllm import training
+from posttrain.sampling.vllm import following
 from posttrain.sampling.vllm.engine import vllm
-from posttrain.sampling.vllm.training import TOLERANCE, TrainingVllmEngine, largest_difference
+from posttrain.sampling.vllm.following import TOLERANCE, TrainingVllmEngine, largest_difference
 
 pytestmark = pytest.mark.vllm
 NUM_UPDATES = 40
@@ -98,13 +98,13 @@ def one_layer_left_old(engine: TrainingVllmEngine, patch: pytest.MonkeyPatch) ->
 
 
 def prefix_cache_kept(engine: TrainingVllmEngine, patch: pytest.MonkeyPatch) -> None:
-    sound = training.control
+    sound = following.control
 
     def control(server: Any, method: Any, path: str, *rest: Any, **options: Any) -> Any:
         path = f"{path}&clear_cache=false" if path.startswith("/pause") else path
         return None if path == "/reset_prefix_cache" else sound(server, method, path, *rest, **options)
 
-    patch.setattr(training, "control", control)
+    patch.setattr(following, "control", control)
 
 
 @pytest.mark.parametrize("fault", [one_tensor_scaled, one_layer_left_old, prefix_cache_kept])

@@ -42,12 +42,12 @@ from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import Component, read_component
 from posttrain.registry import stop_import, suggest
-from posttrain.reports.evaluation import write_page, write_table_page
+from posttrain.reports.evaluation_page import write_page, write_table_page
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.sampling.rollout import Attempt
 from posttrain.terminal.console import open_console, say_template
-from posttrain.terminal.evaluation import choose_evaluation_progress
+from posttrain.terminal.evaluation_progress import choose_evaluation_progress
 from posttrain.types import Example, Message
 from posttrain.untrusted import harmless
 

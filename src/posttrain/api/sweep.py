@@ -25,7 +25,7 @@ from posttrain.api.training import given, session_notes
 from posttrain.errors import RecipeError, RunFailure
 from posttrain.option_types import shorten
 from posttrain.registry import stop_import, suggest
-from posttrain.reports.sweeps import write_sweep
+from posttrain.reports.sweep_page import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design, load_comparison, names_comparison
 from posttrain.sweeps.comparison.report import collect_comparison

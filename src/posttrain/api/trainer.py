@@ -29,7 +29,7 @@ from posttrain.api.training import given, read_recipe
 from posttrain.data.render import encode_prompt
 from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
-from posttrain.models.generation import write_ends
+from posttrain.models.answer_end import write_ends
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import read_component
@@ -124,7 +124,7 @@ class Trainer:
             ['34', '8']
         """
         check_inputs({"step": step}, {})
-        return [self.source.prompts.draw(place).example for place in self.source.order.turn(step - 1).places]
+        return [self.source.prompts.draw(place).example for place in self.source.order.round_of(step - 1).places]
 
     def sample(
         self,

@@ -32,9 +32,9 @@ from posttrain.recipes.inert import describe_inert_options, expected_narrow_boun
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
-from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.launch import launch
 from posttrain.runs.processes import follow, is_follower
-from posttrain.terminal.training import choose_progress
+from posttrain.terminal.training_progress import choose_progress
 from posttrain.training.checks import resolve_components
 from posttrain.training.files import Observer
 
@@ -156,17 +156,18 @@ def train(
     stop_import()
     if is_follower():  # torchrun has started several of this script; the first one goes on with the run
         raise SystemExit(follow())
-    runs_dir, run = _check_places(runs_dir, run, progress=progress, accept_changes=accept_changes)
+    runs_dir, run = _check_places(runs_dir, run, resume, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
     notes += session_notes(checked)
-    options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
+    place: dict[str, Any] = {"root": runs_dir, "name": run, "recipe_name": called}
+    how: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "summarize": write_run_summary}
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        options["should_stop"] = lambda: callbacks.is_stopped
-        result, _ = carry_out(checked, called, runs_dir, run, callbacks, **options)
+        how["should_stop"] = lambda: callbacks.is_stopped
+        result = launch(checked, **place, **how, observer=callbacks, notes=notes)
     return Run(result.folder)
 
 
@@ -177,8 +178,12 @@ def _called(name: str | dict[str, Any]) -> str:
     return "run"
 
 
-def _check_places(runs_dir: Place, run: str | None, **flags: bool) -> tuple[str, str | None]:
+def _check_places(runs_dir: Place, run: str | None, resume: object, **flags: bool) -> tuple[str, str | None]:
     """Return both as plain text; refuse what is neither, and ``flags`` that are none."""
+    if not isinstance(resume, bool):
+        raise UsageError(
+            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
+        )
     for name, flag in flags.items():
         check_flag(name, flag)
     if run is not None and not isinstance(run, str):
@@ -270,27 +275,6 @@ def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
         )
     what = "a lambda or a function of a notebook is in no file, so the run cannot be resumed by another process"
     return [f"{name}: {what}" for name in names]
-
-
-def carry_out(
-    recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
-) -> tuple[RunResult, Path]:
-    """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
-    resume = options.get("resume", False)
-    if not isinstance(resume, bool):
-        raise UsageError(
-            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
-        )
-    result = launch(
-        recipe,
-        root=Path(runs_dir),
-        name=run,
-        recipe_name=called,
-        observer=observer,
-        summarize=write_run_summary,
-        **options,
-    )
-    return result, result.folder / "report.html"
 
 
 def write_run_summary(folder: Path) -> None:

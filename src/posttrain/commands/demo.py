@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from posttrain.api.training import carry_out
+from posttrain.api.training import write_run_summary
 from posttrain.data.base import Task, build_task
 from posttrain.data.render.template import build_template
 from posttrain.errors import INTERRUPTED
@@ -28,18 +28,18 @@ from posttrain.evaluation.plan import Drawing, measure
 from posttrain.evaluation.tables import ResultsRow, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Component, map_tasks
-from posttrain.reports.evaluation import write_page
+from posttrain.reports.evaluation_page import write_page
 from posttrain.reports.page import write_html
-from posttrain.reports.run import ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
+from posttrain.reports.run_page import ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 from posttrain.reports.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.runs.directory import RunDirectory, is_live
-from posttrain.runs.launch import RunResult
+from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import show_turns
 from posttrain.terminal.console import Text, open_console, print_table
-from posttrain.terminal.training import choose_progress, show_duration
+from posttrain.terminal.training_progress import choose_progress, show_duration
 
 NUM_HELD_OUT = 500
 NUM_SHOWN = 2
@@ -300,7 +300,15 @@ def _can_continue(folder: Path, recipe: Recipe) -> bool:
 def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     is_there = (folder / "recipe.yaml").is_file()
     with choose_progress(folder.name, quiet) as progress:
-        return carry_out(recipe, folder.name, folder.parent, folder.name, progress, resume=is_there)[0]
+        return launch(
+            recipe,
+            root=folder.parent,
+            name=folder.name,
+            recipe_name=folder.name,
+            resume=is_there,
+            observer=progress,
+            summarize=write_run_summary,
+        )
 
 
 def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:

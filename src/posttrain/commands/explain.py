@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from posttrain.errors import GONE, UnknownComponent, nearest
-from posttrain.interpret.saes.recipe import load_sae_recipe
+from posttrain.interpret.saes.sae_recipe import load_sae_recipe
 from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spelling
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.inert import condition_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UsageError, nearest
 from posttrain.other_names import short_dtype
-from posttrain.untrusted import ALLOW_CODE, TRUST_REMOTE_CODE
+from posttrain.untrusted import ALLOW_CODE, TRUST_REMOTE_CODE, cut_end
 
 if TYPE_CHECKING:  # only the standard library is imported with this module
     from posttrain.recipes.sections import Component
@@ -111,9 +111,7 @@ class _StoreOnce(argparse._StoreAction):
 
 def shown(text: str) -> str:
     """The text in quotes, the end of a long one left out."""
-    if len(text) > _SHOWN_CHARS:
-        text = f"{text[:_SHOWN_CHARS]}..."
-    return repr(text)
+    return repr(cut_end(text, _SHOWN_CHARS))
 
 
 def new_place(text: str) -> str:

@@ -57,8 +57,8 @@ from posttrain.terminal.console import (
     say,
     show_bytes,
 )
-from posttrain.terminal.training import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
-from posttrain.untrusted import fitting, harmless
+from posttrain.terminal.training_progress import BARS, SHOWN, show_duration, show_evaluation, show_kinds, sparkline
+from posttrain.untrusted import cut_end, fitting, harmless
 
 STYLES = {
     "running": "cyan",
@@ -302,7 +302,10 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
     recipe: list[tuple[str, list[str]]] = []
     alone: dict[str, list[str]] = {}
     for key, values in sorted(side_by_side.recipe.items()):
-        there = {label: _shorten(value) for label, value in zip(labels, values, strict=True) if value is not ABSENT}
+        there: dict[str, str] = {}
+        for label, value in zip(labels, values, strict=True):
+            if value is not ABSENT:
+                there[label] = cut_end(harmless(str(value)), MAX_VALUE_CHARACTERS)
         if len(there) == len(labels):
             recipe.append((key, list(there.values())))
         else:
@@ -321,13 +324,6 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
         keys_alike = "further keys"
     say(console, f"the recipes are equal in {side_by_side.num_equal_keys} {keys_alike}", "dim")
     say(console, "one run of each is an impression; `posttrain sweep` trains several seeds", "dim")
-
-
-def _shorten(value: object) -> str:
-    text = harmless(str(value))
-    if len(text) <= MAX_VALUE_CHARACTERS:
-        return text
-    return f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
 
 
 def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
@@ -529,7 +525,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
     runs_dir = str(place.path.parent)
     how = {"resume": True, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
     if "dictionary" in run.read_recipe():
-        from posttrain.interpret.saes.recipe import load_sae_recipe
+        from posttrain.interpret.saes.sae_recipe import load_sae_recipe
 
         recipe = load_sae_recipe(name, changes).resolve()
         return train_sae_recipe(recipe, name, runs_dir, place.path.name, **how, allow_large=True)

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from posttrain.api.inputs import Override
-from posttrain.api.training import carry_out, inert_lines, read_recipe
+from posttrain.api.training import inert_lines, read_recipe, write_run_summary
 from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import task_components
 from posttrain.runs.directory import check_run_name
+from posttrain.runs.launch import launch
 from posttrain.runs.processes import follow, is_follower
-from posttrain.terminal.training import choose_progress
+from posttrain.terminal.training_progress import choose_progress
 from posttrain.untrusted import harmless
 
 
@@ -62,10 +63,19 @@ def train_recipe(
     if is_follower():  # torchrun has started several of this command; the first one reports
         return follow()
     with choose_progress(name, quiet) as progress:
-        result, report = carry_out(recipe, name, runs_dir, run, progress, resume=resume, accept_changes=accept_changes)
+        result = launch(
+            recipe,
+            root=runs_dir,
+            name=run,
+            recipe_name=name,
+            resume=resume,
+            accept_changes=accept_changes,
+            observer=progress,
+            summarize=write_run_summary,
+        )
     print(f"run:    {result.folder}")
     if not quiet:
-        print(f"report: {report}")
+        print(f"report: {result.folder / 'report.html'}")
         if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")
     if result.reason == "finished":

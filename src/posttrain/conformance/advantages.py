@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.conformance.calls import call_safely
 from posttrain.conformance.findings import (
     BadResult,
     CheckResult,
@@ -21,6 +20,7 @@ from posttrain.conformance.findings import (
     limit_for,
     run_checks,
 )
+from posttrain.conformance.loss_calls import call_safely
 
 Advantages = Callable[[Tensor, Tensor], Any]
 EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from posttrain.conformance.calls import LossFunction, LossResult, run_loss, run_reference
 from posttrain.conformance.cases import (
     AGGREGATIONS,
     OBJECTIVES,
@@ -40,6 +39,7 @@ from posttrain.conformance.findings import (
     limit_for,
     run_checks,
 )
+from posttrain.conformance.loss_calls import LossFunction, LossResult, run_loss, run_reference
 
 # At padding: numbers that no policy has, so that one that is read is seen.
 STRANGE = 3.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from posttrain.conformance.calls import call_safely
 from posttrain.conformance.findings import BadResult, CheckResult, Declined, Finding, describe, run_checks
+from posttrain.conformance.loss_calls import call_safely
 
 RowsFunction = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], int, int], Any]
 PAD, END = 0, 9

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.conformance.calls import call_safely
 from posttrain.conformance.findings import (
     BadResult,
     CheckResult,
@@ -20,6 +19,7 @@ from posttrain.conformance.findings import (
     limit_for,
     run_checks,
 )
+from posttrain.conformance.loss_calls import call_safely
 
 Score = Callable[[Tensor, Tensor, float], Any]
 ROWS, WIDTH, VOCABULARY = 3, 6, 5

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, overload
 
 from posttrain import registry
@@ -108,6 +109,13 @@ def num_repeated(examples: Sequence[Example]) -> int:
     for e in examples:
         distinct.add((e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses, e.conversation))
     return len(examples) - len(distinct)
+
+
+def document_texts(examples: Iterable[Example], count: int) -> Iterator[str]:
+    """Yield the first ``count`` examples as plain texts: their messages, and a demonstration or solution."""
+    for example in islice(examples, count):
+        answer = example.demonstration or example.solution or ""
+        yield " ".join([*(message.content for message in example.messages), answer]).strip()
 
 
 def build_task(component: Component, where: str = "task") -> Task:

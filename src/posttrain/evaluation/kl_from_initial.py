@@ -13,7 +13,7 @@ from posttrain.algorithms.objectives.primitives import categorical_kl, with_tail
 from posttrain.errors import RunFailure, UsageError
 from posttrain.evaluation.generation import Questions, held_out
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.types import Batch, Rollout, Sample, collate, with_float64
@@ -44,23 +44,18 @@ def measure_kl(
     if not rollouts:
         raise RunFailure(f"evaluation: the environment failed in every answer; the first: {groups[0][0].failures[0]}")
     batch = answers_as_batch(rollouts)
-    kl = 0.0
-    entropy = 0.0
-    pieces = split_rows(batch, min(tokens_per_micro, MAX_TOKENS), process_group=sampler.process_group)
-    for rows, counts in even_pieces(pieces, batch, sampler.process_group, is_sharded=policy.is_sharded):
-        part = batch.select(rows)
+
+    def measure(part: Batch) -> tuple[float, float]:
+        """Return the sums of KL and entropy over the trained tokens."""
         now = policy(part, "detached")
         assert now.entropy is not None
         apart = kl_of_states(part, policy, start.open())
-        if not counts:
-            continue
         trained = part.mask.to(now.entropy.device)
         chances = torch.where(trained, now.entropy, torch.zeros_like(now.entropy))
-        entropy += float(with_float64(chances).sum(dtype=torch.float64))
-        kl += float(apart.sum())
-    of_processes = sampler.process_group.gather([(kl, entropy)], "drift")
-    kl = sum(part for part, _ in of_processes)
-    entropy = sum(part for _, part in of_processes)
+        return float(apart.sum()), float(with_float64(chances).sum(dtype=torch.float64))
+
+    micro_batches = MicroBatching(min(tokens_per_micro, MAX_TOKENS), process_group=sampler.process_group)
+    kl, entropy = micro_batches.total(batch, policy, measure, "drift")
     info = {
         "kl_initial": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),

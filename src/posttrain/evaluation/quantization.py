@@ -20,10 +20,10 @@ from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_rew
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.win_rate import measure_answer_kl, summarize_kl
-from posttrain.models.comparison import check_same, read_probe
+from posttrain.models.answer_end import write_ends
 from posttrain.models.config import context_length
+from posttrain.models.export_comparison import check_same, read_probe
 from posttrain.models.forward.forward import Forward
-from posttrain.models.generation import write_ends
 from posttrain.models.load import (
     QUANTIZED_FOLDERS,
     LoadedModel,

@@ -23,7 +23,7 @@ from posttrain.evaluation.kl_from_initial import MAX_TOKENS, answers_as_batch, k
 from posttrain.evaluation.plan import Drawing, EvaluationProgress, EvaluationRequest, evaluation_folder, measure
 from posttrain.evaluation.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.recipes.sections import Component
 from posttrain.sampling.llm_judge import PairJudge
 from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
@@ -177,9 +177,9 @@ def measure_answer_kl(
     """
     batch = answers_as_batch(answers)
     kl = [0.0] * len(answers)
-    for rows in split_rows(batch, max_tokens):
-        sums = kl_of_states(batch.select(rows), own, nullcontext(other), num_ids).sum(dim=1)
-        for row, value in zip(rows, sums.tolist(), strict=True):
+    for micro in MicroBatching(max_tokens).over(batch, own):
+        sums = kl_of_states(micro.part, own, nullcontext(other), num_ids).sum(dim=1)
+        for row, value in zip(micro.rows, sums.tolist(), strict=True):
             kl[row] = value
     return kl
 

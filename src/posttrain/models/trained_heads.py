@@ -16,33 +16,35 @@ from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.forward.packing import Reads
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.process_group import own_part
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import HeadSection
 from posttrain.registry import Entry
 
 Fill = Callable[[Tensor, Tensor], object]
 
 
-def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Forward | ActorCritic, dict[str, Module]]:
-    """The trainer's forward pass, with the head that the objective reads, and what is trained next to the model."""
+def forward_with_head(
+    entry: Entry, options: Mapping[str, object], section: HeadSection | None, policy: Forward, seed: int
+) -> tuple[Forward | ActorCritic, dict[str, Module]]:
+    """The trainer's forward pass, with the head that the objective reads, and what is trained next to the model.
+
+    ``entry``: the objective, with its ``options``. ``section``: of the head, where the objective reads one.
+    """
     kind = entry.traits.get("head")
     if kind is None:
         return policy, {}
     model = policy.model
-    assert recipe.head is not None, "resolved"
+    assert section is not None, "resolved"
+    outputs = 1
     option = entry.traits.get("head_outputs")
-    classes = int(recipe.objective.options[option]) if option is not None else 1
-    head = ScalarHead(
-        hidden_size(model),
-        outputs=1 if classes <= 2 else classes,
-        init_std=recipe.head.init_std,
-        seed=recipe.train.seed,
-    )
+    if option is not None and int(str(options[option])) > 2:  # two classes are one number
+        outputs = int(str(options[option]))
+    head = ScalarHead(hidden_size(model), outputs=outputs, init_std=section.init_std, seed=seed)
     like = next(model.parameters())
     head.to(like.device, torch.promote_types(like.dtype, torch.float32))
     if kind == "score":
         reads: Reads = "last" if entry.traits["level"] == "pair" else "at"  # one number orders two answers
         return policy.alike(model, head, reads, scores_only=True), {"head": head}
-    if recipe.head.trunk == "shared":
+    if section.trunk == "shared":
         return policy.alike(model, head), {"head": head}
     frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
     trunk = copy.deepcopy(model, frozen)  # weights that nothing trains are shared

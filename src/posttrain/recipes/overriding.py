@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.errors import RecipeError
 from posttrain.strict_yaml import MAX_DEPTH, MAX_KEY_CHARS, read_option
+from posttrain.untrusted import cut_end
 
 # Sections that have a key called name, and are no components: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
@@ -78,9 +79,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
     Raises:
         RecipeError: the path runs through something that is not a section.
     """
-    shown = key
-    if len(key) > MAX_KEY_CHARS:
-        shown = f"{key[:40]}..."
+    shown = cut_end(key, MAX_KEY_CHARS)
     parsed: object = ""
     if value:
         parsed = read_option(value, shown)

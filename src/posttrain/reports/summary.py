@@ -16,7 +16,15 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
-from posttrain.reports.run import Chapter, ReportStage, RunReport, Transcript, TranscriptAnswer, render_report, turns_of
+from posttrain.reports.run_page import (
+    Chapter,
+    ReportStage,
+    RunReport,
+    Transcript,
+    TranscriptAnswer,
+    render_report,
+    turns_of,
+)
 from posttrain.runs.directory import RunDirectory, State
 from posttrain.runs.listing import seconds_of
 from posttrain.runs.models import read_run_recipe
@@ -25,7 +33,7 @@ from posttrain.store.metric_names import REWARD, Metric
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, learning_warnings
 from posttrain.store.reading import read_text_file
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
-from posttrain.terminal.training import show_duration
+from posttrain.terminal.training_progress import show_duration
 from posttrain.untrusted import allow_code_options, fitting
 
 NUM_TRANSCRIPTS = 6

@@ -9,7 +9,6 @@ from statistics import fmean
 
 from posttrain.evaluation.statistics import Summary
 from posttrain.reports.charts import NUM_TOGETHER, Panel, Series, draw_png, interval_ends
-from posttrain.reports.sweeps import each_alone
 from posttrain.runs.what_if.plan import UNCHANGED
 from posttrain.runs.what_if.results import FutureResult, WhatIfResults
 from posttrain.store.durable import replace_file
@@ -36,7 +35,7 @@ def write_what_if(results: WhatIfResults, folder: Path) -> Path | None:
 
 
 def what_if_panels(results: WhatIfResults) -> list[Panel]:
-    """Return the differences of all futures, and the metric of the steps and the held-out one over the steps."""
+    """Return the differences of all futures, and over the steps the metric of training and the held-out one."""
     panels = []
     drawn = [(results.training, False)]
     if results.has_evaluations:
@@ -45,10 +44,11 @@ def what_if_panels(results: WhatIfResults) -> list[Panel]:
         panels += _difference_panel(results, metric, held_out)
     for metric, held_out in drawn:
         together = _lines_panel(results, metric, held_out)
-        if len(results.labels()) > NUM_TOGETHER and not held_out:
-            panels += each_alone(together)
-        elif together.series:
+        if together.series:
             panels.append(together)
+    by_step = _differences_by_step(results)
+    if by_step.series:
+        panels.append(by_step)
     return panels
 
 
@@ -92,11 +92,31 @@ def _lines_panel(results: WhatIfResults, metric: Metric, held_out: bool) -> Pane
         if label == UNCHANGED:
             series.append(replace(line, label=label, color="c7"))
         else:
-            series.append(replace(line, label=label))
+            series.append(replace(line, label=label, is_thin=len(others) > NUM_TOGETHER))
     what = "mean over seeds; band: lowest to highest" if plan.num_seeds > 1 else "one seed"
     if held_out:
         what = f"held out; {what}"
     return Panel(metric.label.capitalize(), what, series, metric.is_share)
+
+
+def _differences_by_step(results: WhatIfResults) -> Panel:
+    """Return the difference of each future from the unchanged one in every step of training, the mean over seeds."""
+    metric = results.training
+    bases = {one.future.seed: _values(one.rows, metric, False) for one in results.of(UNCHANGED)}
+    series = []
+    for label in results.labels():
+        by_step: dict[int, list[float]] = {}
+        for one in results.of(label):
+            base = bases.get(one.future.seed, {})
+            for step, value in _values(one.rows, metric, False).items():
+                if step in base:
+                    by_step.setdefault(step, []).append(value - base[step])
+        if label != UNCHANGED and by_step:
+            steps = sorted(by_step)
+            means = [fmean(by_step[step]) for step in steps]
+            series.append(Series(label, [float(step) for step in steps], means))
+    caption = "minus the unchanged future, step by step"
+    return Panel(f"{metric.label.capitalize()}: difference by step", caption, series, levels=[("", 0.0)])
 
 
 def _past(results: WhatIfResults, metric: Metric, held_out: bool) -> dict[int, float]:

@@ -20,8 +20,8 @@ import yaml
 
 from posttrain.activity import phase
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
+from posttrain.models.answer_end import names_of_ends, write_ends
 from posttrain.models.config import read_object
-from posttrain.models.generation import names_of_ends, write_ends
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.other_names import short_dtype
 from posttrain.runs.directory import RunDirectory
@@ -279,7 +279,7 @@ def _compare_with_trained(dtype: str, source: Path, content: Path, what: str) ->
     Raises:
         RunFailure: they are not the same model.
     """
-    from posttrain.models.comparison import check_same, read_probe
+    from posttrain.models.export_comparison import check_same, read_probe
     from posttrain.models.load import load_model
 
     given = read_object(source / ADAPTER_CONFIG).get("trainable_token_indices")

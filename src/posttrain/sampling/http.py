@@ -13,7 +13,7 @@ import httpx2
 from pydantic import ValidationError
 
 from posttrain.option_types import server_address
-from posttrain.untrusted import first_fault, harmless
+from posttrain.untrusted import describe_fault, harmless
 
 ItemT = TypeVar("ItemT")
 Result = TypeVar("Result")
@@ -171,12 +171,6 @@ def _read_with(read: Callable[[Any], Result], answer: object) -> Result:
         raise Unreadable(describe_fault(error)) from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None
-
-
-def describe_fault(error: ValidationError) -> str:
-    """Return the first fault of an answer, and what it had there."""
-    given = error.errors(include_url=False)[0]["input"]
-    return f"{first_fault(error)}; got {given!r:.80}"
 
 
 async def all_of(work: Callable[[ItemT], Awaitable[Result]], items: Iterable[ItemT]) -> list[Result]:

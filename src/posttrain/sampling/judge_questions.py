@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.sampling.http import Interrupted
+from posttrain.untrusted import cut_end
 
 RUBRIC = "How well does the answer do what was asked: is it right, complete and clear, without more than is needed?"
 _FENCE = re.compile(r"```(?:[A-Za-z0-9]{0,10})[ \t]*\n(.*?)\s*```", re.DOTALL)
@@ -54,9 +55,7 @@ class Question:
         Raises:
             Interrupted: it is not one JSON object of the schema, or the value is not on the scale.
         """
-        shown = repr(reply)
-        if len(reply) > 80:
-            shown = repr(f"{reply[:80]}...")
+        shown = repr(cut_end(reply, 80))
         text = reply.rpartition("</think>")[2].strip()
         fenced = _FENCE.fullmatch(text)
         if fenced:

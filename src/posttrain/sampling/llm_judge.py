@@ -29,7 +29,6 @@ from posttrain.sampling.http import (
     ServerError,
     Unanswered,
     all_of,
-    describe_fault,
 )
 from posttrain.sampling.judge_questions import RUBRIC, Question, ask_score, ask_winner
 from posttrain.sampling.vllm.client import read_models
@@ -37,6 +36,7 @@ from posttrain.store.durable import storage_errors
 from posttrain.store.reading import read_record
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Example
+from posttrain.untrusted import describe_fault
 
 CACHE = "judge.jsonl"
 KEY_VARIABLE = "JUDGE_API_KEY"

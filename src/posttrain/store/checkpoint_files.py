@@ -11,16 +11,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain import __version__
 from posttrain.errors import DataError
 from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_file, sync_folder
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 BEST = "best"
 FORMAT = 1  # of the manifest; a later version may add keys to it without another number
@@ -201,21 +202,37 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
     return sorted(steps)
 
 
+def read_newest(
+    root: Path, steps: Iterable[int], read: Callable[[Path, int], T], skipped: list[str]
+) -> tuple[int, T] | None:
+    """Return the step of the newest of these checkpoints that verifies, and what ``read`` returns for its folder.
+
+    ``read`` raises ``Unverified`` for one that does not verify; why goes into ``skipped``. None: there is none.
+    """
+    for step in sorted(steps, reverse=True):
+        path = step_folder(root, step)
+        try:
+            return step, read(path, step)
+        except (Unverified, OSError) as reason:
+            skipped.append(f"{path.name}: {reason}")
+    return None
+
+
 def newest_state(folder: str | Path) -> tuple[int, dict[str, object]] | None:
     """Return step and ``state.json`` of the newest checkpoint whose files have their sizes, or None."""
-    for step in reversed(checkpoint_steps(folder)):
-        path = step_folder(folder, step)
-        try:
-            names = verify(path, step, by_size=True)
-            state = {}
-            if "state.json" in names:
-                state = json.loads((path / "state.json").read_bytes())
-        except (Unverified, OSError, ValueError, RecursionError):
-            continue
-        if not isinstance(state, dict):
-            state = {}
-        return step, state
-    return None
+    return read_newest(Path(folder), checkpoint_steps(folder), _read_state, [])
+
+
+def _read_state(path: Path, step: int) -> dict[str, object]:
+    if "state.json" not in verify(path, step, by_size=True):
+        return {}
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise Unverified("state.json", f"is damaged ({error})") from None
+    if not isinstance(state, dict):
+        return {}
+    return state
 
 
 def best_step(folder: str | Path) -> int | None:

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from posttrain import strict_yaml
 from posttrain.errors import DataError, RecipeError
 from posttrain.store import posix
+from posttrain.untrusted import describe_fault
 
 Kind = TypeVar("Kind")
 MAX_RECORD_BYTES = 1 << 24
@@ -101,12 +102,7 @@ def read_declared(path: Path, kind: type[Kind]) -> Kind:
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "all of it"
-        value = None
-        if first["type"] != "missing":
-            value = first["input"]
-        raise DataError(path, f"damaged: {key} is {str(value)[:60]!r}; delete it") from None
+        raise DataError(path, f"damaged: {describe_fault(error)}. Delete it") from None
 
 
 def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> object:

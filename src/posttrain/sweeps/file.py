@@ -94,6 +94,16 @@ class HeadToHead(AnswersSection):
     judge: str
 
 
+class SampledPairs(AnswersSection):
+    """Problems that the initial model answers once, before the first run; right and wrong answers become pairs.
+
+    Every row learns from these pairs, ``batch_size`` of them a step, in place of sampling its own.
+    """
+
+    samples: int = Field(default=8, ge=2)
+    batch_size: int = Field(default=32, ge=1)
+
+
 class Variants(Section):
     """A key of which every row is compared at several values: ``train.num_minibatches``; ``label``: what these are."""
 
@@ -131,6 +141,7 @@ class Comparison(Section):
     baseline: str
     rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
     over: Variants | None = None
+    pairs: SampledPairs | None = None
     tuning: Tuning
     final: EvaluatedRuns
     threshold: float = Field(default=0.5, gt=0, le=1)
@@ -223,6 +234,9 @@ def read_sweep(
             complete_component(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
             if content.start is None:
                 raise error_at(document, key, "the start answers; give 'start'")
+    if content.comparison is not None and content.comparison.pairs is not None:
+        where = "comparison.pairs.task"
+        complete_component(content.comparison.pairs.task, "task", f"{document.line_of(where)}{where}")
     return content, document
 
 

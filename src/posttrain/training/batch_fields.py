@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,9 +23,10 @@ from posttrain.activity import phase
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
-from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
 from posttrain.training.idle_rows import UNSCORED, split_idle_rows
 from posttrain.types import Batch, Sample, collate, with_float64
@@ -45,30 +47,28 @@ PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model's forward pass over a batch, in micro-batches, without gradients, shared by the processes of
-    ``process_group``; all get all results, on the CPU. ``rows``: only these rows are computed, the results of the
-    others are 0."""
+    """A model's forward pass over a batch, in micro-batches, without gradients, shared by the processes; all get all
+    results, on the CPU. ``rows``: only these rows are computed, the results of the others are 0."""
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
-    tokens_per_micro: int
-    rows_per_micro: int | None = None
-    process_group: ProcessGroup = SINGLE_PROCESS
+    micro_batches: MicroBatching
     rows: Sequence[int] | None = None
 
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that share the passes."""
+        return self.micro_batches.process_group
+
     def _each(self, batch: Batch, compute: Callable[[Any, Batch], T]) -> Iterator[tuple[list[int], T]]:
-        """Yield the rows of each pass that counts, with what is computed of them."""
+        """Yield the rows of each micro-batch of this process, with what is computed of them."""
         if self.rows is not None and not self.rows:
             return
         chosen = batch
         if self.rows is not None:
             chosen = batch.select(self.rows)
-        pieces = split_rows(chosen, self.tokens_per_micro, self.rows_per_micro, self.process_group)
         with self.open() as forward, phase("forward passes", chosen.num_rows, "rows") as scored:
-            for places, counts in even_pieces(pieces, chosen, self.process_group, is_sharded=forward.is_sharded):
-                computed = compute(forward, chosen.select(places))
+            for places, computed in self.micro_batches.each(chosen, forward, partial(compute, forward)):
                 scored.num_done += len(places)
-                if not counts:
-                    continue
                 rows = places
                 if self.rows is not None:
                     rows = [self.rows[place] for place in places]
@@ -324,17 +324,17 @@ def comes_from_rollouts(name: str) -> bool:
     return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
 
 
-def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
+def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -> float:
     """Return the temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
 
     There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
     objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
     the model as it will be used, at temperature 1; at the sampling temperature it would fit p^(1/T).
     """
-    if recipe.rollout is None:
+    if rollout is None:
         return 1.0
     if any(comes_from_rollouts(name) for name in needs):
-        return recipe.rollout.temperature
+        return rollout.temperature
     return 1.0
 
 
@@ -454,9 +454,10 @@ class BatchFields:
     def _parts(self, rows: list[int] | None) -> dict[str, object]:
         """Return by name what the function of a batch field may ask for, but the batches; passes compute ``rows``."""
         train = self.recipe.train
+        micro_batches = MicroBatching(train.micro_batch_tokens, train.micro_batch_rows, self.process_group)
 
         def scorer(open_forward: Callable[[], AbstractContextManager[Forward | ActorCritic]]) -> Scorer:
-            return Scorer(open_forward, train.micro_batch_tokens, train.micro_batch_rows, self.process_group, rows)
+            return Scorer(open_forward, micro_batches, rows)
 
         policy = self.forward
         if isinstance(policy, ActorCritic):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +17,14 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.balances.record import UpdateFacts
-from posttrain.data.base import Task, build_task
+from posttrain.data.base import Task, build_task, document_texts
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.data.rendered import take_rendered
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.precision import choose_kernels
 from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.trained_heads import forward_with_head
@@ -154,18 +153,20 @@ class BuiltModels:
 class Prompting:
     """From an example to a prompt, and from an answer to rewards; sources and evaluations share it.
 
-    ``stage`` is the environment of completions of several turns, where the recipe has one.
+    ``row_limit``: the most tokens of a prompt and its answer together. ``stage`` is the environment of completions of
+    several turns, where the recipe has one.
     """
 
     tokenizer: Tokenizer
     context_tokens: int
+    row_limit: int
     grader: Grader
     stage: Stage | None = None
 
-    def sampler(self, engine: Engine, recipe: Recipe, process_group: ProcessGroup) -> Sampler:
+    def sampler(self, engine: Engine, process_group: ProcessGroup) -> Sampler:
         """Return a sampler of graded answers that an engine writes."""
-        row_limit = recipe.within(self.context_tokens)
-        return Sampler(engine, self.tokenizer, self.grader, row_limit, process_group=process_group, stage=self.stage)
+        limit = self.row_limit
+        return Sampler(engine, self.tokenizer, self.grader, limit, process_group=process_group, stage=self.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     task = build_task(recipe.task)
     eval_tasks = _tasks_to_evaluate(recipe)
     components = resolve_components(recipe)
-    _choose_kernels(recipe)
+    choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = _build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
     prompting = _build_prompting(recipe, models, folder)
@@ -218,12 +219,11 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     if eval_tasks:
         from posttrain.training.held_out import build_eval_engine
 
-        sampler = prompting.sampler(build_eval_engine(components, engine, build_engine), recipe, process_group)
+        sampler = prompting.sampler(build_eval_engine(components, engine, build_engine), process_group)
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe, models)
-    num_examples = None if task.parts else source.num_examples
-    facts = describe_run(components, models.loaded, models.policy, prompting.grader, num_examples)
+    facts = describe_run(components, models.loaded, models.policy, prompting.grader, source.num_examples)
     return TrainerState(
         model=models.loaded.model,
         tokenizer=models.tokenizer,
@@ -253,13 +253,16 @@ def _build_evaluator(
     sampler: Sampler,
 ) -> Evaluator:
     """Return what evaluates on the held-out tasks; ``read`` makes a source of a supervised recipe's tasks."""
-    from posttrain.training.held_out import Evaluator, choose_held_out
+    from posttrain.training.held_out import Evaluator, answer_limit, choose_held_out
 
+    recipe = components.recipe
     held_out: dict[str, HeldOut] = {}
     if read is not None:
         held_out = choose_held_out(read, tasks, components)
     return Evaluator(
-        components.recipe,
+        recipe.eval,
+        recipe.train,
+        answer_limit(recipe),
         tasks,
         held_out=held_out,
         method=method,
@@ -308,30 +311,26 @@ def _build_warnings(
     if not recipe.trains_scorer:
         warnings += describe_left_out(models.loaded)
     warnings += further_ends(models.tokenizer, template)
-    warnings += unused_chat_template(recipe, models.tokenizer, template)
-    warnings += slow_paths(models.policy, recipe)
+    warnings += unused_chat_template(recipe.model.name, models.tokenizer, template)
+    warnings += slow_paths(models.policy, recipe.model.attention)
     warnings += without_formula(components)
     return warnings
 
 
 def _build_optimizer(recipe: Recipe, models: BuiltModels) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """Return the trained parameters by name, and their optimizer: over the shards, where the weights are sharded."""
+    model: torch.nn.Module = models.loaded.model
+    heads = models.heads
     if models.shards is not None:
-        return build_optimizer(recipe, models.shards.model, models.shards.heads)
-    return build_optimizer(recipe, models.loaded.model, models.heads)
+        model = models.shards.model
+        heads = models.shards.heads
+    return build_optimizer(recipe, model, heads)
 
 
 def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
     """Return the tasks, the first of which is trained, with the prompts marked that are rendered already."""
     keys = ["task", *(["eval.tasks"] * (len(tasks) - 1))]
     return [take_rendered(task, template, tokenizer, key) for task, key in zip(tasks, keys, strict=True)]
-
-
-def _choose_kernels(recipe: Recipe) -> None:
-    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
-    if recipe.model.device in ("auto", "cuda") and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
-        torch.use_deterministic_algorithms(recipe.train.deterministic)
 
 
 def _build_models(
@@ -358,7 +357,9 @@ def _build_models(
     with process_group.in_turn() if loads_in_turn else nullcontext():
         loaded = _load_trained(recipe, task, loads_onto)
         policy = _build_policy(components, loaded)
-        forward, heads = forward_with_head(recipe, components.objective, policy)
+        forward, heads = forward_with_head(
+            components.objective, recipe.objective.options, recipe.head, policy, recipe.train.seed
+        )
         reference: Reference | None = None
         if "reference" in components.parts or recipe.eval.num_kl_prompts:
             from posttrain.models.reference import Reference
@@ -392,17 +393,20 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
     Raises:
         RecipeError: TF32 where no GPU multiplies.
     """
-    recipe, device = components.recipe, next(loaded.model.parameters()).device.type
+    recipe = components.recipe
+    device = next(loaded.model.parameters()).device.type
     coarse = recipe.train.precision != "fp32"
     if recipe.train.precision == "tf32" and device != "cuda":
         raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
     # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return _forward(recipe, loaded.model, scoring_temperature(recipe, components.needs))
+    return _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
 
 
-def _forward(recipe: Recipe, model: Model, temperature: float) -> Forward:
-    return Forward(model, temperature, precision="bf16" if recipe.train.precision == "bf16" else "fp32")
+def _forward(model: Model, precision: str, temperature: float) -> Forward:
+    if precision == "bf16":
+        return Forward(model, temperature, precision="bf16")
+    return Forward(model, temperature, precision="fp32")  # with tf32 the GPU rounds, not the pass
 
 
 def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -> Prompting:
@@ -416,7 +420,8 @@ def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -
         if stage is not None:
             template = stage.template
     grader = build_grader(recipe.rewards, template, folder)
-    return Prompting(models.tokenizer, models.context_tokens, grader, stage)
+    row_limit = recipe.within(models.context_tokens)
+    return Prompting(models.tokenizer, models.context_tokens, row_limit, grader, stage)
 
 
 def _build_method(components: Components, forward: Forward | ActorCritic) -> Method:
@@ -424,7 +429,7 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
     recipe = components.recipe
     regularizers = recipe.regularize
     objective: Objective = components.objective.bind(recipe.objective.options, "objective")
-    if regularizers is not None:
+    if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):
         objective = with_regularizers(objective, **regularizers.model_dump())
     aggregate_options: dict[str, Any] = {}
     if recipe.aggregate is not None:
@@ -562,13 +567,16 @@ def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> F
             f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
             "can only be compared within one. Choose a teacher of the same family"
         )
-    return _forward(recipe, loaded.model.eval().requires_grad_(False), temperature)
+    return _forward(loaded.model.eval().requires_grad_(False), recipe.train.precision, temperature)
 
 
 def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
     """Return the model to train, with a new adapter where the recipe has one; ``device``: in place of the recipe's."""
     section = recipe.model if device is None else recipe.model.model_copy(update={"device": device})
-    loaded = load_model(section, seed=recipe.train.seed, texts=_texts(task, recipe))
+    texts: Iterator[str] | None = None
+    if recipe.model.init is not None:  # for a new tokenizer
+        texts = document_texts(task.examples, recipe.model.init.tokenizer.num_documents)
+    loaded = load_model(section, seed=recipe.train.seed, texts=texts)
     model = loaded.model
     if recipe.model.adapter is not None:
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
@@ -590,11 +598,3 @@ def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> Load
             raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
-
-
-def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:
-    """Return texts for a new tokenizer, from the first examples of the task."""
-    if recipe.model.init is None:
-        return None
-    examples = islice(iter(task.examples), recipe.model.init.tokenizer.num_documents)
-    return (" ".join([*(m.content for m in e.messages), e.demonstration or e.solution or ""]).strip() for e in examples)

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.generation import write_ends
+from posttrain.models.answer_end import write_ends
 from posttrain.models.load import ONE_FILE, LoadedModel, note_base_bits
 from posttrain.models.sources import SCORE, resolve_model_name
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
@@ -37,6 +38,7 @@ from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
     checkpoint_steps,
+    read_newest,
     remove_tree,
     rename_into_place,
     seal,
@@ -156,15 +158,11 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
             raise CheckpointError(f"{root}: no checkpoint of step {step}; there are: {there}")
         steps = [step]
     skipped: list[str] = []
-    for candidate in reversed(steps):
-        path = step_folder(root, candidate)
-        try:
-            checkpoint = _read(path, candidate, skipped)
-        except (Unverified, OSError) as reason:
-            skipped.append(f"{path.name}: {reason}")
-            continue
+    newest = read_newest(root, steps, partial(_read, skipped), skipped)
+    if newest is not None:
+        found, checkpoint = newest
         if set_aside and skipped:
-            set_aside_steps(root, [s for s in steps if s > candidate])
+            set_aside_steps(root, [s for s in steps if s > found])
         return checkpoint
     if not steps:
         return None
@@ -230,7 +228,7 @@ class KeptState(BaseModel, strict=True, extra="allow"):
     unevaluated: bool = False
 
 
-def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
+def _read(skipped: list[str], path: Path, step: int) -> Checkpoint:
     files = verify(path, step)
     state = (path / "state.json").read_bytes() if "state.json" in files else b"{}"
     try:
@@ -334,15 +332,17 @@ def origins_of(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
     return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
 
 
-def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+def check_origins(models: Mapping[str, str], now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
     """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+    ``models``: the names in the recipe, by their key.
 
     Raises:
         UsageError: a name refers to another checkpoint than when the run began.
     """
-    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
-    if recipe.teacher is not None and now["teacher"] is not None:
-        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
+    named = [("model.name", models["model.name"], began.get("model"), now["model"])]
+    if now["teacher"] is not None:
+        named.append(("teacher.name", models["teacher.name"], began.get("teacher"), now["teacher"]))
     named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
     for key, name, then, place in named:
         if then not in (None, place):

@@ -415,12 +415,15 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     yield model.adapter and model.dtype == "bf16", "scale.sharding", types
 
 
-def slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
-    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
+def slow_paths(policy: Forward, attention: str) -> list[str]:
+    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it.
+
+    ``attention``: that of the recipe.
+    """
+    if policy.path == "padded" and attention == "sdpa":
+        return ["batches are padded, which is slower: packing them would change what this model computes"]
     if policy.path == "padded":
-        chosen = f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"
-        slower = "batches are padded, which is slower: packing them would change what this model computes"
-        return [chosen if recipe.model.attention != "sdpa" else slower]
+        return [f"model.attention: {attention}: batches are padded; with sdpa they are packed"]
     if policy.device.type == "cuda" and policy.attention == "mask":
         return [
             "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
@@ -429,18 +432,18 @@ def slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
     return []
 
 
-def unused_chat_template(recipe: Recipe, tokenizer: Tokenizer, template: Template) -> list[str]:
+def unused_chat_template(model: str, tokenizer: Tokenizer, template: Template) -> list[str]:
     """Return a line if a model that was made elsewhere has a chat template, and the recipe names another template."""
     from posttrain.models.sources import EMBEDDED, resolve_model_name
 
-    source = Path(resolve_model_name(recipe.model.name))
+    source = Path(resolve_model_name(model))
     is_run = (source.parent.parent / "recipe.yaml").is_file()
     if template.chat or template.name in ("document", "as_is") or is_run or source in EMBEDDED.values():
         return []
     if not getattr(tokenizer, "chat_template", None):
         return []
     return [
-        f"prompt.template {template.name}: the tokenizer of {recipe.model.name} has a chat template, which this run "
+        f"prompt.template {template.name}: the tokenizer of {model} has a chat template, which this run "
         "does not use; --prompt.template chat trains under it"
     ]
 

@@ -51,13 +51,17 @@ class Processes(ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
-        self.rank, self.size, self.store, self.noticed = rank, size, store, False
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self.noticed = False
 
     @classmethod
     def open(cls, size: int, host: str = "127.0.0.1") -> Processes:
         """Return rank 0 with a store at a free port of ``host`` alone; torch itself would listen on all addresses."""
         listening = socket.create_server((host, 0))
-        port, descriptor = int(listening.getsockname()[1]), listening.detach()
+        port = int(listening.getsockname()[1])
+        descriptor = listening.detach()
         store = dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         return cls(0, size, store)
 
@@ -76,7 +80,9 @@ class Processes(ProcessGroup):
         try:
             store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
         except (RuntimeError, ValueError, TimeoutError) as error:
-            reason = "the port is in use" if "EADDRINUSE" in str(error) else first_line(error)
+            reason = first_line(error)
+            if "EADDRINUSE" in str(error):
+                reason = "the port is in use"
             raise UsageError(
                 "MASTER_ADDR and MASTER_PORT: the processes of the run cannot meet at "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Give a free port of a machine "
@@ -118,7 +124,8 @@ class Processes(ProcessGroup):
         Raises:
             PeerFailure: one did not come.
         """
-        num_here, deadline = self.store.add(ARRIVED, 1), time.monotonic() + JOIN_SECONDS
+        num_here = self.store.add(ARRIVED, 1)
+        deadline = time.monotonic() + JOIN_SECONDS
         while self.is_main and num_here < self.size:
             if (failure := self.failure(0.05)) is not None:
                 raise failure
@@ -194,7 +201,8 @@ def check_devices(device: str, num_processes: int) -> None:
     Raises:
         UsageError: there are fewer, or they are Apple's, between which no tensors travel.
     """
-    kind, there = choose_device(device).type, torch.cuda.device_count()
+    kind = choose_device(device).type
+    there = torch.cuda.device_count()
     if kind == "mps" and num_processes > 1:
         raise UsageError(f"scale.processes: {num_processes}, and a Mac's GPU (model.device mps) is for 1; or use cpu")
     if kind == "cuda" and num_processes > there:
@@ -225,26 +233,35 @@ def join(process_group: Processes, device: str, timeout_seconds: float) -> Itera
             dist.destroy_process_group()
     except BaseException as error:
         # FSDP2 gathers layers itself; its errors come here as they are.
-        failure = process_group.first_failure() if isinstance(error, RuntimeError) else None
-        if failure is not None:
-            raise failure from error
+        if isinstance(error, RuntimeError):
+            failure = process_group.first_failure()
+            if failure is not None:
+                raise failure from error
         if not isinstance(error, PeerFailure):
-            what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, PosttrainError):
+                what = str(error)
             process_group.fail(process_group.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
         raise
 
 
 def _open_group(process_group: Processes, device: str, timeout_seconds: float) -> None:
-    kind, index = choose_device(device).type, local_rank() or 0
-    check_devices(device, process_group.size if kind == "mps" else index + 1)
+    kind = choose_device(device).type
+    index = local_rank() or 0
+    num_here = index + 1  # at least
+    backend = "gloo"
+    if kind == "mps":
+        num_here = process_group.size
+    check_devices(device, num_here)
     if kind == "cuda":
         torch.cuda.set_device(index)
+        backend = "cpu:gloo,cuda:nccl"
     process_group.wait_for_all()
     if dist.is_initialized():
         return
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            backend=backend,
             store=dist.PrefixStore("group", process_group.store),
             rank=process_group.rank,
             world_size=process_group.size,
@@ -265,7 +282,8 @@ class Root(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
         super().__init__()
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
 
     def forward(self, compute: Callable[[], T]) -> T:
         return compute()
@@ -292,11 +310,11 @@ class Shards:
 
     def cut(self, whole: Forward | ActorCritic, heads: dict[str, torch.nn.Module]) -> None:
         """Shard the models of the pass that the objective reads, with its heads and critics, without an exchange."""
-        self.model, self.heads = whole.model, heads
+        self.model = whole.model
+        self.heads = heads
         if self.keeps_whole:
             self.model = copy.deepcopy(whole.model)
             self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
-            modules = [(whole.model, self.model), *((heads[name], self.heads[name]) for name in heads)]
         if isinstance(whole, ActorCritic):
             critic = self._of_model(whole.critic, self.heads["critic"])
             self.forward = ActorCritic(self._of_model(whole.policy, self.model), critic)
@@ -304,13 +322,20 @@ class Shards:
             self.forward = self._of_model(whole, self.model)
         if not self.keeps_whole:
             return
+        modules = [(whole.model, self.model)]
+        for name in heads:
+            modules.append((heads[name], self.heads[name]))
         for module, sharded in modules:
             pairs = zip(module.parameters(), sharded.parameters(), strict=True)
             self._pairs += [(plain, shard) for plain, shard in pairs if plain.requires_grad]
 
     def _of_model(self, whole: Forward, model: torch.nn.Module) -> Forward:
-        forward = copy.copy(whole) if self.keeps_whole else whole
-        forward.model, forward.head = model, None if whole.head is None else self.heads["head"]  # type: ignore[assignment]
+        forward = whole
+        if self.keeps_whole:
+            forward = copy.copy(whole)
+        forward.model = model
+        if whole.head is not None:
+            forward.head = self.heads["head"]  # type: ignore[assignment]
         self.part(forward)
         return forward
 
@@ -329,9 +354,13 @@ class Shards:
         if self.keeps_whole:
             return
         forward = self.forward
-        forwards = [forward.policy, forward.critic] if isinstance(forward, ActorCritic) else [forward]
-        self.within = policy.root = forwards[0].root
-        for each in dict.fromkeys([forwards[0], policy, *forwards[1:]]):
+        others: list[Forward] = []
+        if isinstance(forward, ActorCritic):
+            others = [forward.critic]
+            forward = forward.policy
+        self.within = forward.root
+        policy.root = forward.root
+        for each in dict.fromkeys([forward, policy, *others]):
             each.choose_path()
 
     @torch.no_grad()
@@ -349,7 +378,10 @@ class Shards:
     @torch.no_grad()
     def fill(self, live: Tensor, tensor: Tensor) -> None:
         """Copy an unsharded tensor, the same in all processes, into one of the model's, sharded or not."""
-        own_part(live).copy_(own_part(part_of(tensor.to(live.device), live) if isinstance(live, DTensor) else tensor))
+        own = tensor
+        if isinstance(live, DTensor):
+            own = part_of(tensor.to(live.device), live)
+        own_part(live).copy_(own_part(own))
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], is_kept: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -31,21 +31,22 @@ from posttrain.evaluation.items import default_ks
 from posttrain.evaluation.kl_from_initial import measure_kl
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import TrainSection
+from posttrain.recipes.sections import EvalSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
-from posttrain.types import Example, with_float64
+from posttrain.types import Batch, Example, with_float64
 
 # Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
+MAX_ANSWER_TOKENS = 256  # where the recipe says nothing
 MAX_EXPONENT = 700.0  # e to the power of more is no float
 
 
@@ -122,6 +123,15 @@ def choose_held_out(
     return chosen
 
 
+def answer_limit(recipe: Recipe) -> int:
+    """Return the number of tokens of an answer to evaluate: ``eval.max_tokens``, else as long as in training."""
+    if recipe.eval.max_tokens:
+        return recipe.eval.max_tokens
+    if recipe.rollout is not None:
+        return recipe.rollout.max_tokens
+    return MAX_ANSWER_TOKENS
+
+
 def is_read(task: Task, n: int) -> bool:
     """Return whether a task has responses to evaluate an objective on, so that no answers are sampled."""
     size = len(task.examples)
@@ -135,9 +145,7 @@ def _is_shown(example: Example) -> bool:
 
 
 @torch.no_grad()
-def evaluate_loss(
-    held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, process_group: ProcessGroup = SINGLE_PROCESS
-) -> dict[str, float]:
+def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches: MicroBatching) -> dict[str, float]:
     """Loss of held-out demonstrations over their trained tokens.
 
     ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
@@ -147,25 +155,20 @@ def evaluate_loss(
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     batch = held_out.source.batch_of(held_out.units)
-    total = 0.0
-    correct = 0.0
-    pieces = split_rows(batch, tokens_per_micro, process_group=process_group)
-    for rows, counts in even_pieces(pieces, batch, process_group, is_sharded=policy.is_sharded):
-        part = batch.select(rows)
+
+    def measure(part: Batch) -> tuple[float, float]:
+        """Return the log-probability of the trained tokens, and how many of them the policy finds likeliest."""
         outputs = policy(part, "none")
         candidates, _ = policy.top_candidates(part, 1)
-        if not counts:
-            continue
         likeliest = candidates[..., 0]
         mask = part.mask.to(likeliest.device)
         is_correct = likeliest == part.tokens.to(likeliest.device)
-        total -= float(with_float64(outputs.logprobs[mask]).double().sum())
-        correct += float(is_correct[mask].sum())
-    of_processes = process_group.gather([(total, correct)], "held-out loss")
-    total = sum(part_total for part_total, _ in of_processes)
-    correct = sum(part_correct for _, part_correct in of_processes)
+        logprob = with_float64(outputs.logprobs[mask]).double().sum()
+        return float(logprob), float(is_correct[mask].sum())
+
+    logprob, correct = micro_batches.total(batch, policy, measure, "held-out loss")
     tokens = float(batch.mask.sum())
-    loss = total / tokens
+    loss = -logprob / tokens
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
     return {
@@ -213,11 +216,14 @@ def evaluate_objective(
 class Evaluator:
     """The evaluation of a run on every held-out task (``eval``).
 
-    held_out: by a task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration.
-    start: the model at the start (None where no drift is measured).
+    options: of the evaluation. train: of the micro-batches, and the seed. max_tokens: of an answer. held_out: by a
+    task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration. start: the
+    model at the start (None where no drift is measured).
     """
 
-    recipe: Recipe
+    options: EvalSection
+    train: TrainSection
+    max_tokens: int
     tasks: Sequence[Task]
     held_out: Mapping[str, HeldOut]
     method: Method
@@ -235,20 +241,18 @@ class Evaluator:
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling of answers."""
-        recipe = self.recipe
-        max_tokens = recipe.eval.max_tokens
-        if not max_tokens and recipe.rollout is not None:
-            max_tokens = recipe.rollout.max_tokens
-        if not max_tokens:
-            max_tokens = 256
-        return self.sampler.sampling(max_tokens, temperature)
+        return self.sampler.sampling(self.max_tokens, temperature)
+
+    def _micro_batches(self) -> MicroBatching:
+        """Return the passes over given answers."""
+        return MicroBatching(self.train.micro_batch_tokens, process_group=self.sampler.process_group)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
         """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
-            return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.process_group)
-        options = self.recipe.eval
+            return evaluate_objective(held_out, task, self.method, self.train, self.sampler.process_group)
+        options = self.options
         sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
         questions = Questions(
             task,
@@ -256,31 +260,30 @@ class Evaluator:
             options.num_examples,
             samples=options.samples,
             ks=default_ks(options.samples),
-            seed=self.recipe.train.seed,
+            seed=self.train.seed,
             step=step,
         )
         evaluation = evaluate(self.sampler, questions)
         if held_out is not None:
             started = time.perf_counter()
-            tokens_per_micro = self.recipe.train.micro_batch_tokens
-            loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.process_group)
+            loss = evaluate_loss(held_out, task, self.policy, self._micro_batches())
             evaluation.results.update(loss)
             evaluation.results["seconds"] += time.perf_counter() - started
         return evaluation
 
     def _with_kl(self, evaluation: Evaluation, task: Task) -> Evaluation:
         """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
-        if not self.recipe.eval.num_kl_prompts:
+        if not self.options.num_kl_prompts:
             return evaluation
         assert self.start is not None, "the reference is built where KL is measured"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         kl = measure_kl(
             self.sampler,
-            Questions(task, sampling, self.recipe.eval.num_kl_prompts, seed=self.recipe.train.seed),
+            Questions(task, sampling, self.options.num_kl_prompts, seed=self.train.seed),
             policy=self.policy,
             start=self.start,
-            tokens_per_micro=self.recipe.train.micro_batch_tokens,
+            tokens_per_micro=self.train.micro_batch_tokens,
         )
         evaluation.results.update(kl)
         evaluation.results["seconds"] += time.perf_counter() - started

@@ -11,25 +11,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.balances.findings import Imbalance
 from posttrain.balances.record import UpdateFacts
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
+from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import EvalSection, RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
-from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import choose_primary_metric
 from posttrain.store.metrics import (
     MOVED,
@@ -52,7 +53,7 @@ from posttrain.training.checkpoint import (
     restore_model,
     save_checkpoint,
 )
-from posttrain.training.files import NoRecords, Observer, RunFiles
+from posttrain.training.files import NoRecords, Observer, RunFiles, save_batch
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
@@ -74,13 +75,47 @@ class TrainResult:
     evaluations: dict[str, dict[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """The parts of a resolved recipe that the loop reads.
+
+    train: with the number of steps filled in. writes_shares: each process writes its share of the weights into a
+    checkpoint. models: the model and a teacher by their key. identity: of the recipe, as checkpoints keep it.
+    describe_clip: warns of a clip range that is too narrow (``describe_narrow_clip``).
+    """
+
+    train: TrainSection
+    eval: EvalSection
+    rollout: RolloutSection | None
+    writes_shares: bool
+    models: Mapping[str, str]
+    identity: Mapping[str, object]
+    describe_clip: Callable[[Forward, Mapping[str, float], int], str]
+
+
+def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
+    """Return the loop's part of a resolved recipe, for a run of so many steps."""
+    models = {"model.name": recipe.model.name}
+    if recipe.teacher is not None:
+        models["teacher.name"] = recipe.teacher.name
+    return LoopPlan(
+        train=recipe.train.model_copy(update={"steps": steps}),
+        eval=recipe.eval,
+        rollout=recipe.rollout,
+        writes_shares=recipe.scale.checkpoint == "sharded",
+        models=models,
+        identity={"recipe": recipe.fingerprint(), "settings": decisive(recipe.dump())},
+        describe_clip=partial(describe_narrow_clip, recipe),
+    )
+
+
 @dataclass(slots=True)
 class Loop:
     """A run in progress. Each process of the ``process_group`` takes the same decisions; the main one keeps the
     records.
     """
 
-    recipe: Recipe
+    plan: LoopPlan
     files: RunFiles
     parts: TrainerState
     metrics: MetricsLog | NoRecords
@@ -98,7 +133,9 @@ class Loop:
     update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
-        self.update_records = open_records(self.recipe, self.parts, self.rollouts, self.process_group)
+        self.update_records = open_records(
+            self.parts, self.rollouts, self.process_group, ends_run=self.plan.train.strict
+        )
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -125,7 +162,7 @@ class Loop:
             CheckpointError: it holds something else than the recipe's parts.
             UsageError: a model that it began with is another by now.
         """
-        check_origins(self.recipe, self.parts.origins, checkpoint.state)
+        check_origins(self.plan.models, self.parts.origins, checkpoint.state)
         self._take_threads(checkpoint.state)
         fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
         restore_model(self.parts.model, checkpoint.path, fill)
@@ -147,7 +184,6 @@ class Loop:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
         source = self.parts.source
         return {
-            "recipe": self.recipe,
             "steps": self.steps,
             "length": length,
             "resumed_from": self.step if resumed else None,
@@ -194,7 +230,7 @@ class Loop:
         Raises:
             UsageError: they are fewer than were made.
         """
-        num_epochs = self.recipe.train.num_epochs
+        num_epochs = self.plan.train.num_epochs
         if num_epochs is None:
             return
         length = f"train.num_epochs {num_epochs:g} is {self.steps} steps over the data as they are"
@@ -210,13 +246,14 @@ class Loop:
         if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
             self.evaluate()
             self.save()
-        elif self.step == 0 and self.recipe.eval.every:
+        elif self.step == 0 and self.plan.eval.every:
             self.evaluate()
         while self.step < self.steps and not self.process_group.agree(should_stop(), "being stopped"):
-            self.update()
+            with phase(f"step {self.step + 1} of {self.steps}"):
+                self.update()
             if self.unevaluated:
                 self.evaluate()
-            if self._due(self.recipe.train.save_every) or self._is_best():
+            if self._due(self.plan.train.save_every) or self._is_best():
                 self.save()
                 saved = self.step
         if saved != self.step:
@@ -251,10 +288,6 @@ class Loop:
 
     def update(self) -> None:
         """Take one optimizer step and record it."""
-        with phase(f"step {self.step + 1} of {self.steps}"):
-            self._update()
-
-    def _update(self) -> None:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
@@ -271,7 +304,7 @@ class Loop:
         metrics = draw.metrics | metrics | {"trained_tokens": tokens}
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
-        self.unevaluated = bool(self.recipe.eval.every) and self._due(self.recipe.eval.every)
+        self.unevaluated = bool(self.plan.eval.every) and self._due(self.plan.eval.every)
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
@@ -290,7 +323,7 @@ class Loop:
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
-        narrow = describe_narrow_clip(self.recipe, self.parts.policy, metrics, self.step)
+        narrow = self.plan.describe_clip(self.parts.policy, metrics, self.step)
         if narrow:
             warnings["clip"] = narrow
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
@@ -301,7 +334,7 @@ class Loop:
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
-        options = self.recipe.train.model_copy(update={"steps": self.steps})
+        options = self.plan.train
         batch = draw.batch
         lr = learning_rate(options, step)
         if batch is None:
@@ -317,7 +350,7 @@ class Loop:
         )
         captured = capture.collect(batch, learning.level, self.process_group)
         found = self.update_records.open_record(draw, step, loss, metrics, captured, learning.forward)
-        found = check_mismatch(self.recipe, self.parts.policy, batch, found, metrics)
+        found = check_mismatch(self.plan.rollout, self.parts.policy, batch, found, metrics)
         self.update_records.end_if_strict(found)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
@@ -330,7 +363,9 @@ class Loop:
                 self.parts.shards.gather()
         except NonFiniteLoss as error:
             self.consistent = True
-            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
+            raise NonFiniteLoss(
+                f"{error}. {save_batch(self.files, batch, step, is_main=self.process_group.is_main)}"
+            ) from None
         moved, of_step = self.update_records.close_record(lr, norm)
         self._tell_imbalances([*found, *of_step])
         if step <= NUM_STEPS:
@@ -363,9 +398,7 @@ class Loop:
         self._pass_on_warnings()
 
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
-        primary = choose_primary_metric(
-            evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None
-        )
+        primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
@@ -390,7 +423,7 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
         same_weights(self.parts.whole_parameters(), self.process_group, f"step {self.step} cannot be saved")
-        together = self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded"
+        together = self.parts.shards is not None and self.plan.writes_shares
         process_group = self.process_group if together else SINGLE_PROCESS
         tensors = self._gathered(process_group)
         if not self.process_group.is_main:
@@ -435,8 +468,7 @@ class Loop:
     def _state(self) -> dict[str, object]:
         """Return the content of ``state.json``."""
         state: dict[str, object] = {
-            "recipe": self.recipe.fingerprint(),
-            "settings": decisive(self.recipe.dump()),
+            **self.plan.identity,
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
             "num_threads": torch.get_num_threads(),
@@ -457,20 +489,7 @@ class Loop:
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
-        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep_checkpoints, {best})
-
-    def _save_batch(self, batch: Batch, step: int) -> str:
-        """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
-        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
-        if not self.process_group.is_main:
-            return "Rank 0 saves the batch"
-        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
-        tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
-        try:
-            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
-        except StorageError as failure:
-            return f"The batch could not be kept: {failure}"
-        return f"The batch is saved in {path}"
+        prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})
 
 
 def train(
@@ -528,7 +547,8 @@ def open_loop(
         parts.facts = of_steps(parts.facts, steps)
         kept = _records(recipe, files, trackers, parts.facts, process_group)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
-            yield Loop(recipe, files, parts, metrics, rollouts, observer, steps, process_group), length
+            plan = plan_loop(recipe, steps)
+            yield Loop(plan, files, parts, metrics, rollouts, observer, steps, process_group), length
 
 
 @contextmanager

@@ -326,6 +326,82 @@ def _head_bytes(components: Components, config: PretrainedConfig, critic: list[W
     return int(16 * (config.hidden_size * rows + trunk))
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer of the model as it is computed: widths in numbers, and ``size``, the bytes of a number of its weights.
+
+    ``queries``, ``keys``: of all heads of a token. ``inner``: of the feed-forward part. ``is_half``: products are
+    computed in 16 bits on a GPU. ``is_fused``: our own kernels compute norms and gates.
+    """
+
+    family: str
+    width: int
+    heads: int
+    queries: int
+    keys: int
+    inner: int
+    size: int
+    is_autocast: bool
+    is_half: bool
+    is_fused: bool
+    keeps_gelu: bool
+
+    @property
+    def is_gpt2(self) -> bool:
+        return self.family == "gpt2"
+
+    @property
+    def inputs(self) -> int:
+        """The inputs of the linear layers."""
+        return 2 * self.width + self.queries + self.inner
+
+    @property
+    def normed(self) -> int:
+        """The inputs of the norms."""
+        if QK_NORMS[self.family]:
+            return 2 * self.width + self.queries + self.keys
+        return 2 * self.width
+
+    @property
+    def between(self) -> int:
+        """The numbers that are kept between the two products of the feed-forward part."""
+        if self.is_gpt2 and self.keeps_gelu:
+            return 4 * self.inner
+        if self.is_gpt2:
+            return self.inner
+        if self.is_fused:
+            return 2 * self.inner
+        return 3 * self.inner
+
+
+def _layer_of(recipe: Recipe, config: PretrainedConfig, size: int, *, on_gpu: bool) -> _Layer:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    num_key_heads = getattr(config, "num_key_value_heads", None) or heads
+    is_autocast = recipe.train.precision == "bf16"
+    is_half = on_gpu and (size == 2 or is_autocast)
+    has_kernels = size == 4
+    if is_half:
+        has_kernels = not recipe.model.load_bits
+    if config.model_type == "gpt2":
+        inner = config.n_inner or 4 * config.n_embd
+    else:
+        inner = config.intermediate_size
+    return _Layer(
+        family=config.model_type,
+        width=config.hidden_size,
+        heads=heads,
+        queries=heads * head_dim,
+        keys=num_key_heads * head_dim,
+        inner=inner,
+        size=size,
+        is_autocast=is_autocast,
+        is_half=is_half,
+        is_fused=config.model_type in FAMILIES and has_kernels,
+        keeps_gelu=getattr(config, "activation_function", None) == "gelu_new",
+    )
+
+
 def _activations(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -337,47 +413,80 @@ def _activations(
     on_gpu: bool,
 ) -> int:
     """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
-    adapter, layers, width = recipe.model.adapter, config.num_hidden_layers, config.hidden_size
-    heads, is_gpt2 = config.num_attention_heads, config.model_type == "gpt2"
-    head_dim = getattr(config, "head_dim", None) or width // heads
-    queries, keys = heads * head_dim, head_dim * (getattr(config, "num_key_value_heads", None) or heads)
-    inner = (config.n_inner or 4 * config.n_embd) if is_gpt2 else config.intermediate_size
-    is_autocast = recipe.train.precision == "bf16"
-    is_half = on_gpu and (size == 2 or is_autocast)
-    is_fused = config.model_type in FAMILIES and (not recipe.model.load_bits if is_half else size == 4)
-    within = inner * (2 if is_fused else 3)
-    if is_gpt2:
-        within = inner * (4 if config.activation_function == "gelu_new" else 1)
+    layer = _layer_of(recipe, config, size, on_gpu=on_gpu)
+    adapter = recipe.model.adapter
     tokens = _up_to(ROUND_TOKENS, micro.queries)
-    inputs = 2 * width + queries + inner
-    normed = 2 * width + (queries + keys if QK_NORMS[config.model_type] else 0)
-    product, seen = (2, queries if _repeats_keys() else keys) if is_half else (size, keys)
-    of_layer = product * (2 * queries * micro.queries + 2 * seen * micro.keys) + 4 * heads * micro.queries
-    if micro.prompt and not is_half:  # the mask
-        of_layer += size * micro.rows * micro.answer * (micro.prompt + micro.answer)
-    factors = [] if adapter is None else [w for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
-    targets = [w.shape[1] for w in factors]
-    if is_half and is_fused:
-        of_layer += tokens * (size * normed + 2 * 2 * inner)
-        if adapter is None:
-            of_layer += tokens * 2 * (2 * width + inner)
-        else:  # under autocast without dropout those of one place share their input; attention keeps its own output
-            places = {(w.name.rsplit(".", 3)[0], w.shape[1]) for w in factors if ".o_proj." not in w.name}
-            own = sum(n for _, n in places) if is_autocast and not adapter.dropout else sum(targets)
-            of_layer += tokens * (2 if is_autocast else 4) * (own + adapter.rank * len(targets))
-            of_layer += tokens * sum(targets) if adapter.dropout else 0
-    elif adapter is None:
-        of_layer += tokens * size * (inputs + normed * (1 if is_gpt2 or is_fused else 2) + within)
+    if adapter is None:
+        of_token = _trained_bytes(layer)
     else:
-        own = 4 * adapter.rank * len(targets) + (5 * sum(targets) if adapter.dropout else 0)
-        own += 4 * inputs if size == 4 else 0 if adapter.dropout else 4 * sum(targets)
-        of_layer += tokens * (own + (size if is_gpt2 else 4) * normed + size * within)
-    of_layers = of_layer * layers
-    if recipe.train.gradient_checkpointing:
-        again = of_layer + (2 if is_fused else 3) * inner * size * tokens
-        of_layers = size * width * tokens * layers + max(again - logits, 0)
-    final = 2 if adapter is None and not is_gpt2 and not is_fused else 1
-    return int(of_layers + size * width * (final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
+        factors = [w for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
+        of_token = _adapted_bytes(layer, adapter, factors)
+    of_layer = _attention_bytes(layer, micro) + tokens * of_token
+    of_layers = of_layer * config.num_hidden_layers
+    if recipe.train.gradient_checkpointing:  # the inputs of the layers, and one layer that is computed again
+        gates = 3
+        if layer.is_fused:
+            gates = 2
+        again = of_layer + gates * layer.inner * size * tokens
+        of_layers = size * layer.width * tokens * config.num_hidden_layers + max(again - logits, 0)
+    num_final = 1
+    if adapter is None and not layer.is_gpt2 and not layer.is_fused:
+        num_final = 2
+    return int(of_layers + size * layer.width * (num_final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
+
+
+def _attention_bytes(layer: _Layer, micro: Micro) -> int:
+    """Return bytes of queries, keys, values and outputs, of the normalizers, and of the mask where there is one."""
+    number = layer.size
+    seen = layer.keys
+    if layer.is_half:
+        number = 2
+        if _repeats_keys():
+            seen = layer.queries
+    kept = number * (2 * layer.queries * micro.queries + 2 * seen * micro.keys) + 4 * layer.heads * micro.queries
+    if micro.prompt and not layer.is_half:
+        kept += layer.size * micro.rows * micro.answer * (micro.prompt + micro.answer)
+    return kept
+
+
+def _trained_bytes(layer: _Layer) -> int:
+    """Return bytes that a token leaves in norms and products of a layer, all of whose weights are trained."""
+    if layer.is_half and layer.is_fused:
+        return layer.size * layer.normed + 2 * 2 * layer.inner + 2 * (2 * layer.width + layer.inner)
+    num_norms = 2
+    if layer.is_gpt2 or layer.is_fused:
+        num_norms = 1
+    return layer.size * (layer.inputs + num_norms * layer.normed + layer.between)
+
+
+def _adapted_bytes(layer: _Layer, adapter: AdapterSection, factors: list[Weight]) -> int:
+    """Return bytes that a token leaves in a layer under an adapter, whose first factors are ``factors``."""
+    targets = [w.shape[1] for w in factors]
+    inner = adapter.rank * len(targets)  # between the two factors
+    if layer.is_half and layer.is_fused:
+        kept = layer.size * layer.normed + 2 * 2 * layer.inner
+        number = 4
+        own = sum(targets)
+        if layer.is_autocast:
+            number = 2
+        if layer.is_autocast and not adapter.dropout:
+            # layers of one place share their input; attention keeps its own output
+            places = {(w.name.rsplit(".", 3)[0], w.shape[1]) for w in factors if ".o_proj." not in w.name}
+            own = sum(size_in for _, size_in in places)
+        kept += number * (own + inner)
+        if adapter.dropout:
+            kept += sum(targets)
+        return kept
+    kept = 4 * inner + layer.size * layer.between
+    if adapter.dropout:
+        kept += 5 * sum(targets)
+    if layer.size == 4:
+        kept += 4 * layer.inputs
+    elif not adapter.dropout:
+        kept += 4 * sum(targets)
+    if layer.is_gpt2:
+        return kept + layer.size * layer.normed
+    return kept + 4 * layer.normed
 
 
 @cache

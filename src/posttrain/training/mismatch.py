@@ -16,6 +16,7 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.inert import ROOM, narrow_bounds
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection
 from posttrain.types import Batch, Outputs
 
 HOPELESS_KL = 0.05  # from sampler to trainer, nats per token: no run learns from such answers; limits are far below
@@ -58,7 +59,11 @@ def derive_sample_size(means: dict[str, float]) -> dict[str, float]:
 
 
 def check_mismatch(
-    recipe: Recipe, policy: Forward, batch: Batch, found: Sequence[Imbalance], metrics: Mapping[str, float]
+    options: RolloutSection | None,
+    policy: Forward,
+    batch: Batch,
+    found: Sequence[Imbalance],
+    metrics: Mapping[str, float],
 ) -> list[Imbalance]:
     """Say in the finding about a sampler that is not the trainer's model which of the two differs from it.
 
@@ -72,8 +77,8 @@ def check_mismatch(
             explained.append(one)
             continue
         engine = "native"
-        if recipe.rollout is not None:
-            engine = recipe.rollout.engine.name
+        if options is not None:
+            engine = options.engine.name
         which = _explain(policy, batch, engine)
         if not float(one.found) <= HOPELESS_KL:
             _refuse(one, explained, which, metrics)

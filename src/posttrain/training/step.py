@@ -16,12 +16,12 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
-from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
-from posttrain.training.records.capture import Capture, kept_values
+from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
 from posttrain.types import Batch, Loss, Outputs, with_float64
 
 Objective = Callable[[Outputs, Batch], Loss]
@@ -58,10 +58,13 @@ class MeanOverBatch:
 
     def add(self, name: str, values: Tensor, mask: Tensor | None, count: float) -> None:
         """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
-        values = values.detach()
-        kept = values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+        kept = values.detach()
+        if mask is not None:
+            kept = torch.where(mask, kept, torch.zeros_like(kept))
         total = with_float64(kept).to(torch.float64).sum()
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        if name in self.sums:
+            total = self.sums[name] + total
+        self.sums[name] = total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self, process_group: ProcessGroup = SINGLE_PROCESS, derive: Derive = dict) -> dict[str, float]:
@@ -93,7 +96,9 @@ def learning_rate(options: TrainSection, step: int) -> float:
     assert options.steps is not None, "a run knows how many steps its passes come to"
     span = max(1, options.steps - options.warmup_steps)
     done = min(1.0, (step - 1 - options.warmup_steps) / span)
-    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    shape = 1.0 - done
+    if options.schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * done))
     return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * shape)
 
 
@@ -105,57 +110,57 @@ def accumulate(
     learns: bool = True,
     process_group: ProcessGroup = SINGLE_PROCESS,
     idle_rows: IdleRows = "train",
-    capture: Capture | None = None,
+    capture: Capture = NO_CAPTURE,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
     Each process of a ``process_group`` has the gradients of its share of the micro-batches, whose sum ``add_gradients``
     takes; loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch
     is split into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
-    objectives. Without ``learns`` it only measures: no gradients, no dropout.
-
-    ``idle_rows``: what is done with rows that cannot change the gradient (``idle_rows.py``). If they are skipped, the
-    metrics are of the rows that are computed. ``capture`` is given the results of each micro-batch.
+    objectives. Without ``learns`` it only measures: no gradients, no dropout. ``idle_rows``: what is done with rows
+    that cannot change the gradient (``idle_rows.py``). If they are skipped, the metrics are of the rows that are
+    computed. ``capture`` is given the results of each micro-batch.
     """
     forward, level = method.forward, method.level
-    entropy = method.entropy if learns else "none"
+    entropy = method.entropy
+    if not learns:
+        entropy, idle_rows = "none", "train"
     batch.weights = _weigh(method.aggregate, batch, level)
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
-    slots = used = num_computed = 0.0
-    is_checked = idle_rows != "measure" or not method.vanishes
-    for chosen, places, has_gradients in _divide(method, batch, "train" if not learns else idle_rows):
-        pieces = split_rows(chosen, options.micro_batch_tokens, options.micro_batch_rows, process_group)
+    slots = used = 0.0
+    num_computed = 0
+    is_checked = idle_rows != "measure"
+    micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
+    for chosen, places, is_trained in _divide(method, batch, idle_rows):
         num_computed += chosen.num_rows
-        for rows, counts in even_pieces(pieces, chosen, process_group, is_sharded=forward.is_sharded):
-            planned = chosen.select(rows)
-            part = planned.to(device)
-            with _learning(forward, options) if learns and has_gradients else torch.no_grad():
-                outputs = forward(planned, entropy, "teacher_ids" in batch.fields)
-                if capture is not None:
-                    capture.watch(outputs)
+        has_gradients = learns and is_trained
+        for micro in micro_batches.over(chosen, forward):
+            part = micro.part.to(device)
+            with _learning(forward, options) if has_gradients else torch.no_grad():
+                outputs = forward(micro.part, entropy, "teacher_ids" in batch.fields)
+                capture.watch(outputs)
                 result = _apply(method.objective, outputs, part, level)
                 values = kept_values(result, part, level)
-                loss = (values * _own_weights(part, values, counts)).sum()
-                if learns and has_gradients:
+                loss = (values * _own_weights(part, values, micro.counts)).sum()
+                if has_gradients:
                     with forward.backward_context():
                         loss.backward()
             if not is_checked:
                 check_vanishing(method.name, method.objective, method.vanishes or (), outputs, part)
                 is_checked = True
-            if not counts:
+            if not micro.counts:
                 continue
-            if capture is not None:
-                capture.add([places[row] for row in rows], outputs, values)
+            capture.add([places[row] for row in micro.rows], outputs, values)
             total += with_float64(loss.detach()).to(torch.float64)
-            _measure(means, result, outputs, part, level, float(planned.mask.sum()))
+            _measure(means, result, outputs, part, level, float(micro.part.mask.sum()))
             slots += forward.last_slots
             used += forward.last_tokens
     whole_loss, slots, used = _add_up((float(total), float(slots), float(used)), process_group)
     metrics = means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
-    if learns and idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
-        metrics["computed_rows"] = num_computed
+    if idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
+        metrics["computed_rows"] = float(num_computed)
     return whole_loss, metrics
 
 
@@ -241,12 +246,13 @@ def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) -> Tensor:
-    """The weights of the whole optimizer batch: one per token, or one per unit."""
+    """Return the weights of the whole optimizer batch: one per token, or one per unit."""
     mask = batch.unit_mask
+    expected = mask.shape[:1]
     if level == "token":
         mask = batch.mask
+        expected = mask.shape
     weights: Tensor = registry.call("aggregate", aggregate, mask)
-    expected = mask.shape if level == "token" else mask.shape[:1]
     if getattr(weights, "shape", None) != expected:
         raise UsageError(
             f"aggregate: the function returned {registry.describe_result(weights)} for a mask of shape "
@@ -280,8 +286,10 @@ def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator
     if options.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 
-        both = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
-        recomputing = gradient_checkpointing(both)
+        models = [forward.model]
+        if isinstance(forward, ActorCritic):
+            models = [forward.policy.model, forward.critic.model]
+        recomputing = gradient_checkpointing(models)
     try:
         for layer in dropouts:
             layer.train()
@@ -293,10 +301,13 @@ def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator
 
 
 def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
-    result = registry.call("objective", objective, outputs, batch)
+    with registry.failures_of("objective"):
+        result = objective(outputs, batch)
     if not isinstance(result, Loss):
         raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
-    expected = tuple(batch.mask.shape) if level == "token" else (batch.num_rows // batch.rows_per_unit,)
+    expected: tuple[int, ...] = (batch.num_rows // batch.rows_per_unit,)
+    if level == "token":
+        expected = tuple(batch.mask.shape)
     if tuple(result.values.shape) != expected:
         raise UsageError(
             f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "

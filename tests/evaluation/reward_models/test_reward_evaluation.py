@@ -23,7 +23,7 @@ from posttrain.evaluation.reward_models.measures import (
 )
 from posttrain.evaluation.statistics import area_under_curve, paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
-from posttrain.reports.evaluation import difference_tables, shared_verdicts
+from posttrain.reports.evaluation_page import difference_tables, shared_verdicts
 from posttrain.types import Example, Message, Response
 
 

@@ -14,7 +14,7 @@ import torch
 from posttrain.cli import main
 from posttrain.errors import StorageError, UsageError
 from posttrain.models.load import load_model
-from posttrain.models.published import cache, fetch, gguf
+from posttrain.models.published import fetch, gguf, model_cache
 from posttrain.models.published.catalog import PUBLISHED, Published, is_gguf
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
@@ -102,7 +102,7 @@ def test_fetched_model_is_downloaded_once_and_answers(
     assert main(["generate", "small", "Hi?", "--max-tokens", "4", "--runs-dir", str(home)]) == 0
     assert "fetching" not in capfd.readouterr().err
     assert main(["models"]) == 0
-    assert str(cache.place_of("small")) in capfd.readouterr().out
+    assert str(model_cache.place_of("small")) in capfd.readouterr().out
 
 
 def refused(home: Path, name: str = "small") -> str:
@@ -168,9 +168,9 @@ def test_fetched_that_is_interrupted_leaves_nothing_and_is_fetched_again(
         with pytest.raises(KeyboardInterrupt):
             fetch.fetched("small")
     assert left_behind(home) == []
-    killed = cache.place_of("small").with_name(".tmp-small-999999999")  # of a process that is gone
+    killed = model_cache.place_of("small").with_name(".tmp-small-999999999")  # of a process that is gone
     killed.mkdir()
-    assert cache.is_cached(fetch.fetched("small").name)
+    assert model_cache.is_cached(fetch.fetched("small").name)
     assert left_behind(home) == ["small"]
 
 

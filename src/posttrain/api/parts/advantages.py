@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.api.parts.arguments import (
+from posttrain.api.parts.part_arguments import (
     bind_arguments,
     check_part_options,
     checked_mask,
     checked_numbers,
     option_parameters,
 )
-from posttrain.api.parts.arguments import checked_tensor as checked
+from posttrain.api.parts.part_arguments import checked_tensor as checked
 from posttrain.errors import UnknownComponent, UsageError
 from posttrain.registry import Entry, find, names
 from posttrain.types import with_float64

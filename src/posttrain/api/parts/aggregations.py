@@ -20,7 +20,7 @@ from functools import cache
 
 from torch import Tensor
 
-from posttrain.api.parts.arguments import bind_arguments, check_part_options, checked_mask, option_parameters
+from posttrain.api.parts.part_arguments import bind_arguments, check_part_options, checked_mask, option_parameters
 from posttrain.errors import UnknownComponent, UsageError
 from posttrain.registry import find, names
 from posttrain.types import with_float64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from posttrain.api.parts.arguments import check_part_options
+from posttrain.api.parts.part_arguments import check_part_options
 from posttrain.errors import UsageError
 from posttrain.graders.grading import Submission, Verdict
 from posttrain.registry import find

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.objectives import surrogate
-from posttrain.api.parts.arguments import (
+from posttrain.api.parts.part_arguments import (
     bind_arguments,
     check_part_options,
     checked_mask,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from posttrain.api.parts.arguments import bind_arguments, check_part_options
+from posttrain.api.parts.part_arguments import bind_arguments, check_part_options
 from posttrain.errors import UsageError
 from posttrain.evaluation import comparisons, statistics
 from posttrain.evaluation.comparisons import CrossedEstimate

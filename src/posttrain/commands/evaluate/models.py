@@ -34,7 +34,7 @@ from posttrain.evaluation.tables import (
     write_comparison,
 )
 from posttrain.evaluation.win_rate import AnswerJudge, plan_head_to_head, run_head_to_head, write_head_to_head
-from posttrain.reports.evaluation import (
+from posttrain.reports.evaluation_page import (
     NOTES,
     by_evaluation,
     difference_tables,
@@ -47,7 +47,7 @@ from posttrain.reports.evaluation import (
 from posttrain.runs.models import find_source
 from posttrain.sampling.llm_judge import SUFFIXES, read_pair_judge
 from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say, say_template
-from posttrain.terminal.evaluation import choose_evaluation_progress
+from posttrain.terminal.evaluation_progress import choose_evaluation_progress
 from posttrain.types import Rollout
 
 DRAWING = ("samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")

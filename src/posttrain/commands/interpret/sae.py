@@ -16,8 +16,8 @@ from posttrain.commands.options import ACCEPT_HELP, CommandOptions, natural, nat
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
-    from posttrain.interpret.differences.recipe import Compared, DiffRecipe
-    from posttrain.interpret.saes.recipe import SaeRecipe
+    from posttrain.interpret.differences.changes_recipe import Compared, DiffRecipe
+    from posttrain.interpret.saes.sae_recipe import SaeRecipe
 
 REPORT = "report.html"
 PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
@@ -84,7 +84,7 @@ DIFF_OPTIONS = CommandOptions(
 
 def run_sae_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
-    from posttrain.interpret.saes.recipe import load_sae_recipe
+    from posttrain.interpret.saes.sae_recipe import load_sae_recipe
     from posttrain.runs.directory import check_run_name
 
     check_run_name(arguments.run or "run")
@@ -110,9 +110,9 @@ def train_sae_recipe(
     allow_large: bool,
 ) -> int:
     """Train a checked recipe's dictionary in a run directory, print its results, and return the exit code."""
-    from posttrain.interpret.saes.training import DICTIONARY, RESULTS, train_run
+    from posttrain.interpret.saes.sae_training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
-    from posttrain.terminal.training import choose_progress, show_duration
+    from posttrain.terminal.training_progress import choose_progress, show_duration
 
     with choose_progress(name, quiet) as progress:
         result = launch(
@@ -155,7 +155,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     """Read all rows once, and write the page with its JSON."""
     from posttrain.commands.interpret.steering import find_sae
     from posttrain.interpret.features.features import default_activations, read_features, write_features
-    from posttrain.reports.features import render_features
+    from posttrain.reports.features_page import render_features
     from posttrain.reports.page import write_html
     from posttrain.runs.models import find_source
     from posttrain.store.durable import storage_errors
@@ -200,10 +200,10 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
-    from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
+    from posttrain.interpret.differences.changes_recipe import Compared, load_diff_recipe
     from posttrain.runs.directory import check_run_name
     from posttrain.terminal.console import Text, open_console, say
-    from posttrain.terminal.training import show_duration
+    from posttrain.terminal.training_progress import show_duration
 
     if len(arguments.models) > 2:
         raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
@@ -312,7 +312,7 @@ def find_model(
     from posttrain.api.training import write_run_summary
     from posttrain.recipes.recipe import load_recipe
     from posttrain.runs.launch import find_or_train
-    from posttrain.terminal.training import choose_progress
+    from posttrain.terminal.training_progress import choose_progress
 
     name = compared.recipe
     changes = []

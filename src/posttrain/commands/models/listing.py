@@ -7,8 +7,8 @@ from pathlib import Path
 
 from posttrain.commands.options import CommandOptions, option
 from posttrain.errors import UsageError
-from posttrain.models.published.cache import cache_dir, is_cached, place_of
 from posttrain.models.published.catalog import PUBLISHED
+from posttrain.models.published.model_cache import cache_dir, is_cached, place_of
 from posttrain.registry import suggest
 from posttrain.terminal.console import open_console, plain_table, print_rows, say
 

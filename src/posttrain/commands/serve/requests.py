@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from posttrain.errors import UsageError
 from posttrain.option_types import AnySize, Options, Tokens, check_plain
 from posttrain.registry import suggest
+from posttrain.untrusted import first_fault
 
 MAX_BODY_BYTES = 1_000_000
 MAX_ANSWERS = 256  # of one request, over all its prompts
@@ -190,12 +191,11 @@ def read_request(kind: type[RequestT], body: object) -> RequestT:
     try:
         return kind.model_validate({key: value for key, value in body.items() if key in own})
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
         key = None
-        if first["loc"]:
-            key = str(first["loc"][0])
-        raise BadRequest(f"{place}: {first['msg']}", key) from None
+        place = error.errors(include_url=False)[0]["loc"]
+        if place:
+            key = str(place[0])
+        raise BadRequest(first_fault(error), key) from None
 
 
 def _refuse_no_text(body: dict[str, object]) -> None:

@@ -32,6 +32,7 @@ _ID = re.compile(
 _EMPTY_THINKING = re.compile(r"\A(?:<think>)?\s*</think>\s*")
 
 Arguments = dict[str, str]
+_FIRST_CALL: Arguments = {_KEYS[0]: _VALUES[0]}
 
 
 def call_form(tokenizer: Tokenizer, template: Template) -> CallForm:
@@ -81,54 +82,75 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
     default = TAGGED
     if HERMES.tag in str(tokenizer.chat_template):
         default = HERMES
-    end_text = ""
-    end = ending(tokenizer)
-    if end is not None:
-        end_text = end.text
     try:
         prompt = render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}], variables, prompt=True)
     except UsageError:
         return default
+    shown = _Shown(tokenizer, variables, prompt)
+    one = shown.tail(_FIRST_CALL)
+    form = _read_form(shown, one)
+    if form is None:
+        return _fallback(one, default)
+    return form
 
-    def tail(*arguments: Arguments, content: str = "") -> str:
+
+@dataclass(frozen=True)
+class _Shown:
+    """Calls as a template shows them, behind the ``prompt`` of one question."""
+
+    tokenizer: Tokenizer
+    variables: Mapping[str, object]
+    prompt: str
+
+    def tail(self, *arguments: Arguments, content: str = "") -> str:
         """The text behind the prompt of a conversation with these calls, without ids of calls and empty thinking."""
-        rendered = _render(tokenizer, list(arguments), content, variables) or ""
-        shared = _CUT_TAG.sub("", _common_prefix(prompt, rendered))
+        rendered = _render(self.tokenizer, list(arguments), content, self.variables) or ""
+        shared = _CUT_TAG.sub("", _common_prefix(self.prompt, rendered))
         behind = rendered[len(shared) :]
         # a template may write the prompt otherwise once an answer follows
         if _QUESTION in behind:
             return ""
         return _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
-    first_call = {_KEYS[0]: _VALUES[0]}
-    one = tail(first_call)
+    def lead(self, first: str) -> str:
+        """The text between an answer's text and ``first``, which begins a call; a new line where it is not shown."""
+        _, _, behind_text = self.tail(_FIRST_CALL, content=_TEXT).partition(_TEXT)
+        shown = behind_text.partition(_NAMES[0])[0]
+        if not shown.endswith(first):
+            return "\n"
+        return shown[: len(shown) - len(first)]
+
+
+def _read_form(shown: _Shown, one: str) -> CallForm | None:
+    """Read the form off ``one`` call, off one with two arguments, off two calls, and off a call behind a text.
+
+    None if a template shows calls in another way, or if calls written in the form are not what it shows.
+    """
     before, named, rest = one.partition(_NAMES[0])
-    fallback = _fallback(one, default)
     if not named or _KEYS[0] not in rest:
-        return fallback
-    with_two_arguments = tail(dict(zip(_KEYS, _VALUES, strict=True)))
+        return None
+    with_two_arguments = shown.tail(dict(zip(_KEYS, _VALUES, strict=True)))
     read = _arguments(rest, with_two_arguments.partition(_NAMES[0])[2])
     if read is None:
-        return fallback
+        return None
     middle, style, post = read
-    closing, last = _until_end(tokenizer, post, end_text)
-    two = tail(first_call, {_KEYS[1]: _VALUES[1]})
+    end = ending(shown.tokenizer)
+    end_text = ""
+    if end is not None:
+        end_text = end.text
+    closing, last = _until_end(shown.tokenizer, post, end_text)
+    two = shown.tail(_FIRST_CALL, {_KEYS[1]: _VALUES[1]})
     around = _around_calls(before, closing, _gap(two, middle, style))
-    _, _, behind_text = tail(first_call, content=_TEXT).partition(_TEXT)
-    lead = "\n"
-    shown_lead = behind_text.partition(_NAMES[0])[0]
-    first = around.begin + around.opening
-    if shown_lead.endswith(first):
-        lead = shown_lead[: len(shown_lead) - len(first)]
+    lead = shown.lead(around.begin + around.opening)
     form = _assembled(around, middle, style, lead, last)
     call_end = end_text
     if last is not None:
-        call_end = tokenizer.convert_ids_to_tokens(last)
+        call_end = shown.tokenizer.convert_ids_to_tokens(last)
     ends = (end_text, call_end)
     if not form.is_readable or not _writes(form, one, 1, ends):
-        return fallback
+        return None
     if around.is_repeated and not _writes(form, two, 2, ends):
-        return fallback
+        return None
     return form
 
 

@@ -239,7 +239,7 @@ def load_reward_model(
     section = recipe.model.model_copy(update=changes)
     loaded = load_model(section, seed=recipe.train.seed)
     policy = Forward(loaded.model.requires_grad_(False))
-    forward, heads = forward_with_head(recipe, entry, policy)
+    forward, heads = forward_with_head(entry, recipe.objective.options, recipe.head, policy, recipe.train.seed)
     assert isinstance(forward, Forward), "a reward head has one model"
     restore_heads(heads, load_file(folder / HEADS))
     template = build_template(recipe.prompt.template)

@@ -31,8 +31,8 @@ from posttrain.data.render.encoding import decode_ids
 from posttrain.evaluation.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import device_of, read_sites, replaced
 from posttrain.interpret.differences.changes import Seen, random_features
+from posttrain.interpret.differences.changes_recipe import CausalSection, ChangesSection
 from posttrain.interpret.differences.divergence import feature_patch
-from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.rollout import Attempt, RolloutRequest, Sampler, collect

@@ -26,8 +26,8 @@ from posttrain.interpret.activations.shards import ActivationStore, Documents
 from posttrain.interpret.activations.sites import check_layers, device_of, read_model_config
 from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.changes import Seen, see_changes
+from posttrain.interpret.differences.changes_recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
-from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.differences.summaries import (
     describe_changed_features,
     describe_overlap,

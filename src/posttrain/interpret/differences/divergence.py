@@ -21,7 +21,7 @@ from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import plan_batches
 from posttrain.interpret.activations.sites import device_of, pad, read_sites, replaced
 from posttrain.interpret.differences.changes import Seen, random_features
-from posttrain.interpret.differences.recipe import ChangesSection
+from posttrain.interpret.differences.changes_recipe import ChangesSection
 from posttrain.interpret.features.lens import show_token, show_tokens
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.types import Model, Tokenizer

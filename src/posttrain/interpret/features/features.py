@@ -22,8 +22,8 @@ from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.activations.sites import tokenizer_hash
 from posttrain.interpret.features.lens import CONVENTION, Lens, Likely, build_lens, show_tokens
 from posttrain.interpret.saes.fitting import StoreRows
-from posttrain.interpret.saes.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
 from posttrain.interpret.saes.sae import Metadata, SparseAutoencoder, load_sae, read_metadata
+from posttrain.interpret.saes.sae_recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.durable import replace_file

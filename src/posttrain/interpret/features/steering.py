@@ -21,8 +21,8 @@ from torch import Tensor
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.sites import backbone_of, blocks_of, device_of, refuse_layers, replaced
 from posttrain.interpret.features.features import check_features
-from posttrain.interpret.saes.recipe import DIFFERENCE
 from posttrain.interpret.saes.sae import SparseAutoencoder, load_sae, read_metadata
+from posttrain.interpret.saes.sae_recipe import DIFFERENCE
 from posttrain.types import Model
 
 FeatureChanges = Mapping[int, float | None]

@@ -1,6 +1,6 @@
 """Rows that a dictionary learns from, one step of its training, a training in memory, and quality.
 
-``training`` runs the same steps with Lightning, checkpoints and metrics.
+``training`` takes the same steps with checkpoints and metrics.
 
 FVU = Σ‖x − x̂‖² / Σ‖x − μ‖², with one mean μ over all rows and sums in float64. A ratio per row, or to zero instead of
 the mean, reads far better than it is. CE recovered = (CE_zero − CE_spliced) / (CE_zero − CE), where ``spliced`` puts
@@ -10,7 +10,7 @@ the reconstruction in the place of the model's activations at the site, and ``ze
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,13 +24,14 @@ from posttrain.activity import phase
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import device_of, replaced
-from posttrain.interpret.saes.recipe import DIFFERENCE, SaeComponent, SaeTrainSection
 from posttrain.interpret.saes.sae import SparseAutoencoder, keep_largest
+from posttrain.interpret.saes.sae_recipe import DIFFERENCE, SaeComponent, SaeTrainSection
 from posttrain.models.forward.precision import DTYPES
 from posttrain.randomness import generator, permutation
 from posttrain.types import Model
 
 SAMPLE_ROWS = 65_536
+PREFIX = "dictionary."  # of the names of weights in a stored state
 
 
 class StoreRows:
@@ -118,27 +119,19 @@ def sample_rows(rows: StoreRows, num_rows: int, seed: int) -> Tensor:
 class RowBatches:
     """The batches of a training: epochs of shuffled rows, one after the other, without a gap between them.
 
-    Step s takes places s·batch … (s + 1)·batch of that sequence, so the state is one number.
+    Step s takes places s·batch … (s + 1)·batch of that sequence, so that a run goes on at any step.
     """
 
-    def __init__(self, rows: StoreRows, num_rows: int, batch: int, steps: int, seed: int) -> None:
+    def __init__(self, rows: StoreRows, num_rows: int, batch: int, seed: int) -> None:
         self.rows = rows
         self.num_rows = num_rows
         self.batch = batch
-        self.steps = steps
-        self.seed = seed
-        self.step = 0
         shuffled = partial(permutation, seed, "dictionary rows")
         self.order = lru_cache(maxsize=2)(lambda epoch: torch.from_numpy(shuffled(epoch, num_rows)))
 
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while self.step < self.steps:
-            step = self.step
-            self.step += 1  # before the batch is handed out: a checkpoint is written after its update
-            yield self.rows.gather(self.indices(step))
+    def of_step(self, step: int) -> Tensor:
+        """Return the batch of a step, counted from 0: float32 ``[batch, d]``."""
+        return self.rows.gather(self.indices(step))
 
     def indices(self, step: int) -> Tensor:
         """Return the rows of the batch of a step, ``int64 [batch]``."""
@@ -149,13 +142,6 @@ class RowBatches:
             of_epoch = places[epochs == epoch] % self.num_rows
             parts.append(self.order(epoch)[of_epoch])
         return torch.cat(parts)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state["seed"] == self.seed, "the data order of another seed"
-        self.step = state["step"]
 
 
 # The loss of a dictionary, with the gradients of its matrix products by hand. For rows x [n, d] (scaled):
@@ -283,7 +269,7 @@ def _revive(
 
 
 class Learner:
-    """A prepared dictionary that learns; ``measured`` and ``grad_norm`` are of the last step."""
+    """A prepared dictionary that learns, on its device; ``measured`` and ``grad_norm`` are of the last step."""
 
     measured: StepMeasures
     grad_norm: Tensor
@@ -291,6 +277,7 @@ class Learner:
     def __init__(self, sae: SparseAutoencoder, settings: SaeTrainSection) -> None:
         self.dictionary = sae
         self.settings = settings
+        self.step = 0
         self.auxk = 0.0
         if settings.auxk is not None:
             self.auxk = settings.auxk
@@ -298,27 +285,48 @@ class Learner:
             self.auxk = 1 / 32
         self.dead_rows = max(1, round(settings.dead_after * settings.steps * settings.batch))
         self.parameters = [p for p in sae.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, self.rate(), fused=True)
 
-    def optimizer(self) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
-        """Return Adam, and its rate that rises over the first and falls over the last steps."""
+    def rate(self) -> float:
+        """Return the learning rate of the next step: it rises over the first and falls over the last steps."""
         settings = self.settings
-        steps = self.settings.steps
-        optimizer = torch.optim.Adam(self.parameters, settings.learning_rate(self.dictionary.features), fused=True)
-        rising = settings.warmup * steps
-        falling = settings.decay * steps
+        rising = settings.warmup * settings.steps
+        falling = settings.decay * settings.steps
+        reached = 1.0
+        if rising:
+            reached = min(reached, (self.step + 1) / rising)
+        if falling:
+            reached = min(reached, (settings.steps - self.step) / falling)
+        return settings.learning_rate(self.dictionary.features) * max(0.0, reached)
 
-        def factor(step: int) -> float:
-            reached = 1.0
-            if rising:
-                reached = min(reached, (step + 1) / rising)
-            if falling:
-                reached = min(reached, (steps - step) / falling)
-            return max(0.0, reached)
+    def update(self, batch: Tensor) -> None:
+        """Take a step on raw rows [n, d]."""
+        limit = self.settings.max_grad_norm
+        if limit is None:
+            limit = float("inf")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._loss(batch).backward()
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        self.optimizer.step()
+        self.dictionary.normalize()
+        self.step += 1
 
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    def state(self) -> dict[str, object]:
+        """Return what the steps so far have changed, under the names that runs of 0.2.0 have."""
+        weights = {f"{PREFIX}{name}": value for name, value in self.dictionary.state_dict().items()}
+        return {"global_step": self.step, "state_dict": weights, "optimizer_states": [self.optimizer.state_dict()]}
 
-    def loss(self, batch: Tensor, step: int) -> Tensor:
-        """Return the loss of raw rows [n, d] at a step; keep which features fired, and the running threshold."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state``."""
+        weights = {name.removeprefix(PREFIX): value for name, value in state["state_dict"].items()}
+        self.dictionary.load_state_dict(weights)
+        self.optimizer.load_state_dict(state["optimizer_states"][0])
+        self.step = int(state["global_step"])
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """Return the loss of raw rows [n, d]; keep which features fired, and the running threshold."""
         dead = None
         if self.auxk:
             dead = self.dictionary.since_fired > self.dead_rows
@@ -326,7 +334,7 @@ class Learner:
         loss, self.measured = sae_loss(
             sae,
             sae.scaled(batch),
-            progress=step / self.settings.steps,
+            progress=self.step / self.settings.steps,
             auxk=self.auxk,
             dead=dead,
             dtype=DTYPES[self.settings.precision],
@@ -335,13 +343,6 @@ class Learner:
         if self.measured.threshold is not None:
             sae.threshold.copy_(self.measured.threshold)
         return loss
-
-    def clip(self) -> None:
-        """Bring the gradient to at most ``max_grad_norm``, and keep its norm."""
-        limit = self.settings.max_grad_norm
-        if limit is None:
-            limit = float("inf")
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
 
 
 def build_sae(d: int, component: SaeComponent, seed: int) -> SparseAutoencoder:
@@ -367,15 +368,9 @@ def fit_sae(
     sae.prepare(sample_rows(rows, num_rows, seed).to(device))
     sae.W_dec.requires_grad_(not frozen_decoder)
     learner = Learner(sae, settings)
-    optimizer, schedule = learner.optimizer()
-    batches = RowBatches(rows, num_rows, min(settings.batch, num_rows), settings.steps, seed)
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad(set_to_none=True)
-        learner.loss(batch.to(device), step).backward()
-        learner.clip()
-        optimizer.step()
-        schedule.step()
-        sae.normalize()
+    batches = RowBatches(rows, num_rows, min(settings.batch, num_rows), seed)
+    while learner.step < settings.steps:
+        learner.update(batches.of_step(learner.step).to(device))
     return sae.requires_grad_(False).fold()
 
 

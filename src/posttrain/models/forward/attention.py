@@ -98,9 +98,12 @@ def attention_forward(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if any(bias is not None for bias in (attention_mask, *map(kwargs.get, ("position_bias", "s_aux", "softcap")))):
+    biases = [attention_mask, kwargs.get("position_bias"), kwargs.get("s_aux"), kwargs.get("softcap")]
+    if any(bias is not None for bias in biases):
         raise ValueError("a mask, bias, sink or cap of the module's own has no place in a packed stream")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
+    q = query[0].transpose(0, 1)  # [N, H, D]
+    k = key[0].transpose(0, 1)
+    v = value[0].transpose(0, 1)
     window = kwargs.get("sliding_window")
     return attend(packing, q, k, v, kwargs.get("scaling"), kwargs.get("dropout", 0.0), window), None
 
@@ -112,11 +115,12 @@ def attend(
     if window is not None and packing.longest > window:
         raise AssertionError("sequences longer than the attention window take the padded path")
     kernel = unmasked_kernel(q, k, v, dropout)
-    active.kernel = "mask" if kernel is None else "varlen"
     if kernel is None:
+        active.kernel = "mask"
         return in_rectangles(packing, q, k, v, scaling, dropout)[None]
-    q, k, v = (x.to(_computed_in(q)) for x in (q, k, v))
-    return kernel(packing, q, k, v, scaling)[None]
+    active.kernel = "varlen"
+    dtype = _computed_in(q)
+    return kernel(packing, q.to(dtype), k.to(dtype), v.to(dtype), scaling)[None]
 
 
 def in_rectangles(
@@ -127,11 +131,13 @@ def in_rectangles(
     buckets, order = packing.rectangles
     for bucket in buckets:
         own_q = _rows(q, bucket.queries, bucket.num_runs)
-        own_k, own_v = (_rows(x, bucket.keys, bucket.num_runs) for x in (k, v))
+        own_k = _rows(k, bucket.keys, bucket.num_runs)
+        own_v = _rows(v, bucket.keys, bucket.num_runs)
         own = _sdpa(own_q, own_k, own_v, bucket.allowed, scaling, dropout)  # [S, H, W, D]
         parts.append(own.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
-    joined = torch.cat(parts)
-    outputs = joined if order is None else joined.index_select(0, order)
+    outputs = torch.cat(parts)
+    if order is not None:
+        outputs = outputs.index_select(0, order)
     missing = q.shape[0] - outputs.shape[0]
     return torch.cat([outputs, q.new_zeros((missing, *outputs.shape[1:]))], dim=0)
 
@@ -146,7 +152,9 @@ def unmasked_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel |
 def _computed_in(q: Tensor) -> torch.dtype:
     """The type of torch's own attention: autocast's, where that is on."""
     kind = q.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return q.dtype
 
 
 def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
@@ -160,7 +168,8 @@ def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
     if q.device.type != "cpu":  # memory-efficient attention takes a mask, and no heads that share keys
         k, v = each_query_its_keys(q, k, v)
-    is_causal, shares = mask is None, k.shape[1] != q.shape[1]
+    is_causal = mask is None
+    shares = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=shares
     )
@@ -169,13 +178,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float |
 def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values with a head for each of q's, along dimension 1."""
     times = q.shape[1] // k.shape[1]
-    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+    if times == 1:
+        return k, v
+    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    return None if active.packing is not None else sdpa_mask(*args, **kwargs)
+    if active.packing is not None:
+        return None
+    return sdpa_mask(*args, **kwargs)
 
 
 class SharedKeys(torch.autograd.Function):
@@ -194,7 +207,9 @@ class SharedKeys(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (at,) = ctx.saved_tensors
-        wide = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
+        wide = gradient
+        if gradient.dtype.itemsize < 4:
+            wide = gradient.float()
         total = wide.new_zeros((ctx.length, *gradient.shape[1:])).index_add_(0, at, wide)
         return total.to(gradient.dtype), None
 
@@ -209,11 +224,13 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
     spans = packing.spans
     grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]}
     if spans.keys is not None:
-        k, v = SharedKeys.apply(k, spans.keys), SharedKeys.apply(v, spans.keys)
+        k = SharedKeys.apply(k, spans.keys)
+        v = SharedKeys.apply(v, spans.keys)
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
-        k, v, grouped = *each_query_its_keys(q, k, v), {}
-    starts, most = (spans.query_starts, spans.key_starts), (spans.most_queries, spans.most_keys)
-    out = varlen_attn(q, k, v, *starts, *most, scale=scaling, window_size=(-1, 0), **grouped)
+        k, v = each_query_its_keys(q, k, v)
+        grouped = {}
+    lengths = (spans.query_starts, spans.key_starts, spans.most_queries, spans.most_keys)
+    out = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor), "log-sums were not asked for"
     return out
 
@@ -221,7 +238,9 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
     """``varlen`` where it is right on this device, else None."""
-    return varlen if is_correct(varlen, device, dtype, heads, key_heads, head_dim) else None
+    if is_correct(varlen, device, dtype, heads, key_heads, head_dim):
+        return varlen
+    return None
 
 
 def is_correct(
@@ -241,10 +260,14 @@ def is_correct(
             got = _outcome(kernel, packing, sides)
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError):
             return False  # this device, this dtype or this size of heads has none of it, or there is no compiler
-    return all(
-        bool(((a[:203] - b[:203]).abs().max() <= (COARSE if coarse else EXACT) * b[:203].abs().max()).item())
-        for a, b in zip(got, expected, strict=True)
-    )
+    bound = EXACT
+    if coarse:
+        bound = COARSE
+    for own_tensor, wanted in zip(got, expected, strict=True):
+        difference = (own_tensor[:203] - wanted[:203]).abs().max()
+        if not bool((difference <= bound * wanted[:203].abs().max()).item()):
+            return False
+    return True
 
 
 def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tensor]:

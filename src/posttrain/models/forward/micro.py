@@ -1,12 +1,81 @@
-"""Micro-batches: rows of an optimizer batch, or texts, in pieces of a bounded number of tokens."""
+"""Micro-batches: rows of an optimizer batch, or texts, in pieces of a bounded number of tokens.
+
+``MicroBatching`` is the pass over a batch, for training, scores and evaluations, in one process or several.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.types import Batch
+
+T = TypeVar("T")
+
+
+class ForwardPass(Protocol):
+    """A forward pass, as far as the division into micro-batches depends on it."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if a pass gathers weights from all processes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of a batch that a model reads together. ``counts``: False for a pass that this process has no rows for."""
+
+    rows: list[int]
+    part: Batch
+    counts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatching:
+    """The division of batches into micro-batches, and of these over the processes (see ``split_rows``)."""
+
+    max_tokens: int
+    max_rows: int | None = None
+    process_group: ProcessGroup = SINGLE_PROCESS
+
+    def over(self, batch: Batch, forward: ForwardPass) -> Iterator[MicroBatch]:
+        """Yield the micro-batches that this process passes through ``forward``.
+
+        A pass of a sharded model gathers weights from all processes, so all make as many: a process with fewer
+        micro-batches passes the first unit again, which does not count.
+        """
+        pieces = split_rows(batch, self.max_tokens, self.max_rows, self.process_group)
+        most = len(pieces)
+        if forward.is_sharded:
+            most = max(self.process_group.gather([most], "number of micro-batches"))
+        for rows in pieces:
+            yield MicroBatch(rows, batch.select(rows), counts=True)
+        for _ in range(most - len(pieces)):
+            rows = list(range(batch.rows_per_unit))
+            yield MicroBatch(rows, batch.select(rows), counts=False)
+
+    def each(self, batch: Batch, forward: ForwardPass, compute: Callable[[Batch], T]) -> Iterator[tuple[list[int], T]]:
+        """Yield the rows of each micro-batch of this process, with what is computed of them."""
+        for micro in self.over(batch, forward):
+            computed = compute(micro.part)
+            if micro.counts:
+                yield micro.rows, computed
+
+    def total(
+        self, batch: Batch, forward: ForwardPass, measure: Callable[[Batch], tuple[float, float]], what: str
+    ) -> tuple[float, float]:
+        """Return the sums of two numbers over the micro-batches of all processes; ``what`` names them in a failure."""
+        first = 0.0
+        second = 0.0
+        for _, (one, other) in self.each(batch, forward, measure):
+            first += one
+            second += other
+        of_processes = self.process_group.gather([(first, second)], what)
+        return sum(one for one, _ in of_processes), sum(other for _, other in of_processes)
 
 
 def split_rows(
@@ -18,18 +87,23 @@ def split_rows(
     together, in order; groups do where the budget allows. A unit larger than the budget is a piece of its own.
     Processes get neighbouring units, about as many tokens each, or none.
     """
-    lengths, groups, prefixes = batch.lengths.tolist(), batch.group.tolist(), batch.prefix.tolist()
+    lengths = batch.lengths.tolist()
+    groups = batch.group.tolist()
+    prefixes = batch.prefix.tolist()
     each = batch.rows_per_unit
     order = sorted(range(0, len(lengths), each), key=lambda first: (groups[first], first))
     if process_group.size > 1:
         order = _span(order, [sum(lengths[first : first + each]) for first in order], process_group)
     pieces: list[list[int]] = [[]]
-    used, seen = 0, set[int]()  # tokens of the last piece, and its groups
+    used = 0  # tokens of the last piece
+    seen: set[int] = set()  # its groups
 
     def cost_of(unit: range) -> int:
         cost = 0
         for b in unit:
-            cost += lengths[b] - prefixes[b] if groups[b] in seen else lengths[b]
+            cost += lengths[b]
+            if groups[b] in seen:
+                cost -= prefixes[b]
             seen.add(groups[b])
         return cost
 
@@ -45,22 +119,10 @@ def split_rows(
     return pieces if pieces[-1] or process_group.size == 1 else []
 
 
-def even_pieces(
-    pieces: Sequence[list[int]], batch: Batch, process_group: ProcessGroup, *, is_sharded: bool
-) -> Iterator[tuple[list[int], bool]]:
-    """Each piece, and whether it counts.
-
-    A pass of a sharded model gathers weights from all processes, so all make as many: a process with fewer pieces
-    passes the first unit again, which does not count.
-    """
-    most = max(process_group.gather([len(pieces)], "number of micro-batches")) if is_sharded else len(pieces)
-    yield from ((rows, True) for rows in pieces)
-    yield from [(list(range(batch.rows_per_unit)), False)] * (most - len(pieces))
-
-
 def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:
     """Return the units whose middle lies in this process's part of the sum of all costs."""
-    total, before = sum(costs), itertools.accumulate(costs, initial=0)
+    total = sum(costs)
+    before = itertools.accumulate(costs, initial=0)
     middles = ((2 * start + cost) / 2 for start, cost in zip(before, costs, strict=False))
     ranks = (middle * process_group.size // total for middle in middles)
     return [unit for unit, rank in zip(order, ranks, strict=True) if rank == process_group.rank]

@@ -1,7 +1,8 @@
-"""Parts of a forward pass that stay in full precision where a GPU computes in TF32."""
+"""Parts of a forward pass that stay in full precision where a GPU computes in TF32, and kernels of one order."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,3 +43,10 @@ def _exact(kind: type[Any]) -> type[Any]:
             return kind.forward(self, *inputs, **options)
 
     return type(kind.__name__, (kind,), {"forward": forward, "angles_are_exact": True, "__module__": kind.__module__})
+
+
+def choose_kernels(device: str, deterministic: bool) -> None:
+    """Ask a GPU for kernels that add up in one order, if a run on this ``device`` is to be ``deterministic``."""
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
+        torch.use_deterministic_algorithms(deterministic)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from posttrain.errors import UsageError
 from posttrain.models.published import gguf
-from posttrain.models.published.cache import cache_dir, is_cached, making, place_of
 from posttrain.models.published.catalog import PUBLISHED, Published, is_gguf
+from posttrain.models.published.model_cache import cache_dir, is_cached, making, place_of
 from posttrain.option_types import shorten
 from posttrain.store.durable import storage_errors
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import PosttrainError, UsageError, first_line
-from posttrain.models.published.cache import is_cached, making, place_of
 from posttrain.models.published.catalog import MAGIC
+from posttrain.models.published.model_cache import is_cached, making, place_of
 from posttrain.option_types import shorten
 from posttrain.store.durable import storage_errors
 

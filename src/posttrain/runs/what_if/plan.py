@@ -62,6 +62,7 @@ class WhatIfPlan:
 
     ``checkpoint``: the step of the checkpoint that they come from. ``end``: the last step that is played. ``updates``:
     the number of steps that a rollout batch of the run serves. ``num_threads``: with which the run was computed.
+    ``primary``: its primary metric.
     """
 
     run: str
@@ -71,6 +72,7 @@ class WhatIfPlan:
     updates: int
     num_threads: int | None
     num_seeds: int
+    primary: str
     futures: list[Future]
 
     @property
@@ -110,6 +112,8 @@ def read_plan(folder: Path) -> WhatIfPlan:
         raise UsageError(
             f"{folder}: there is no {PLAN}, so these are no results of what-if. Give their folder"
         ) from None
+    if not plan.futures or not plan.futures[0].is_unchanged:
+        raise DataError(folder / PLAN, "damaged: the unchanged future is not the first; delete the folder")
     for future in plan.futures:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", future.name):
             raise DataError(folder / PLAN, f"damaged: {future.name[:40]!r} is no name of a future")
@@ -156,6 +160,7 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
         updates=_updates_of(recipe),
         num_threads=state.get("num_threads"),
         num_seeds=num_seeds,
+        primary=directory.primary_metric().name,
         futures=[],
     )
     recipes: dict[str, Recipe] = {}

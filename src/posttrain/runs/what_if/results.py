@@ -214,7 +214,19 @@ class WhatIfResults:
             )
         else:
             lines.append("one seed: differences are exact, and say nothing of other random numbers; --seeds plays more")
+        lines += [f"{label}: every number equals the unchanged future's, so it had no effect" for label in self.idle()]
         return lines
+
+    def idle(self) -> list[str]:
+        """Return the changes that changed no number of any step."""
+        found = []
+        for label in self.labels():
+            pairs = [(one, self.unchanged(one.future.seed)) for one in self.of(label)]
+            if label == UNCHANGED or not pairs:
+                continue
+            if all(base is not None and _numbers(one) == _numbers(base) for one, base in pairs):
+                found.append(label)
+        return found
 
     def to_json(self) -> str:
         """Return the text of ``results.json``: everything, unrounded."""
@@ -240,6 +252,11 @@ class WhatIfResults:
             self.training.name: one.mean(self.training.name),
             "held_out": one.last(self.primary.name),
         }
+
+
+def _numbers(one: FutureResult) -> list[tuple[int, dict[str, str]]]:
+    """Return the metrics of every step as exact text."""
+    return [(row.step, {name: value.hex() for name, value in row.metrics.items()}) for row in one.rows]
 
 
 def _show(metric: Metric, summary: Summary | None, *, is_signed: bool = False) -> str:
@@ -278,9 +295,8 @@ def read_results(folder: Path) -> WhatIfResults:
         run_rows = MetricsLog(run / "metrics.jsonl").read()
     names = {name for one in futures for row in one.steps for name in row.metrics}
     training = next((name for name in TRAINING if name in names), TRAINING[0])
-    primary = _primary_of(run, futures)
     equality = compare_with_run(plan, futures[0], run_rows)
-    return WhatIfResults(plan, equality, futures, primary, metric_of(training), run_rows)
+    return WhatIfResults(plan, equality, futures, metric_of(plan.primary), metric_of(training), run_rows)
 
 
 def _read_future(folder: Path, future: Future) -> FutureResult:
@@ -291,14 +307,6 @@ def _read_future(folder: Path, future: Future) -> FutureResult:
     if status is None:
         return FutureResult(future, place, "interrupted", 0, None, rows, points)
     return FutureResult(future, place, status.state, status.step, status.message, rows, points)
-
-
-def _primary_of(run: Path, futures: Sequence[FutureResult]) -> Metric:
-    """Return the primary metric of the run where it is still there, else accuracy."""
-    directory = RunDirectory(run)
-    if directory.status_path.is_file():
-        return directory.primary_metric()
-    return metric_of("accuracy")
 
 
 def compare_with_run(plan: WhatIfPlan, unchanged: FutureResult, run_rows: Sequence[MetricsRow]) -> Equality:

@@ -85,8 +85,8 @@ def _is_on_cpu(recipe: Recipe) -> bool:
     return not torch.cuda.is_available()
 
 
-def run_futures(folder: Path, planned: Planned, jobs: int, say: Say) -> bool:
-    """Play every future of a plan, ``jobs`` at a time; return whether all were begun before a signal came.
+def run_futures(folder: Path, planned: Planned, jobs: int, say: Say) -> None:
+    """Play every future of a plan, ``jobs`` at a time, until all have ended or a signal comes.
 
     Raises:
         PosttrainError: the state that they begin with cannot be made.
@@ -114,7 +114,6 @@ def run_futures(folder: Path, planned: Planned, jobs: int, say: Say) -> bool:
                     play_all(folder, should_stop, lambda future, status: say(*_end_line(plan, future, status)))
                 else:
                     _Players(folder, plan, say).run(jobs, should_stop)
-                return not should_stop()
         finally:
             remove_tree(folder / START)
 

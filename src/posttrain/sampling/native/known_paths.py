@@ -20,7 +20,7 @@ import torch
 from posttrain import __version__
 from posttrain.errors import StorageError, UsageError
 from posttrain.models.forward import forward
-from posttrain.models.published.cache import cache_dir
+from posttrain.models.published.model_cache import cache_dir
 from posttrain.store.durable import replace_file
 
 if TYPE_CHECKING:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from posttrain.errors import RunFailure
 from posttrain.models.config import context_length
-from posttrain.randomness import uniforms
-from posttrain.sampling.base import Sampling, check_prompts, check_sampling
+from posttrain.sampling.base import Conversation, Sampling, begin, check_prompts, check_sampling
 from posttrain.sampling.native.engine import sampling_mode
-from posttrain.sampling.native.sampler import draw
+from posttrain.sampling.native.reference_path import PlainSchedule
+from posttrain.sampling.native.schedule import check_finite
 from posttrain.types import Finish
 
 
@@ -40,28 +38,18 @@ def stream(
     Raises:
         UsageError: an empty prompt, one that leaves no room in the model's context, or sampling options out of range.
         RunFailure: the model's logits are not finite.
+        EngineMismatch: the model returns no cache.
     """
     context = sampling.within(context_length(model.config))
     check_sampling(sampling)
     check_prompts([prompt], context, int(model.get_input_embeddings().weight.shape[0]))
-    return _decode(model, list(prompt), key, min(sampling.max_tokens, context - len(prompt)), sampling)
+    [[row]] = begin([prompt], [[key]], sampling.max_tokens, context)
+    return _steps(model, PlainSchedule(model, [prompt], [row], sampling, 1, is_cached=True), row)
 
 
-def _decode(
-    model: PreTrainedModel, ids: list[int], key: int, limit: int, sampling: Sampling
-) -> Generator[StreamedToken, None, None]:
-    device, cache = next(model.parameters()).device, DynamicCache()
-    numbers = None if sampling.temperature == 0 else torch.as_tensor(uniforms([key], limit), device=device)
-    for step in range(limit):
+def _steps(model: PreTrainedModel, schedule: PlainSchedule, row: Conversation) -> Generator[StreamedToken, None, None]:
+    while row.finish is None:
         with sampling_mode(model):  # entered anew for each token: in between, the model belongs to others
-            read = torch.tensor([ids], device=device)
-            logits = model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            drawn, probability = draw(logits, None if numbers is None else numbers[:, step, None], sampling)
-        if not torch.isfinite(logits.max()):
-            raise RunFailure("the model's logits are not finite, so no token can be drawn from them")
-        token, logprob = int(drawn[0]), float(probability.log()[0])
-        stops = token in sampling.stop_ids
-        yield StreamedToken(token, logprob, stops or step + 1 == limit, "stop" if stops else "length")
-        if stops:
-            return
-        ids = [token]
+            schedule.step()
+        check_finite(row)
+        yield StreamedToken(row.ids[-1], row.logprobs[-1], row.finish is not None, row.finish or "length")

@@ -36,9 +36,9 @@ from posttrain.sampling.http import (
     Unanswered,
     Unreadable,
     all_of,
-    describe_fault,
 )
 from posttrain.types import Completion, Finish
+from posttrain.untrusted import describe_fault
 
 Result = TypeVar("Result")
 KEY_VARIABLE = "VLLM_API_KEY"

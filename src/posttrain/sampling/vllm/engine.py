@@ -64,7 +64,7 @@ def vllm(
     asking["where"] = where
     if model is None:
         return _ask_server(url or DEFAULT_URL, tokenizer, checkpoint, wanted, asking)
-    from posttrain.sampling.vllm.training import TrainingVllmEngine  # needs transformers
+    from posttrain.sampling.vllm.following import TrainingVllmEngine  # needs transformers
 
     own = {
         "gpus": tuple(gpus or ()),

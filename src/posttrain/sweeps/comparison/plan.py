@@ -5,10 +5,12 @@ A trial is an ordinary run, told from others by the fingerprint of its resolved 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -16,8 +18,10 @@ from typing import Any, Literal
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evaluation.comparisons import detectable_difference, mean_height
-from posttrain.recipes.document import Document
-from posttrain.recipes.overriding import apply_override
+from posttrain.evaluation.files import ITEMS
+from posttrain.recipes.document import Document, decisive
+from posttrain.recipes.inert import find_inert_options
+from posttrain.recipes.overriding import apply_override, flatten
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.runs.paths import TRIALS
 from posttrain.strict_yaml import write_yaml
@@ -57,15 +61,25 @@ class ComparisonTrial:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 (16 hex digits) of what its recipe sets, without defaults: new keys leave it alone."""
+        given = decisive(self.recipe.model_dump(mode="json", exclude_defaults=True))
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """A checked comparison: the recipe of each row, and what is trained of it."""
+    """A checked comparison: the recipe of each row, and what is trained of it.
+
+    ``twins``: by row and variant, the row that it equals there, because the options that they differ in do nothing.
+    """
 
     folder: Path
     content: SweepFile
     rows: list[SweepRow]
     num_seeds: int
+    twins: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def design(self) -> Comparison:
@@ -74,37 +88,40 @@ class ComparisonPlan:
 
     @property
     def variants(self) -> list[str]:
-        """The names of the variants, such as ``8 updates a batch``; one empty name without any."""
+        """The names of the variants, such as ``updates a batch = 8``; one empty name without any."""
         over = self.design.over
         if over is None:
             return [""]
-        return [f"{value} {over.label}" for value in over.values]
+        return [f"{over.label} = {value}" for value in over.values]
+
+    @property
+    def arms(self) -> list[tuple[SweepRow, int]]:
+        """The arms of the experiment: every row in every variant, but for those that equal another one there."""
+        every = [(row, variant) for variant in range(len(self.variants)) for row in self.rows]
+        return [(row, variant) for row, variant in every if (row.name, variant) not in self.twins]
 
     def tuning(self) -> list[ComparisonTrial]:
         """The runs that choose the rates, seed by seed."""
-        seeds = range(self.design.tuning.seeds)
-        cells = [(seed, variant, row) for seed in seeds for variant in range(len(self.variants)) for row in self.rows]
-        return [
-            self._trial("tuning", row, variant, rate, seed)
-            for seed, variant, row in cells
-            for rate in self.design.rates
-        ]
+        trials = []
+        for seed in range(self.design.tuning.seeds):
+            for row, variant in self.arms:
+                trials += [self._trial("tuning", row, variant, rate, seed) for rate in self.design.rates]
+        return trials
 
     def final(self, rates: Mapping[tuple[str, int], float]) -> list[ComparisonTrial]:
         """The runs at the chosen rates, by row and variant, seed by seed; a row without a rate has none."""
         trials = []
         for seed in range(FIRST_FINAL_SEED, FIRST_FINAL_SEED + self.num_seeds):
-            for variant in range(len(self.variants)):
-                for row in self.rows:
-                    rate = rates.get((row.name, variant))
-                    if rate is not None:
-                        trials.append(self._trial("final", row, variant, rate, seed))
+            for row, variant in self.arms:
+                rate = rates.get((row.name, variant))
+                if rate is not None:
+                    trials.append(self._trial("final", row, variant, rate, seed))
         return trials
 
     def first_trials(self) -> list[ComparisonTrial]:
         """One trial of each row in each variant, to be checked before any is trained."""
-        cells = [(row, variant) for variant in range(len(self.variants)) for row in self.rows]
-        return [self._trial("final", row, variant, self.design.rates[0], FIRST_FINAL_SEED) for row, variant in cells]
+        rate = self.design.rates[0]
+        return [self._trial("final", row, variant, rate, FIRST_FINAL_SEED) for row, variant in self.arms]
 
     def _trial(self, stage: StageName, row: SweepRow, variant: int, rate: float, seed: int) -> ComparisonTrial:
         words = [stage, row.name]
@@ -128,9 +145,42 @@ class ComparisonPlan:
         tasks = [{**task, "split": section.split} for task in data["eval"]["tasks"]]
         evaluation = {"tasks": tasks, "every": section.every, "num_examples": section.problems}
         data["eval"] = {**data["eval"], **evaluation}
+        if self.design.pairs is not None:
+            data |= self._learning_from_pairs(recipe)
+            del data["rollout"]
+            data.pop("rewards", None)
         if self.design.over is not None:
             apply_override(data, self.design.over.key, json.dumps(self.design.over.values[variant]))
         return data
+
+    def _learning_from_pairs(self, recipe: Recipe) -> dict[str, Any]:
+        """Return the sections of a recipe that has no answers of its own."""
+        assert self.design.pairs is not None, "the caller has looked"
+        task = {"name": "preferences", "path": str(self.pairs_folder / ITEMS), "split": "all"}
+        train = recipe.train.model_dump(exclude_none=True)
+        train |= {"ppo_epochs": 1, "num_minibatches": 1}
+        return {"task": task, "data": {"batch_size": self.design.pairs.batch_size}, "train": train}
+
+    @property
+    def pairs_folder(self) -> Path:
+        """The evaluation of the initial model whose right and wrong answers are the pairs."""
+        return self.folder / "pairs"
+
+    def pairs_command(self) -> list[str]:
+        """The words after ``posttrain`` that sample the answers of ``comparison.pairs``; none without it."""
+        pairs = self.design.pairs
+        if pairs is None:
+            return []
+        recipe = self.rows[0].recipe
+        words = ["evaluate", recipe.model.name, "--task", pairs.task.name]
+        for key, value in pairs.task.options.items():
+            words += [f"--task.{key}", json.dumps(value)]
+        words += ["--template", recipe.prompt.template.name]
+        for key, value in recipe.prompt.template.options.items():
+            words += [f"--template.{key}", json.dumps(value)]
+        words += ["--limit", str(pairs.n), "--samples", str(pairs.samples), "--max-tokens", str(pairs.max_tokens)]
+        words += ["--temperature", str(pairs.temperature)]
+        return [*words, "--out", str(self.pairs_folder), "--quiet"]
 
     def to_yaml(self) -> str:
         """The file with every row as a whole recipe; it makes the same trials again."""
@@ -181,13 +231,18 @@ def load_comparison(
             raise error_at(document, key, "a comparison has no such part; leave it out, or comparison")
     reader = RowReader(document, content, common, {key for key, _ in own})
     chosen = [reader.row(name, ()) for name in choose_rows(content, dict.fromkeys(content.rows, ()), rows)]
+    for row in chosen:
+        if design.pairs is not None and row.recipe.rollout is None:
+            raise error_at(document, f"rows.{row.name}", "comparison.pairs takes the place of a rollout; give one")
     plan = ComparisonPlan(folder=Path(folder), content=content, rows=chosen, num_seeds=num_seeds or content.seeds)
-    _check(plan, document)
-    return plan
+    return replace(plan, twins=_check(plan, document))
 
 
-def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> None:
-    """Refuse lists of other lengths, repeated values, and recipes that cannot be trained, before the first run."""
+def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> dict[tuple[str, int], str]:
+    """Refuse lists of other lengths, repeated values, and recipes that cannot be trained, before the first run.
+
+    Return the rows that equal another one in a variant (``ComparisonPlan.twins``).
+    """
     from posttrain.training.checks import resolve_components
 
     design = plan.design
@@ -200,17 +255,26 @@ def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> None:
         raise error_at(document, "comparison.rates", "a rate is there twice; leave one out")
     if len(set(plan.variants)) < len(plan.variants):
         raise error_at(document, "comparison.over.values", "a value is there twice; leave one out")
-    seen: dict[str, str] = {}
+    seen: dict[tuple[int, str], str] = {}
+    twins = {}
     for trial in plan.first_trials():
         if not trial.recipe.eval.tasks:
             raise RecipeError(f"{trial.row}: eval.tasks: a comparison needs held-out problems; name a task")
         try:
-            resolve_components(trial.recipe)
+            needs = resolve_components(trial.recipe).needs
         except UsageError as error:
             raise RecipeError(f"{trial.name}: {error}") from None
-        twin = seen.setdefault(trial.recipe.fingerprint(), trial.row)
+        acting = flatten(decisive(trial.recipe.dump()))
+        for inert in find_inert_options(trial.recipe, needs):
+            acting.pop(inert.key, None)
+        twin = seen.setdefault((trial.variant, json.dumps(acting, sort_keys=True)), trial.row)
         if twin != trial.row:
-            raise RecipeError(f"rows.{trial.row}: the same recipe as {twin}, so nothing can differ; leave one out")
+            twins[trial.row, trial.variant] = twin
+    for row in plan.rows:
+        if all((row.name, variant) in twins for variant in range(len(plan.variants))):
+            twin = twins[row.name, 0]
+            raise RecipeError(f"rows.{row.name}: the same as {twin}, so nothing can differ; leave one out")
+    return twins
 
 
 def choose_rates(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> dict[tuple[str, int], float]:
@@ -219,13 +283,12 @@ def choose_rates(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> dict[t
     Of equal ones the higher mean height of the curve, then the smaller rate. A row that is not tuned yet has none.
     """
     chosen = {}
-    for row in plan.rows:
-        for variant in range(len(plan.variants)):
-            found = tuning_results(plan, records, row.name, variant)
-            if len(found) == len(plan.design.rates) and all(
-                len(own) == plan.design.tuning.seeds for own in found.values()
-            ):
-                chosen[row.name, variant] = max(found, key=lambda rate: (*_height(found[rate]), -rate))
+    for row, variant in plan.arms:
+        found = tuning_results(plan, records, row.name, variant)
+        counts = [len(own) for own in found.values()]
+        if counts == [plan.design.tuning.seeds] * len(plan.design.rates):
+            heights = {rate: (*_height(own), -rate) for rate, own in found.items()}
+            chosen[row.name, variant] = max(heights, key=heights.__getitem__)
     return chosen
 
 
@@ -252,24 +315,26 @@ def tuning_results(
 def describe_design(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> list[str]:
     """Say what the comparison costs and what it can find, a line each: runs, time, smallest differences."""
     design = plan.design
-    num_rows = len(plan.rows)
-    num_variants = len(plan.variants)
-    num_cells = num_rows * num_variants
-    num_tuning = num_cells * len(design.rates) * design.tuning.seeds
-    num_final = num_cells * plan.num_seeds
-    seconds = math.fsum(_seconds(plan, records, "tuning")) * num_rows * len(design.rates) * design.tuning.seeds
-    seconds += math.fsum(_seconds(plan, records, "final")) * num_rows * plan.num_seeds
-    shape = f"{num_rows} methods"
+    num_arms = len(plan.arms)
+    num_tuning = num_arms * len(design.rates) * design.tuning.seeds
+    num_final = num_arms * plan.num_seeds
+    costs = list(_costs(plan, records))
+    hours = math.fsum(count * seconds for count, seconds in costs) / 3600
+    shape = f"{len(plan.rows)} methods"
     if design.over is not None:
-        shape = f"{shape} x {num_variants} variants ({', '.join(plan.variants)})"
+        shape = f"{num_arms} of {len(plan.rows)} methods x {len(plan.variants)} variants ({', '.join(plan.variants)})"
     num_left = num_tuning + num_final - len(records)
     lines = [
         f"{num_tuning + num_final} runs: {shape} x {len(design.rates)} learning rates x {design.tuning.seeds} seeds to "
         f"tune, then {plan.num_seeds} fresh seeds at each method's own rate; {num_left} are left",
-        f"about {seconds / 3600:.1f} CPU-hours in all: {_arithmetic(plan, records)}",
+        f"about {hours:.1f} CPU-hours in all: {' + '.join(f'{count} x {seconds:.0f} s' for count, seconds in costs)}",
         f"rates are chosen on {design.tuning.problems} problems of {design.tuning.split}, results are of "
         f"{design.final.problems} problems of {design.final.split}",
     ]
+    for (row, variant), twin in plan.twins.items():
+        lines.append(f"{row} is {twin} where {plan.variants[variant]}: what they differ in does nothing there")
+    if design.pairs is not None:
+        lines.append(f"pairs of one sampling run, before the others: posttrain {shlex.join(plan.pairs_command())}")
     return [*lines, *describe_power(plan)]
 
 
@@ -292,29 +357,19 @@ def describe_power(plan: ComparisonPlan) -> list[str]:
     ]
 
 
-def _seconds(plan: ComparisonPlan, records: Sequence[TrialRecord], stage: StageName) -> Iterator[float]:
-    """Yield the CPU-seconds of a run of each variant: measured, or the file's estimate."""
-    estimates = getattr(plan.design, stage).cpu_seconds
-    for variant in range(len(plan.variants)):
-        measured = [
-            record.whole_seconds
-            for record in records
-            if (record.stage, record.variant) == (stage, variant) and record.whole_seconds is not None
-        ]
-        if measured:
-            yield fmean(measured)
-        else:
-            yield estimates[min(variant, len(estimates) - 1)]
-
-
-def _arithmetic(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> str:
-    """Return the products whose sum is the time: runs x CPU-seconds by stage and variant."""
+def _costs(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> Iterator[tuple[int, float]]:
+    """Yield the number of runs and the CPU-seconds of one, measured or estimated, by stage and variant."""
     design = plan.design
-    counts: dict[StageName, int] = {
-        "tuning": len(plan.rows) * len(design.rates) * design.tuning.seeds,
-        "final": len(plan.rows) * plan.num_seeds,
-    }
-    products = []
-    for stage, count in counts.items():
-        products += [f"{count} x {seconds:.0f} s" for seconds in _seconds(plan, records, stage)]
-    return " + ".join(products)
+    stages: dict[StageName, int] = {"tuning": len(design.rates) * design.tuning.seeds, "final": plan.num_seeds}
+    for stage, runs in stages.items():
+        estimates = getattr(design, stage).cpu_seconds
+        for variant in range(len(plan.variants)):
+            measured = [
+                record.whole_seconds
+                for record in records
+                if (record.stage, record.variant) == (stage, variant) and record.whole_seconds is not None
+            ]
+            seconds = estimates[min(variant, len(estimates) - 1)]
+            if measured:
+                seconds = fmean(measured)
+            yield runs * sum(own == variant for _, own in plan.arms), seconds

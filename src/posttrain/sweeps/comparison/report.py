@@ -135,7 +135,9 @@ def _read_methods(plan: ComparisonPlan, records: Sequence[TrialRecord], variant:
     """Return the methods of a variant, the best mean at the end first."""
     rates = choose_rates(plan, records)
     methods = []
-    for row in plan.rows:
+    for row, own_variant in plan.arms:
+        if own_variant != variant:
+            continue
         tuning = {}
         for rate, own in tuning_results(plan, records, row.name, variant).items():
             tuning[rate] = fmean(record.accuracy for record in own)
@@ -358,7 +360,8 @@ def _describe_spread(plan: ComparisonPlan, name: str, methods: Sequence[MethodRe
         ("over the run", [method.heights for method in methods]),
     ):
         deviation = pooled_deviation(groups)
-        assert deviation is not None, "every method has two seeds"
+        if not deviation:  # every seed came to the same, or has no other
+            continue
         sizes = [
             100 * deviation * detectable_difference(num_seeds, num_comparisons=count, power=POWER, level=LEVEL)
             for count in (1, num_pairs)
@@ -414,5 +417,5 @@ def _rates_part(plan: ComparisonPlan, every: Mapping[str, Sequence[MethodResult]
                 cells.append(cell)
             lines.append([label, *cells, f"{len(usable_rates(method.tuning))} of {len(plan.design.rates)}"])
     tuning = plan.design.tuning
-    note = f"Tuning: {tuning.problems} problems of {tuning.split}, {tuning.seeds} seeds that are not used again."
+    note = f"Tuning: {tuning.problems} problems of {tuning.split}; seeds that are not used again: {tuning.seeds}."
     return SweepPart([TextTable("Learning rates", header, lines)], notes=[note])

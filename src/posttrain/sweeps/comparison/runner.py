@@ -6,6 +6,8 @@ shares the work, and after an interruption goes on with it.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import time
@@ -15,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import PosttrainError, RunConflict
+from posttrain.errors import PosttrainError, RunConflict, RunFailure
+from posttrain.evaluation.files import RESULTS
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import RunDirectory, refuse_live_folder
 from posttrain.runs.launch import RunResult, launch
@@ -72,7 +75,7 @@ def _find_all(
 
 def _find(plan: ComparisonPlan, trial: ComparisonTrial, earlier: Mapping[str, TrialRecord]) -> TrialRecord | None:
     """Return the record of a trial, made here or earlier."""
-    fingerprint = trial.recipe.fingerprint()
+    fingerprint = trial.fingerprint
     record = read_trial_record(record_path(plan.folder, trial.name))
     if record is None:
         record = earlier.get(fingerprint)
@@ -108,6 +111,7 @@ def make_comparison(
     _claim(plan)
     load_records(plan)
     stop = stop_on_signals("stopping when what is at work has saved what it has")
+    _sample_pairs(plan, say)
     with _helpers(plan, jobs), stop as should_stop:
         worker = _Worker(plan, say, train, poll_seconds, _earlier(plan), should_stop)
         worker.make(plan.tuning())
@@ -135,6 +139,38 @@ def _claim(plan: ComparisonPlan) -> None:
             replace_file(folder / PLAN, plan.to_yaml().encode())
 
 
+def _sample_pairs(plan: ComparisonPlan, say: Say) -> None:
+    """Sample the answers that every row learns from, once; another process that does so is waited for.
+
+    Raises:
+        RunConflict: they were sampled with other settings.
+        RunFailure: the evaluation failed.
+    """
+    words = plan.pairs_command()
+    if not words:
+        return
+    settings = plan.folder / "pairs.command.json"
+    text = (json.dumps(words, indent=1) + "\n").encode()
+    with hold(plan.folder / ".pairs.lock", math.inf):
+        if (plan.pairs_folder / RESULTS).is_file():
+            if settings.is_file() and settings.read_bytes() == text:
+                return
+            raise RunConflict(
+                f"{plan.pairs_folder}: sampled with other settings. Delete it, or give another --run NAME"
+            )
+        replace_file(settings, text)
+        say("pairs: the initial model answers", False)
+        log = plan.folder / "pairs.log"
+        command = [sys.executable, "-m", "posttrain.cli", *words, *allow_code_options()]
+        child = start_child(command, log, "the sampling of pairs", threads_per_child(1))
+        try:
+            code = child.process.wait()
+        finally:
+            end_children([child])
+        if code != 0:
+            raise RunFailure(f"pairs: {child.describe_end(code)}")
+
+
 @contextmanager
 def _helpers(plan: ComparisonPlan, jobs: int | None) -> Iterator[None]:
     """Start processes that take trials, too; they end with this one."""
@@ -156,7 +192,7 @@ def _describe_rates(plan: ComparisonPlan, rates: Mapping[tuple[str, int], float]
     for variant, name in enumerate(plan.variants):
         chosen = ", ".join(f"{row} {rate:g}" for (row, own), rate in rates.items() if own == variant)
         if chosen:
-            lines.append(f"learning rates chosen {name}: {chosen}".replace("  ", " "))
+            lines.append(f"learning rates chosen ({name or 'all'}): {chosen}")
     return lines
 
 
@@ -253,7 +289,7 @@ class _Worker:
             whole = time.process_time() - clock.started
         facts = facts_of_run(trial.folder, MetricsLog(trial.folder / "metrics.jsonl").read())
         record = TrialRecord(
-            fingerprint=trial.recipe.fingerprint(),
+            fingerprint=trial.fingerprint,
             stage=trial.stage,
             row=trial.row,
             variant=trial.variant,

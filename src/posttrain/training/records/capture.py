@@ -84,6 +84,19 @@ class Capture:
         whole[list(rows), : part.shape[1]] = part
 
 
+class _NoCapture(Capture):
+    """Keeps nothing."""
+
+    def watch(self, outputs: Outputs) -> None:
+        """Ask for nothing."""
+
+    def add(self, rows: Sequence[int], outputs: Outputs, values: Tensor) -> None:
+        """Keep nothing."""
+
+
+NO_CAPTURE = _NoCapture()
+
+
 def kept_values(result: Loss, part: Batch, level: str) -> Tensor:
     """Return the values of trained tokens, with the mismatch correction where there is one; of units as they are."""
     if level != "token":

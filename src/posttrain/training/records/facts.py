@@ -15,7 +15,7 @@ from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, RolloutSection
+from posttrain.recipes.sections import MIXTURE, Component, RolloutSection
 from posttrain.sampling.rollout import Grader
 from posttrain.training.batch_fields import comes_from_rollouts
 from posttrain.training.checks import Components
@@ -26,15 +26,18 @@ UNKNOWN_LAYERS = 32
 
 
 def describe_run(
-    components: Components, loaded: LoadedModel, policy: Forward, grader: Grader, num_examples: int | None
+    components: Components, loaded: LoadedModel, policy: Forward, grader: Grader, num_rows: int
 ) -> UpdateFacts:
     """Return what an update of a resolved recipe is meant to do.
 
     Args:
         loaded: the model that is trained, and its tokenizer; ``policy`` is its forward pass.
-        num_examples: prompts or units of a pass over the data; None of a mixture, whose parts have passes of their own.
+        num_rows: prompts or units that the data have.
     """
     recipe = components.recipe
+    num_examples: int | None = num_rows
+    if recipe.task.name == MIXTURE:
+        num_examples = None  # its parts have passes of their own
     trainer, sampler = _kinds(components, policy.device.type)
     sampling: SamplingFacts | None = None
     updates = 1

@@ -17,7 +17,6 @@ from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord
 from posttrain.errors import Unbalanced
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.process_group import ProcessGroup
-from posttrain.recipes.recipe import Recipe
 from posttrain.store.rollouts import RolloutStore
 from posttrain.store.updates import RecordedUpdate
 from posttrain.training.build import TrainerState
@@ -37,17 +36,18 @@ KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward")
 
 
 def open_records(
-    recipe: Recipe, parts: TrainerState, store: RolloutStore | NoRecords, process_group: ProcessGroup
+    parts: TrainerState, store: RolloutStore | NoRecords, process_group: ProcessGroup, *, ends_run: bool
 ) -> UpdateRecords:
-    """Return the records of a run."""
+    """Return the records of a run; ``ends_run``: a violated balance ends it."""
     own, _ = parts.split_parameters()
-    options = recipe.optimizer.options
-    weights = WatchedWeights(own, parts.optimizer, recipe.train.max_grad_norm)
-    if recipe.optimizer.name == "adamw":
-        weights.decay = options["weight_decay"]
-        weights.betas = tuple(options["betas"])
-        weights.eps = options["eps"]
-    return UpdateRecords(parts.facts, weights, store, process_group, recipe.train.strict)
+    optimizer = parts.facts.optimizer
+    assert optimizer is not None, "a run has one"
+    weights = WatchedWeights(own, parts.optimizer, optimizer.max_grad_norm)
+    if optimizer.name == "adamw":
+        weights.decay = optimizer.options["weight_decay"]
+        weights.betas = tuple(optimizer.options["betas"])
+        weights.eps = optimizer.options["eps"]
+    return UpdateRecords(parts.facts, weights, store, process_group, ends_run)
 
 
 def sampled_answer(rollout: Rollout) -> SampledAnswer:

@@ -82,7 +82,7 @@ def num_batches(epochs: float, num_examples: int, batch: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DrawnRound:
     """The rows of one round: their places in the source, and the epoch of each."""
 
     places: list[int]
@@ -109,37 +109,55 @@ class RowOrder:
     def __init__(
         self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[object], further: int = 0
     ) -> None:
-        self.seed, self.purpose, self.size, self.further = seed, purpose, size, further
-        self.names, self.weights = [part.name for part in parts] or [""], [part.weight for part in parts] or [1.0]
-        self.rows = [[n for n, row in enumerate(rows) if not parts or row == name] for name in self.names]
+        self.seed = seed
+        self.purpose = purpose
+        self.size = size
+        self.further = further
+        self.names = [""]
+        self.weights = [1.0]
+        self.rows = [list(range(len(rows)))]
+        if parts:
+            self.names = [part.name for part in parts]
+            self.weights = [part.weight for part in parts]
+            self.rows = [[place for place, row in enumerate(rows) if row == name] for name in self.names]
         for name, own in zip(self.names, self.rows, strict=True):
             if not own:
                 raise UsageError(
                     f"task.parts: not one example of part {name!r} can be used here: each is too long, or has nothing "
                     "to learn from. Leave the part out, or make room for it (data.max_length, prompt.max_prompt_tokens)"
                 )
-        self._at = 0, [0] * len(self.names)  # a batch, and how many rows each part gave before it
+        self._batch = 0  # the last one that was asked for
+        self._given = [0] * len(self.names)  # how many rows each part gave before it
 
-    def turn(self, batch: int, attempt: int = 0) -> Turn:
+    def round_of(self, batch: int, attempt: int = 0) -> DrawnRound:
         """Return the rows of round ``attempt`` of a batch, both from 0."""
-        start, given = self._at if self._at[0] <= batch else (0, [0] * len(self.names))
-        given = list(given)
-        for _ in range(start, batch):
-            self._parts(given)
-        self._at = batch, list(given)
-        parts, at = self._parts(list(given)), given
+        given = self._given_before(batch)
+        parts = self._parts(list(given))
+        purpose = self.purpose
+        at = given
         if attempt:
+            purpose = f"further {self.purpose}"
             each = [parts.count(part) for part in range(len(self.names))]
             at = [g * self.further + (attempt - 1) * n for g, n in zip(given, each, strict=True)]
-        turn = Turn([], [])
+        drawn = DrawnRound([], [])
         for part in parts:
-            in_pass, offset = divmod(at[part], len(self.rows[part]))
-            order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}".rstrip()
-            place = int(_permutation(self.seed, order, in_pass, len(self.rows[part]))[offset])
-            turn.places.append(self.rows[part][place])
-            turn.epochs.append(in_pass)
+            epoch, offset = divmod(at[part], len(self.rows[part]))
+            order = f"{purpose} {self.names[part]}".rstrip()
+            place = int(_permutation(self.seed, order, epoch, len(self.rows[part]))[offset])
+            drawn.places.append(self.rows[part][place])
+            drawn.epochs.append(epoch)
             at[part] += 1
-        return turn
+        return drawn
+
+    def _given_before(self, batch: int) -> list[int]:
+        """Return how many rows each part gives before a batch, counted on from the last one that was asked for."""
+        if batch < self._batch:
+            self._batch = 0
+            self._given = [0] * len(self.names)
+        for _ in range(self._batch, batch):
+            self._parts(self._given)
+        self._batch = batch
+        return list(self._given)
 
     def _parts(self, turns: list[int]) -> list[int]:
         """Return the parts of a batch's rows in order; adds them to the ``turns`` that each had before."""

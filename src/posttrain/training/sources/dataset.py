@@ -169,7 +169,7 @@ class SupervisedSource(Source):
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
-        turn = self.order.turn(step - 1)
+        turn = self.order.round_of(step - 1)
         numbers = list(range(len(turn.places)))
         if self.intervention is not None:
             numbers = self.intervention.keep_units(step, numbers)
@@ -281,7 +281,7 @@ class SupervisedSource(Source):
         assert steps is not None, "a recipe says steps or num_epochs"
         seen: set[int] = set()
         for batch in range(steps):
-            seen.update(self.order.turn(batch).places)
+            seen.update(self.order.round_of(batch).places)
             if len(seen) == len(self.units):
                 break
         return sorted(seen)

@@ -44,8 +44,9 @@ class PrefetchSource(RolloutSource):
         self._thread = ThreadPoolExecutor(1, "sampling", in_own_thread) if in_thread else None
         if in_thread:
             self.process_group = SINGLE_PROCESS
-        train = self.recipe.train
-        steps = train.steps if train.steps is not None else self.length_of(train.num_epochs or 0.0)[0]
+        steps = self.train.steps
+        if steps is None:
+            steps, _ = self.length_of(self.train.num_epochs or 0.0)
         self._last = -(-steps // self.updates) - 1  # the last batch of the run
         self._waiting: dict[int, Future[Drawn]] = {}
         self._next = 0  # the first batch that was not begun

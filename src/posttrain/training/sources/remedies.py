@@ -95,7 +95,8 @@ class Trial:
         return ""
 
     def _of_lengths(self, rows: Sequence[TokenRow], num_units: int, limit: int, prompt_limit: int) -> str:
-        longest, prompt = max(len(row.ids) for row in rows), max(row.prompt_length for row in rows)
+        longest = max(len(row.ids) for row in rows)
+        prompt = max(row.prompt_length for row in rows)
         within = [len(row.ids) for row in rows if len(row.ids) <= self.context_tokens]
         if not within:
             shortest = min(len(row.ids) for row in rows)
@@ -114,7 +115,8 @@ class Trial:
 
     def _best(self, count: Callable[[Template], int]) -> str:
         """The template that takes the most rows."""
-        best, most = "", 0
+        best = ""
+        most = 0
         for name in _TEMPLATES:
             if name == self.template.name:
                 continue
@@ -123,7 +125,8 @@ class Trial:
             except PosttrainError:  # this tokenizer has no chat template, or the rows need another one
                 continue
             if taken > most:
-                best, most = name, taken
+                best = name
+                most = taken
         if not best:
             return ""
         return f". Set prompt.template: {best}, which takes {most} of the first {len(self.tried)}"

@@ -74,8 +74,9 @@ class RolloutSource(Source):
         stage: Stage | None = None,
     ) -> None:
         assert recipe.rollout is not None
-        self.recipe = recipe
         self.options = recipe.rollout
+        self.train = recipe.train
+        self.max_prompt_tokens = recipe.prompt.max_prompt_tokens
         self.seed = recipe.train.seed
         self.minibatches = recipe.train.num_minibatches
         self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
@@ -92,7 +93,7 @@ class RolloutSource(Source):
         self.batch_fields = fields
         self.feedback = feedback
         self.process_group = fields.process_group  # of the processes that sample together
-        limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
+        limit = min(self.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.prompts = Prompts(task, tokenizer, grader.template, limit)
         self.dropped = dict(task.dropped)
         self.num_repeated = num_repeated(task.examples)
@@ -186,7 +187,7 @@ class RolloutSource(Source):
         """Return the warning about prompts that were found to be too long when they were drawn, at 1, 10, 100, ..."""
         limit = self.prompts.limit
         count = 10 ** (len(str(len(self.prompts.replaced))) - 1)
-        if self.recipe.prompt.max_prompt_tokens == limit:
+        if self.max_prompt_tokens == limit:
             key = "prompt.max_prompt_tokens"
         else:
             key = "the model's context, with room for an answer"
@@ -303,8 +304,8 @@ class RolloutSource(Source):
         )
         while drawn is None:
             attempt = len(sampled) // self.options.num_prompts
-            turn = self.order.turn(cycle, attempt)
-            prompts = [self.prompts.draw(place) for place in turn.places]
+            wanted = self.order.round_of(cycle, attempt)
+            prompts = [self.prompts.draw(place) for place in wanted.places]
             request = RolloutRequest(
                 [prompt.example for prompt in prompts],
                 [prompt.ids for prompt in prompts],
@@ -313,7 +314,7 @@ class RolloutSource(Source):
                 group=self.options.group_size,
                 step=step,
                 prompt_indices=[prompt.index for prompt in prompts],
-                epochs=turn.epochs,
+                epochs=wanted.epochs,
             )
             groups, seconds = collect(sampler, request)
             grading += seconds
@@ -447,7 +448,7 @@ class RolloutSource(Source):
 
         Advantages that are computed from the batch do, and so do the metrics of some updates.
         """
-        options = self.recipe.train
+        options = self.train
         last_step = options.steps
         if options.num_epochs is not None:
             last_step, _ = self.length_of(options.num_epochs)

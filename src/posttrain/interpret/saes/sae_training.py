@@ -1,25 +1,25 @@
-"""Training a dictionary as a run, with Lightning; the only module that imports it.
+"""Training a dictionary as a run: the steps of ``fitting``, with metrics and checkpoints.
 
-Lightning runs the steps of ``fitting`` and keeps optimizer, schedule and position in the data in its checkpoints, so
-that a killed run continues bit for bit. Everything that a step changes is a parameter or a buffer of the module.
+A checkpoint has the weights, the optimizer and the step, from which learning rate and data follow, so that a killed run
+continues bit for bit. Everything else that a step changes is a buffer of the dictionary.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import logging
+import pickle
 import shutil
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from posttrain.activity import phase
-from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
+from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
 from posttrain.interpret.activations.record import read_documents, record_activations
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_store_index
 from posttrain.interpret.activations.sites import check_layers, layer_of
@@ -36,16 +36,16 @@ from posttrain.interpret.saes.fitting import (
     sample_rows,
     too_few_rows,
 )
-from posttrain.interpret.saes.recipe import ACTIVATIONS, DIFFERENCE, SaeRecipe
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
+from posttrain.interpret.saes.sae_recipe import ACTIVATIONS, DIFFERENCE, SaeRecipe
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.document import decisive
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.checkpoint_files import (
     ASIDE,
-    Unverified,
     checkpoint_steps,
     prune_checkpoints,
+    read_newest,
     rename_into_place,
     seal,
     set_aside_steps,
@@ -55,11 +55,6 @@ from posttrain.store.checkpoint_files import (
 from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.training.files import Observer, RunFiles
-
-try:
-    import lightning
-except ImportError as error:
-    raise MissingExtra("lightning", "interpret", "training a dictionary") from error
 
 STATE = "state.ckpt"
 # inside a run
@@ -239,106 +234,61 @@ def train_sae(
     def measure_held_out() -> Quality:
         return measure_quality(sae, in_batches(rows, num_rows, rows.num_rows))
 
-    module = _Training(sae, recipe, checkpoints, metrics, observer, should_stop, measure_held_out)
+    learner = Learner(sae.to(device), settings)
+    if newest is not None:
+        learner.restore(_read_state(step_folder(checkpoints, newest) / STATE))
+    records = _Records(learner, recipe, checkpoints, metrics, observer, measure_held_out)
     info: dict[str, object] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
     observer("start", info)
-    batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
-    state = None
-    if newest is not None:
-        state = step_folder(checkpoints, newest) / STATE
-    step = _fit(module, batches, device, state, checkpoints.parent)
-    module.to(device)
+    batches = RowBatches(rows, num_rows, settings.batch, settings.seed)
+    is_stopped = False
+    with phase("dictionary", describe=lambda: f"step {learner.step:,} of {settings.steps:,}"):
+        while learner.step < settings.steps and not is_stopped:
+            learner.update(batches.of_step(learner.step).to(device))
+            is_stopped = should_stop()
+            records.after_step(is_stopped)
     quality = measure_held_out()
-    if step >= settings.steps:
+    reason = "interrupted"
+    if learner.step >= settings.steps:
         reason = "finished"
-    else:
-        reason = "interrupted"
-    observer("finish", {"step": step, "reason": reason})
-    return TrainedDictionary(sae.cpu(), step, reason, quality)
+    observer("finish", {"step": learner.step, "reason": reason})
+    return TrainedDictionary(sae.cpu(), learner.step, reason, quality)
 
 
-def _fit(module: _Training, batches: RowBatches, device: torch.device, state: Path | None, folder: Path) -> int:
-    """Train with Lightning, from a stored ``state`` if there is one; return the step at which it ended."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    accelerator = "cpu"
-    if device.type == "cuda":
-        accelerator = "gpu"
-    with warnings.catch_warnings():  # about loaders and devices: the arguments here are intended
-        warnings.filterwarnings("ignore", module="lightning")
-        trainer = lightning.Trainer(
-            accelerator=accelerator,
-            devices=1,
-            max_steps=batches.steps,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=str(folder),
-        )
-        with phase("dictionary", describe=lambda: f"step {int(trainer.global_step):,} of {batches.steps:,}"):
-            if state is None:
-                trainer.fit(module, batches)
-            else:
-                trainer.fit(module, batches, ckpt_path=str(state), weights_only=True)
-    return int(trainer.global_step)
-
-
-class _Training(lightning.LightningModule):
-    """The steps of a ``Learner`` as Lightning calls them; logs, measures and saves where that is due."""
+class _Records:
+    """The metrics, measures and checkpoints of a training, each after the steps at which it is due."""
 
     def __init__(
         self,
-        sae: SparseAutoencoder,
+        learner: Learner,
         recipe: SaeRecipe,
         checkpoints: Path,
         metrics: MetricsLog,
         observer: Observer,
-        should_stop: Callable[[], bool],
         measure_held_out: Callable[[], Quality],
     ) -> None:
-        super().__init__()
-        self.dictionary = sae
-        self.learner = Learner(sae, recipe.train)
+        self.learner = learner
         self.recipe = recipe
         self.checkpoints = checkpoints
         self.metrics = metrics
         self.observer = observer
-        self.should_stop = should_stop
         self.measure_held_out = measure_held_out
         self._logged_at: tuple[int, float] | None = None
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.learner.loss(batch, self.global_step)
-
-    def configure_optimizers(self) -> dict[str, object]:
-        optimizer, schedule = self.learner.optimizer()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def configure_gradient_clipping(self, *args: object, **kwargs: object) -> None:
-        self.learner.clip()
-
-    def optimizer_step(self, *args: object, **kwargs: object) -> None:
-        super().optimizer_step(*args, **kwargs)
-        self.dictionary.normalize()  # here, so that a checkpoint has it
-
-    def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
-        step = int(self.global_step)
+    def after_step(self, is_stopped: bool) -> None:
+        """Log, measure and save where that is due; ``is_stopped``: this was the last step for now."""
+        step = self.learner.step
         settings = self.recipe.train
-        last = step >= settings.steps
-        should_stop = self.should_stop()
-        if step % settings.log_every == 0 or last or step == 1:
-            self._log(step, len(batch))
+        is_last = step >= settings.steps
+        if step % settings.log_every == 0 or is_last or step == 1:
+            self._log(step)
         every = self.recipe.eval.every
-        if last or (every and step % every == 0):
+        if is_last or (every and step % every == 0):
             numbers = self.measure_held_out().numbers()
             self.metrics.append(step, {f"eval/held_out/{name}": value for name, value in numbers.items()})
         is_due = settings.save_every and step % settings.save_every == 0
-        if last or should_stop or is_due:
+        if is_last or is_stopped or is_due:
             self._save(step)
-        if should_stop:
-            self.trainer.should_stop = True
 
     def _numbers(self) -> dict[str, float]:
         """Return the metrics of the step that was just made."""
@@ -349,18 +299,17 @@ class _Training(lightning.LightningModule):
             "auxk": float(measured.auxiliary),
         }
         num_active = float((measured.features > 0).sum())
-        is_dead = self.dictionary.since_fired > self.learner.dead_rows
-        (group,) = self.trainer.optimizers[0].param_groups
+        is_dead = self.learner.dictionary.since_fired > self.learner.dead_rows
         return {
             "loss": sum(terms.values()),
             **terms,
             "l0": num_active / len(measured.features),
             "dead": float(is_dead.double().mean()),
             "grad_norm": float(self.learner.grad_norm),
-            "lr": float(group["lr"]),
+            "lr": self.learner.rate(),
         }
 
-    def _log(self, step: int, batch: int) -> None:
+    def _log(self, step: int) -> None:
         numbers = self._numbers()
         if not all(abs(numbers[name]) < float("inf") for name in ("loss", "grad_norm")):
             raise NonFiniteLoss(
@@ -373,7 +322,7 @@ class _Training(lightning.LightningModule):
             last_step, last_time = self._logged_at
             if step > last_step:
                 seconds = (now - last_time) / (step - last_step)
-                timing = {"step_seconds": seconds, "rows_per_second": batch / seconds}
+                timing = {"step_seconds": seconds, "rows_per_second": self.recipe.train.batch / seconds}
         self._logged_at = (step, now)
         self.metrics.append(step, numbers, timing)
         self.observer("step", {"step": step, "metrics": numbers, "timing": timing})
@@ -389,7 +338,9 @@ class _Training(lightning.LightningModule):
         }
         with storage_errors("the checkpoint", final):
             aside.mkdir(parents=True, exist_ok=True)
-            self.trainer.save_checkpoint(aside / STATE)
+            content = io.BytesIO()
+            torch.save(self.learner.state(), content)
+            replace_file(aside / STATE, content.getvalue())
             replace_file(aside / "state.json", json.dumps(state, sort_keys=True).encode())
             seal(aside, step)
             rename_into_place(aside, final)
@@ -397,18 +348,31 @@ class _Training(lightning.LightningModule):
         self.observer("checkpoint", {"step": step, "path": str(final)})
 
 
+def _read_state(path: Path) -> Mapping[str, Any]:
+    """Return the state of a checkpoint; reading it runs no code.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
+        raise CheckpointError(f"{path}: no state of a training ({type(error).__name__}); start again") from None
+    if not isinstance(state, dict) or not state.keys() >= {"global_step", "state_dict", "optimizer_states"}:
+        raise CheckpointError(f"{path}: no state of a training; start again under another name")
+    return state
+
+
 def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:
     """Return the newest step whose checkpoint verifies, and rename later ones ``failed-…``; None: there are none."""
     steps = checkpoint_steps(folder)
-    for step in reversed(steps):
-        try:
-            verify(step_folder(folder, step), step)
-        except Unverified as problem:
-            notice = f"checkpoint of step {step} is damaged ({problem}); using the one before"
-            observer("notice", {"message": notice})
-            continue
-        set_aside_steps(folder, [other for other in steps if other > step])
-        return step
+    skipped: list[str] = []
+    newest = read_newest(folder, steps, verify, skipped)
+    for reason in skipped:
+        observer("notice", {"message": f"this checkpoint is damaged, and the one before is used: {reason}"})
+    if newest is not None:
+        set_aside_steps(folder, [step for step in steps if step > newest[0]])
+        return newest[0]
     if steps:
         raise CheckpointError(f"{folder}: none of the checkpoints verifies; start again under another name")
     return None

@@ -23,7 +23,7 @@ from posttrain.evaluation.tables import (
     show_share,
     to_markdown,
 )
-from posttrain.untrusted import bullets, code, plain
+from posttrain.untrusted import bullets, code, cut_end, plain
 
 if TYPE_CHECKING:  # pages of policies need no reward model
     from posttrain.evaluation.reward_models.measures import RewardEvaluation
@@ -146,8 +146,7 @@ def _show_item(item: Item) -> tuple[str, str]:
 
 def quoted(text: str) -> str:
     """Text of data or of a model as a block, cut where it is very long; no fence in it can end the block."""
-    if len(text) > MAX_TEXT_CHARS:
-        text = f"{text[:MAX_TEXT_CHARS]} …"
+    text = cut_end(text, MAX_TEXT_CHARS)
     longest_run = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest_run + 1)
     return f"{fence}\n{text}\n{fence}"

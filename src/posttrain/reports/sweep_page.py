@@ -19,7 +19,7 @@ from posttrain.reports.charts import (
     show_tick,
 )
 from posttrain.reports.page import render, write_html
-from posttrain.reports.run import Transcript, TranscriptAnswer, turns_of
+from posttrain.reports.run_page import Transcript, TranscriptAnswer, turns_of
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen, MethodCurve
@@ -108,7 +108,7 @@ def learning_panels(
     if drawn and (over or is_many):
         panels.append(_result_panel(drawn, primary, levels, over))
     if is_many:
-        panels += each_alone(together)
+        panels += _each_alone(together)
         drift = [replace(series, xs=series.xs[-1:], ys=series.ys[-1:]) for series in drift]
         about_kl = f"{about_kl}; at the last evaluation"
     else:
@@ -184,7 +184,7 @@ def _result_panel(
     )
 
 
-def each_alone(together: Panel) -> list[Panel]:
+def _each_alone(together: Panel) -> list[Panel]:
     """A small panel for each line, over all others in grey, on the same axes."""
     others = [Series("", one.xs, one.ys, is_thin=True, color="soft") for one in together.series]
     limits = axis_range(together)

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import RecipeError
-from posttrain.interpret.saes.recipe import SaeComponent, SaeTrainSection
+from posttrain.interpret.saes.sae_recipe import SaeComponent, SaeTrainSection
 from posttrain.option_types import Dtype, Repetitions, Seed, Tokens
 from posttrain.recipes.document import Content, Document, complete_component
 from posttrain.recipes.sections import Component, Section
