@@ -233,7 +233,7 @@ DAMAGED = [
     "UPDATE about SET value = json_replace(value, '$.sampling.group_size', 0) WHERE key = 'balances'",
     "UPDATE about SET value = json_replace(value, '$.sampling.group_size', 1000000000) WHERE key = 'balances'",
     "UPDATE about SET value = json_replace(value, '$.updates', 0) WHERE key = 'balances'",
-    "UPDATE about SET value = json_replace(value, '$.advantage.options', json('{\"epsilon\": \"x\"}')) WHERE key = 'balances'",
+    "UPDATE about SET value = json_replace(value, '$.advantage.options.epsilon', 'x') WHERE key = 'balances'",
     "UPDATE updates SET facts = 'nothing'",
     "UPDATE updates SET rows = x'00'",
     "UPDATE rollouts SET token_ids = x'0000'",

@@ -142,7 +142,7 @@ EXPLANATIONS = {
             "a term has the wrong sign or weight",
             "advantages or log-probabilities belong to other rows",
         ),
-        "compute the loss from the answers in pt.load_run(RUN).rollouts(STEP) and change train.micro_batch_tokens: it must stay",
+        "change train.micro_batch_tokens: the loss of this update must stay",
     ),
     "gradient": Explanation(
         (

@@ -139,7 +139,7 @@ def _found_by_run(check: str, steps: Sequence[int]) -> RunFinding:
         check,
         steps[0],
         "a balance that holds",
-        "one that was violated when the run computed it from single tokens, which its file does not keep",
+        "a violation that the run found in numbers of single tokens, which its records do not keep (log.txt has them)",
         explained.decided_by,
         explained.causes,
         len(steps),
