@@ -25,7 +25,7 @@ from posttrain.runs.diagnosis.findings import RunFinding
 from posttrain.runs.diagnosis.metric_curves import curves_of
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.store.metrics import MetricsLog, MetricsRow
-from small_runs import run
+from small_runs import one_layer_recipe, run
 
 RECIPE = "model: {name: tiny}\ntask: {name: stories}\nobjective: {name: grpo}\ntrain: {steps: 8}\n"
 
@@ -70,6 +70,19 @@ def test_diagnose_a_clean_run_has_no_fault(kind: str, tmp_path: Path) -> None:
     assert of(done.findings, "fault") == {}
     assert done.num_records == done.step
     assert "records" not in of(done.findings, "explanation")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"regularize": {"kl_coef": 0.1, "kl_estimator": "k1"}},
+        {"regularize": {"kl_coef": 0.1, "kl_estimator": "k2"}},
+        {"model": {"adapter": {"rank": 2}, "dtype": "bf16"}, "regularize": {"kl_coef": 0.1}},
+    ],
+)
+def test_diagnose_a_clean_run_whose_loss_is_hard_to_sum_has_no_fault(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = trained(tmp_path / "clean", one_layer_recipe("grpo", **changes, train={"steps": 3}))
+    assert of(pt.diagnose(folder), "fault") == {}
 
 
 @pytest.mark.parametrize(("number", "check"), [(14, "advantage"), (17, "tokens"), (26, "reward"), (32, "leftover")])
