@@ -17,7 +17,8 @@
         ├── CheckpointError           no checkpoint verifies
         ├── StorageError              the disk is full or not writable
         ├── PeerFailure               another process of the run failed: its message, its exit code
-        └── EngineMismatch            sampler and trainer disagree about the same tokens
+        ├── EngineMismatch            sampler and trainer disagree about the same tokens
+        └── Unbalanced                an update is not what its records give
 
 A message names the place (file, line, key), what is wrong, and what would work. ``assert`` is
 kept for our own bugs; bad input never ends in a traceback.
@@ -477,3 +478,7 @@ class PeerFailure(RunFailure):
 
 class EngineMismatch(RunFailure):
     """Sampler and trainer give different log-probabilities for the same tokens."""
+
+
+class Unbalanced(RunFailure):
+    """The log of an update is not what its records give (``train.strict``)."""

@@ -222,7 +222,8 @@ class Batch:
     tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix ``int64 [B]``; fields:
     ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the aggregation over the whole optimizer batch):
     ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones. ``rows_per_unit``: 1, or 2 where rows are pairs,
-    chosen then rejected; the rows of a unit stay together and in order.
+    chosen then rejected; the rows of a unit stay together and in order. ``answers`` ``int64 [B]``: the place of each
+    row's answer among all that were sampled for the batch, or of the row in its data; None where nobody asks.
     """
 
     tokens: Tensor
@@ -233,6 +234,7 @@ class Batch:
     fields: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: Tensor | None = None
     rows_per_unit: int = 1
+    answers: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -270,8 +272,12 @@ class Batch:
             weights = pick(weights)
         elif weights is not None:
             weights = weights[units]
+        answers = self.answers
+        if answers is not None:
+            answers = answers[index.to(answers.device)]
         return replace(
             self,
+            answers=answers,
             tokens=pick(self.tokens),
             lengths=lengths,
             mask=pick(self.mask),

@@ -244,14 +244,14 @@ def test_a_strangers_rows_are_checked_as_they_are_read(root: Path, change: str, 
 
 
 def test_reading_ends_in_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.store import rollouts
+    from posttrain.store import database
 
     path = root / "bad" / "rollouts.db"
-    monkeypatch.setattr(rollouts, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(database, "READ_SECONDS", 0.2)
     with (
         refuses(DataError, "interrupted"),
-        rollouts.sqlite_errors(path),
-        rollouts.connect(path, read_only=True) as db,
+        database.sqlite_errors(path),
+        database.connect(path, read_only=True) as db,
     ):
         db.execute(f"SELECT COUNT(*) FROM ({RECURSIVE} FROM c)").fetchall()
 

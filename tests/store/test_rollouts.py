@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, RewardFailure, StorageError
-from posttrain.store import rollouts
+from posttrain.store import database
 from posttrain.store.rollouts import RolloutStore, connect
-from posttrain.store.schema import SCHEMA_VERSION
+from posttrain.store.schema import MIGRATIONS, SCHEMA_VERSION
 from posttrain.types import Completion, Example, Message, Rollout
 from refusing import refuses
 
@@ -182,7 +182,7 @@ def test_the_first_error_is_shown_and_the_full_disk_noted(tmp_path: Path, monkey
     assert "disk is full" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(("version", "age"), [(SCHEMA_VERSION + 1, "a later"), (SCHEMA_VERSION - 1, "an earlier")])
+@pytest.mark.parametrize(("version", "age"), [(SCHEMA_VERSION + 1, "a later"), (min(MIGRATIONS) - 1, "an earlier")])
 def test_a_file_of_another_version_is_refused_and_unchanged(tmp_path: Path, version: int, age: str) -> None:
     path = tmp_path / "r.db"
     RolloutStore(path).close()
@@ -267,7 +267,7 @@ def test_record_beside_a_reader_that_keeps_an_old_state_goes_on(tmp_path: Path) 
 def test_record_while_another_program_holds_the_write_lock_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollouts, "_BUSY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_SECONDS", 0.1)
     path = tmp_path / "r.db"
     store = RolloutStore(path)
     store.record([make_rollout(1)])

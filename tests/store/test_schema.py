@@ -101,6 +101,7 @@ def test_store_of_a_column_that_each_row_must_set_is_refused_in_an_older_file(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a column takes a migration."""
+    RolloutStore(old).close()
     monkeypatch.setitem(schema.TABLES, "rollouts", {**schema.COLUMNS, "entropy": "REAL NOT NULL"})
     with refuses(DataError, "missing"):
         RolloutStore(old, read_only=True)
@@ -112,10 +113,10 @@ def test_store_of_an_earlier_version_is_migrated_when_written_and_in_a_copy_when
     before = old.read_bytes()
     assert {row.finish for row in RolloutStore(old, read_only=True).training()} == {"length", "stop"}
     change = "UPDATE rollouts SET finish = 'limit' WHERE finish = 'length'"
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", schema.SCHEMA_VERSION + 2)
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", schema.SCHEMA_VERSION + 1)
     monkeypatch.setattr("posttrain.store.rollouts.SCHEMA_VERSION", schema.SCHEMA_VERSION)
     later = "UPDATE rollouts SET finish = 'end' WHERE finish = 'stop'"
-    monkeypatch.setattr(schema, "MIGRATIONS", {6: (change,), 7: (later,)})
+    monkeypatch.setattr(schema, "MIGRATIONS", {6: (*schema.MIGRATIONS[6], change), 7: (later,)})
     reader = RolloutStore(old, read_only=True)
     assert {row.finish for row in reader.training()} == {"limit", "end"}
     assert reader.count_training() == {1: 16, 2: 16}

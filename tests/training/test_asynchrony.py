@@ -104,7 +104,7 @@ def test_every_group_is_sampled_with_the_version_that_the_schedule_states(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(loop, "prepare", by_the_definition(2))
-        patch.setattr(loop, "check_mismatch", lambda *_: None)  # older weights sample there, without a schedule
+        patch.setattr(loop, "check_mismatch", lambda *arguments: arguments[3])  # older weights sample there
         run(tmp_path, stale_recipe(0))
     assert without_staleness(ahead) == without_staleness(tmp_path)
     assert recorded(ahead) == recorded(tmp_path)

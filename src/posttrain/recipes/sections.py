@@ -446,6 +446,7 @@ class TrainSection(Section):
         skip_zero_rows: leave rows that cannot change the gradient, such as those of groups with equal rewards, out of
             the update; the gradient is the same up to rounding. Metrics of the update are then of the other rows.
         keep_checkpoints: so many newest checkpoints are kept, and the best.
+        strict: end the run at an update that its records do not give; without it that is a notice.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -467,6 +468,7 @@ class TrainSection(Section):
     save_every: Annotated[Every, conditions.IF_WITHIN_RUN] = Field(default=0, ge=0)
     skip_zero_rows: bool = True
     keep_checkpoints: Annotated[int, conditions.IF_CHECKPOINTS_ARE_DELETED] = Field(default=2, ge=1)
+    strict: bool = False
 
     @model_validator(mode="before")
     @classmethod

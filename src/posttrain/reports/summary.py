@@ -166,9 +166,29 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     peak = max((row.timing.get("peak_memory_bytes", 0.0) for row in rows), default=0.0)
     if peak:
         info.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
+    balanced = describe_balances(folder / "rollouts.db")
+    if balanced:
+        info.append(("balances", balanced))
     panels = choose_panels(rows, RunDirectory(folder).primary_metric())
     recipe = read_text_file(folder / "recipe.yaml")
     return Chapter(title, text, panels, recipe, info)
+
+
+def describe_balances(path: Path) -> str:
+    """Return how many updates balance, and which do not; empty of a run without their records.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    if not path.exists():
+        return ""
+    count, violated = RolloutStore(path, read_only=True).count_updates()
+    if not count:
+        return ""
+    if not violated:
+        return f"{count:,} batches, all balance"
+    parts = [f"{name} of {len(steps):,} (first: step {steps[0]:,})" for name, steps in violated.items()]
+    return f"{count:,} batches; what does not balance: {', '.join(parts)}"
 
 
 def last_start(run: RunDirectory) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import math
 import re
 import sqlite3
 import struct
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -22,108 +21,23 @@ from typing import Any, Self
 
 from posttrain import __version__
 from posttrain.errors import DataError, PosttrainError, RewardFailure
-from posttrain.store.durable import explain_storage, sync_folder
-from posttrain.store.reading import refuse_link_out
+from posttrain.store.database import connect, migrated_copy, sqlite_errors, transaction
+from posttrain.store.durable import sync_folder
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     TABLES,
     Columns,
+    all_tables,
     bring_up_to_date,
     check_schema,
     insertion,
     selection,
     version_of,
 )
+from posttrain.store.updates import RecordedUpdate, pack_update, unpack_update
 from posttrain.types import Call, Example, Rollout, Turn
 
-READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
-MAX_VALUE_BYTES = 1 << 27
-_BUSY_TIMEOUT_SECONDS = 30.0
-_INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
-_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
-
-
-@contextmanager
-def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
-    """Yield a connection in autocommit mode, closed at the end; an open transaction is rolled back.
-
-    Reading leaves no files behind: a database without a write-ahead log is at rest and is opened as immutable, which
-    also works on a read-only disk. The file may be from an untrusted source: its values are limited in size, its schema
-    may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
-
-    No other code may open a database file or its log while a connection is open. To close a descriptor drops all
-    POSIX locks that this process has on the file; the next reader then believes to be the only one and deletes the log.
-    """
-    refuse_link_out(path)
-    at_rest = not path.with_name(f"{path.name}-wal").exists()
-    if not read_only:
-        mode = "rwc"
-    elif at_rest:
-        mode = "ro&immutable=1"
-    else:
-        mode = "ro"
-    address = f"{path.resolve().as_uri()}?mode={mode}"
-    db = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None)
-    try:
-        _limit(db, read_only=read_only)
-        yield db
-    finally:
-        db.close()
-
-
-def _limit(db: sqlite3.Connection, *, read_only: bool) -> None:
-    db.execute("PRAGMA trusted_schema = OFF")
-    db.execute("PRAGMA cell_size_check = ON")
-    db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
-    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-    if read_only:
-        end = time.monotonic() + READ_SECONDS
-        db.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS_BETWEEN_LOOKS)
-
-
-@contextmanager
-def _migrated_copy(db: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """Yield a file of an earlier version as this version writes it; the file itself stays as it is."""
-    copy = sqlite3.connect("", isolation_level=None)  # SQLite removes it with the connection
-    try:
-        _limit(copy, read_only=True)
-        db.backup(copy)
-        with transaction(copy):
-            bring_up_to_date(copy, path)
-        yield copy
-    finally:
-        copy.close()
-
-
-@contextmanager
-def sqlite_errors(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into ours.
-
-    Raises:
-        DataError: the file is no database, or a damaged one.
-        StorageError: anything else (disk full, not writable, locked).
-    """
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-        if code in _DAMAGED or "Could not decode to UTF-8" in str(error):
-            what = f"not a rollout database, or a damaged one ({error}); move it away and try again"
-            raise DataError(path, what) from error
-        raise explain_storage("rollouts", path, error) from error
-
-
-@contextmanager
-def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Commit what the block writes, or none of it. A block that only reads (``DEFERRED``) sees one state."""
-    db.execute(f"BEGIN {kind}")
-    try:
-        yield
-        db.execute("COMMIT")
-    finally:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-
+NUM_PENDING = 32  # records of updates that wait for the next commit, which waits for the disk
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
 # A line that looks like one of those that ``show_turns`` adds, whatever begins a line.
@@ -141,7 +55,8 @@ class RecordedRollout:
     prompt and, the last ``num_tokens`` of them, of the completion as sampled. ``version``: number of updates of the
     weights that sampled. Of a completion with an environment, ``own`` marks the tokens that the model wrote (None:
     all), ``turns`` are its turns, and ``failures`` the reasons why the environment failed; ``completion`` is then
-    the last turn. ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    the last turn. ``sampler_logprobs``: one for each token of the completion; None in files before version 7.
+    ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
     id: int
@@ -166,6 +81,7 @@ class RecordedRollout:
     own: tuple[bool, ...] | None = None
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
+    sampler_logprobs: tuple[float, ...] | None = None
     evaluation: str | None = None
 
     @property
@@ -279,6 +195,7 @@ class RolloutStore:
         self._opened = ExitStack()
         self._writer: sqlite3.Connection | None = None
         self._columns: Columns = {}  # of the file that the writer writes to
+        self._pending: list[RecordedUpdate] = []
         is_new = not self.path.exists()
         if read_only and is_new:
             raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
@@ -311,20 +228,50 @@ class RolloutStore:
             table = "rollouts"
         else:
             table = "evaluation_rollouts"
+        rows = [_to_row(rollout) | {"evaluation": evaluation} for rollout in rollouts]
+        if evaluation is None:
+            for row, rollout in zip(rows, rollouts, strict=True):
+                row["sampler_logprobs"] = _pack_floats(rollout.completion.logprobs)
+        with self._writing() as db:
+            db.executemany(insertion(table, self._columns[table]), rows)
+
+    def record_update(self, update: RecordedUpdate) -> None:
+        """Keep the record of an update; it is written with the next rollouts, by ``flush``, or after ``NUM_PENDING``.
+
+        A run that is killed repeats the updates after its last checkpoint, before which ``flush`` is called.
+        """
+        assert not self.read_only, "opened for reading"
+        self._pending.append(update)
+        if len(self._pending) >= NUM_PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the records of updates that wait."""
+        if self._pending:
+            with self._writing():
+                pass
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Yield the writer inside a transaction, which has the waiting records of updates, too."""
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
                 self._columns = check_schema(self._writer, self.path)
-            statement = insertion(table, self._columns[table])
             with transaction(self._writer):
-                rows = [_to_row(rollout) | {"evaluation": evaluation} for rollout in rollouts]
-                self._writer.executemany(statement, rows)
+                updates = [pack_update(update) for update in self._pending]
+                self._writer.executemany(insertion("updates", self._columns["updates"]), updates)
+                yield self._writer
+        self._pending.clear()
 
     def close(self) -> None:
         """Close the file. The store can be read afterwards, and recorded to again."""
-        self._writer = None
-        with sqlite_errors(self.path):
-            self._opened.close()
+        try:
+            self.flush()
+        finally:
+            self._writer = None
+            with sqlite_errors(self.path):
+                self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -346,7 +293,8 @@ class RolloutStore:
         ``after_step=-1`` also deletes the evaluation before the first step. All are deleted, or after an error none.
         """
         assert not self.read_only, "opened for reading"
-        deletions = [(f"DELETE FROM {table} WHERE step > ?", after_step) for table in TABLES]
+        self.flush()
+        deletions = [(f"DELETE FROM {table} WHERE step > ?", after_step) for table in all_tables()]
         deletions += [("DELETE FROM evaluation_rollouts WHERE step = ?", step) for step in unevaluated]
         with self._connection() as db, transaction(db):
             num_deleted = 0
@@ -375,6 +323,66 @@ class RolloutStore:
         if not all(isinstance(step, int) for step in counts):
             raise DataError(self.path, "damaged: a step is no whole number; move it away")
         return counts
+
+    def about(self, key: str) -> str | None:
+        """Return a fact about the run that travels with the file."""
+        with self._connection() as db:
+            row = db.execute("SELECT value FROM about WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        return str(row[0])
+
+    def updates(self, since: int = 0) -> list[RecordedUpdate]:
+        """Return the records of updates from step ``since`` on, in order; none in files before version 7."""
+        return self._updates("WHERE step >= ? ORDER BY id", (since,))
+
+    def last_update(self) -> RecordedUpdate | None:
+        """Return the record of the last update, if there is one."""
+        for update in self._updates("ORDER BY id DESC LIMIT 1", ()):
+            return update
+        return None
+
+    def count_updates(self) -> tuple[int, dict[str, list[int]]]:
+        """Return the number of records of updates, and by balance the steps that violate it."""
+        self.flush()
+        with self._connection() as db:
+            (count,) = db.execute("SELECT COUNT(*) FROM updates").fetchone()
+            rows = db.execute("SELECT step, violated FROM updates WHERE violated != '' ORDER BY id").fetchall()
+        steps: dict[str, list[int]] = {}
+        for step, violated in rows:
+            if not isinstance(step, int) or not isinstance(violated, str):
+                raise DataError(self.path, "damaged: a record of an update is no text; move it away")
+            for name in violated.split(","):
+                steps.setdefault(name, []).append(step)
+        return count, steps
+
+    def epochs_of_prompts(self) -> dict[int, tuple[int, int]]:
+        """Return by index the last pass over the prompts in which each was sampled, and the last step."""
+        with self._connection() as db:
+            rows = db.execute(
+                "SELECT prompt_index, MAX(epoch), MAX(step) FROM rollouts GROUP BY prompt_index"
+            ).fetchall()
+        return {
+            index: (epoch, step) for index, epoch, step in rows if isinstance(index, int) and isinstance(epoch, int)
+        }
+
+    def _updates(self, condition: str, values: tuple[int, ...]) -> list[RecordedUpdate]:
+        if self._pending:
+            self.flush()
+        with self._connection() as db:
+            rows = db.execute(f"SELECT step, violated, facts, rows FROM updates {condition}", values).fetchall()
+        found = []
+        for row in rows:
+            kinds = (int, str, str, bytes)
+            if not all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True)):
+                raise DataError(self.path, "damaged: a record of an update is of another kind; move it away")
+            try:
+                found.append(unpack_update(*row))
+            except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+                raise DataError(
+                    self.path, f"damaged: the record of update {row[0]} ({type(error).__name__}: {error}); move it away"
+                ) from None
+        return found
 
     def num_rows(self, up_to_step: int) -> dict[str, int]:
         """Return the number of rows of steps up to ``up_to_step``, by table."""
@@ -419,7 +427,7 @@ class RolloutStore:
             if version_of(db) == SCHEMA_VERSION:
                 yield db
             else:
-                with _migrated_copy(db, self.path) as copy:
+                with migrated_copy(db, self.path) as copy:
                     yield copy
 
 
@@ -454,6 +462,7 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "spans": None,
         "turns": None,
         "failures": None,
+        "sampler_logprobs": None,
     }
     if example.answer is not None:
         row["answer"] = _storable(example.answer)
@@ -484,6 +493,8 @@ def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
         row["token_ids"] = _unpack_ids(row["token_ids"])
         row["parts"] = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
         row["own"] = _own_of(row.pop("spans"), row["token_ids"], row["num_tokens"])
+        if row["sampler_logprobs"] is not None:
+            row["sampler_logprobs"] = _unpack_floats(row["sampler_logprobs"], row["num_tokens"])
         turns = row["turns"]
         row["turns"] = ()
         if turns is not None:
@@ -517,6 +528,16 @@ def _pack_ids(ids: Sequence[int]) -> bytes:
 
 def _unpack_ids(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // 4}i", packed)
+
+
+def _pack_floats(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def _unpack_floats(packed: bytes, number: int) -> tuple[float, ...]:
+    if len(packed) != 4 * number:
+        raise ValueError("its log-probabilities are not those of its tokens")
+    return struct.unpack(f"<{number}f", packed)
 
 
 def _storable(text: str) -> str:

@@ -16,11 +16,17 @@ from pathlib import Path
 from posttrain import __version__
 from posttrain.errors import DataError
 
-SCHEMA_VERSION = 6  # PRAGMA user_version
+SCHEMA_VERSION = 7  # PRAGMA user_version
 # SQL that makes a file of version n one of version n + 1, by n. Files older than these are refused.
-MIGRATIONS: dict[int, tuple[str, ...]] = {}
+MIGRATIONS: dict[int, tuple[str, ...]] = {
+    6: (
+        "CREATE TABLE updates (\n    id INTEGER PRIMARY KEY,\n    step INTEGER NOT NULL,\n    violated TEXT NOT NULL,"
+        "\n    facts TEXT NOT NULL,\n    rows BLOB NOT NULL\n)",
+    ),
+}
 # token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
 # several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
+# sampler_logprobs: one for each token of the completion (float32), of training rollouts.
 COLUMNS = {
     "step": "INTEGER NOT NULL",
     "epoch": "INTEGER NOT NULL",
@@ -43,12 +49,16 @@ COLUMNS = {
     "spans": "BLOB",
     "turns": "TEXT",
     "failures": "TEXT",
+    "sampler_logprobs": "BLOB",
 }
 TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
+# Records of updates (``updates.py``): numbers and columns; violated: names of balances, separated by commas.
+UPDATES = {"step": "INTEGER NOT NULL", "violated": "TEXT NOT NULL", "facts": "TEXT NOT NULL", "rows": "BLOB NOT NULL"}
 ABOUT = "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 INDEXES = {
     "rollouts_by_step": "rollouts (step)",
     "evaluation_rollouts_by_step": "evaluation_rollouts (evaluation, step)",
+    "updates_by_step": "updates (step)",
 }
 # Written by SQLite's ANALYZE: numbers for its planner.
 _STATISTICS = {"CREATE TABLE sqlite_stat1(tbl,idx,stat)", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"}
@@ -62,6 +72,11 @@ _INDEX = re.compile(rf"CREATE INDEX {_NAME} ON {_NAME} \({_NAME}(?:, {_NAME})*\)
 _EMPTY = {"INTEGER": "0", "REAL": "0.0", "TEXT": "''", "BLOB": "x''"}
 _VERSION = re.compile(r"[0-9A-Za-z.+]{1,40}")
 Columns = Mapping[str, Mapping[str, str]]  # by table, the kind of each column that a file has
+
+
+def all_tables() -> dict[str, Mapping[str, str]]:
+    """Return the columns of every table, but ``id``."""
+    return {**TABLES, "updates": UPDATES}
 
 
 def check_schema(db: sqlite3.Connection, path: Path) -> Columns:
@@ -122,7 +137,7 @@ def _writer_of(db: sqlite3.Connection, statements: list[tuple[str, str, str]]) -
 def _columns_of(sql: str) -> dict[str, str] | None:
     """Return the kinds of the columns of one of our tables; None for any other statement."""
     table = _TABLE.fullmatch(sql)
-    if table is None or table[1] not in TABLES:
+    if table is None or table[1] not in all_tables():
         return None
     columns = {}
     for text in table[2].split(","):
@@ -135,7 +150,7 @@ def _columns_of(sql: str) -> dict[str, str] | None:
 
 def _is_whole(columns: Columns) -> bool:
     """Return whether every table is there, with the columns that have no default."""
-    for table, wanted in TABLES.items():
+    for table, wanted in all_tables().items():
         there = columns.get(table, {})
         if "id" not in there or any(default_of(kind) is None for name, kind in wanted.items() if name not in there):
             return False
@@ -155,7 +170,7 @@ def default_of(kind: str) -> str | None:
 def selection(table: str, there: Mapping[str, str]) -> str:
     """Return what to select for the columns of a table: the default for those that the file does not have."""
     words = ["id"]
-    for name, kind in TABLES[table].items():
+    for name, kind in all_tables()[table].items():
         if name in there:
             words.append(name)
         else:
@@ -165,7 +180,7 @@ def selection(table: str, there: Mapping[str, str]) -> str:
 
 def insertion(table: str, there: Mapping[str, str]) -> str:
     """Return the statement that adds a row; columns that this version does not write are left empty."""
-    values = {name: f":{name}" for name in TABLES[table]}
+    values = {name: f":{name}" for name in all_tables()[table]}
     for name, kind in there.items():
         if name != "id" and name not in values and default_of(kind) is None:
             values[name] = _EMPTY[kind.split()[0]]
@@ -195,7 +210,7 @@ def bring_up_to_date(db: sqlite3.Connection, path: Path) -> Columns:
             db.execute(statement)
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     for table, there in check_schema(db, path).items():
-        for name, kind in TABLES[table].items():
+        for name, kind in all_tables()[table].items():
             if name not in there:
                 db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
     for name, place in INDEXES.items():
@@ -209,6 +224,8 @@ def _create(db: sqlite3.Connection) -> None:
     for table, wanted in TABLES.items():
         further = "".join(f", {name} {kind}" for name, kind in wanted.items() if name not in COLUMNS)
         db.execute(f"CREATE TABLE {table} (\n    id INTEGER PRIMARY KEY{shared}\n{further})")
+    of_updates = "".join(f",\n    {name} {kind}" for name, kind in UPDATES.items())
+    db.execute(f"CREATE TABLE updates (\n    id INTEGER PRIMARY KEY{of_updates}\n)")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.balances.record import UpdateFacts
 from posttrain.data.base import Task, build_task, document_texts
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
@@ -47,6 +48,7 @@ from posttrain.training.checks import (
     vanishing_fields,
 )
 from posttrain.training.optimizer import build_optimizer
+from posttrain.training.records.facts import describe_run, without_formula
 from posttrain.training.step import Method, Objective, same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
 
@@ -75,6 +77,7 @@ class TrainerState:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    facts: UpdateFacts  # what its updates are meant to do
     shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
@@ -220,6 +223,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe, models)
+    facts = describe_run(components, models.loaded, models.policy, prompting.grader, source.num_examples)
     return TrainerState(
         model=models.loaded.model,
         tokenizer=models.tokenizer,
@@ -236,6 +240,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         reference=models.reference,
         evaluator=evaluator,
         warnings=warnings,
+        facts=facts,
     )
 
 
@@ -308,6 +313,7 @@ def _build_warnings(
     warnings += further_ends(models.tokenizer, template)
     warnings += unused_chat_template(recipe.model.name, models.tokenizer, template)
     warnings += slow_paths(models.policy, recipe.model.attention)
+    warnings += without_formula(components)
     return warnings
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.activity import phase
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.balances.findings import Imbalance
+from posttrain.balances.record import UpdateFacts
+from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
@@ -30,7 +31,6 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
-from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import choose_primary_metric
 from posttrain.store.metrics import (
     MOVED,
@@ -55,10 +55,15 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch, describe_narrow_clip
+from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
+from posttrain.training.records.capture import Capture
+from posttrain.training.records.facts import of_steps
+from posttrain.training.records.stored_records import FACTS, write_facts
+from posttrain.training.records.update_records import UpdateRecords, open_records
 from posttrain.training.sources import TrainBatch
-from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights, sample_weights
+from posttrain.training.sources.stored import save_batch
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
 
 
@@ -126,6 +131,12 @@ class Loop:
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
+    update_records: UpdateRecords = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.update_records = open_records(
+            self.parts, self.rollouts, self.process_group, ends_run=self.plan.train.strict
+        )
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
@@ -139,6 +150,7 @@ class Loop:
         again = (keep,) if self.unevaluated else ()
         num_dropped = self.metrics.trim(keep, again)
         self.rollouts.trim(keep, again)
+        self.update_records.resume(self.step)
         if checkpoint is None and num_dropped:
             dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
@@ -162,6 +174,7 @@ class Loop:
         vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
         self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
         self.step = checkpoint.step
+        self.update_records.forget()
         self.best = checkpoint.state.get("best")
         self.evaluations = checkpoint.state.get("evaluations")
         self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
@@ -331,25 +344,44 @@ class Loop:
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         idle_rows = choose_idle_rows(options, step, self.steps)
         learning = self.parts.learning()
-        loss, metrics = accumulate(learning, batch, options, process_group=self.process_group, idle_rows=idle_rows)
-        if metrics.get("kl_sampler", 0.0) > MAX_KL:
-            updates_per_batch = options.ppo_epochs * options.num_minibatches
-            check_mismatch(self.plan.rollout, updates_per_batch, self.parts.policy, batch, metrics, step)
+        capture = Capture()
+        self.update_records.begin()
+        loss, metrics = accumulate(
+            learning, batch, options, process_group=self.process_group, idle_rows=idle_rows, capture=capture
+        )
+        captured = capture.collect(batch, learning.level, self.process_group)
+        found = self.update_records.open_record(draw, step, loss, metrics, captured, learning.forward)
+        found = check_mismatch(self.plan.rollout, self.parts.policy, batch, found, metrics)
+        self.update_records.end_if_strict(found)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
             own, apart = self.parts.split_parameters()
-            before = sample_weights([*own, *apart]) if step <= NUM_STEPS else None
+            self.update_records.weights.before_update()
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
             if self.parts.shards is not None:
                 self.parts.shards.gather()
         except NonFiniteLoss as error:
             self.consistent = True
-            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
-        if before is not None:
-            metrics[MOVED] = float(not sample_weights([*own, *apart]).equal(before))
+            raise NonFiniteLoss(
+                f"{error}. {save_batch(self.files.folder, batch, step, is_main=self.process_group.is_main)}"
+            ) from None
+        moved, of_step = self.update_records.close_record(lr, norm)
+        self._tell_imbalances([*found, *of_step])
+        if step <= NUM_STEPS:
+            metrics[MOVED] = float(moved > 0.0)
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def _tell_imbalances(self, found: Sequence[Imbalance]) -> None:
+        """Store the record of an update, and tell of each balance that does not hold for the first time."""
+        self.update_records.keep(found)
+        for one in found:
+            key = f"balance {one.check}"
+            if key in self.warned:
+                continue
+            self.warned.add(key)
+            self.observer("notice", {"message": one.message})
 
     @phase("held-out evaluation")
     def evaluate(self) -> None:
@@ -421,6 +453,7 @@ class Loop:
     def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
         """Write a checkpoint, after the records are durable; all of ``process_group`` write it."""
         self.metrics.flush()
+        self.rollouts.flush()
         return save_checkpoint(
             self.files.checkpoints,
             step=self.step,
@@ -458,19 +491,6 @@ class Loop:
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})
-
-    def _save_batch(self, batch: Batch, step: int) -> str:
-        """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
-        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
-        if not self.process_group.is_main:
-            return "Rank 0 saves the batch"
-        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
-        tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
-        try:
-            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
-        except StorageError as failure:
-            return f"The batch could not be kept: {failure}"
-        return f"The batch is saved in {path}"
 
 
 def train(
@@ -521,12 +541,13 @@ def open_loop(
     """
     with _threads_of_main(process_group):
         parts = prepare(recipe, files.folder, process_group)
-        kept = _records(recipe, files, trackers, process_group)
+        steps, length = recipe.train.steps, None
+        if recipe.train.num_epochs is not None:
+            steps, length = parts.source.length_of(recipe.train.num_epochs)
+        assert steps is not None, "a recipe says steps or num_epochs"
+        parts.facts = of_steps(parts.facts, steps)
+        kept = _records(recipe, files, trackers, parts.facts, process_group)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
-            steps, length = recipe.train.steps, None
-            if recipe.train.num_epochs is not None:
-                steps, length = parts.source.length_of(recipe.train.num_epochs)
-            assert steps is not None, "a recipe says steps or num_epochs"
             plan = plan_loop(recipe, steps)
             yield Loop(plan, files, parts, metrics, rollouts, observer, steps, process_group), length
 
@@ -557,13 +578,13 @@ def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def _records(
-    recipe: Recipe, files: RunFiles, trackers: Sequence[Tracker], process_group: ProcessGroup
+    recipe: Recipe, files: RunFiles, trackers: Sequence[Tracker], facts: UpdateFacts, process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
     """Open the stores of metrics and rollouts; those of other processes than the main one keep nothing."""
     if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return
-    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
+    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint(), FACTS: write_facts(facts)}
     metrics = TrackedMetrics(files.metrics, trackers)
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         yield metrics, rollouts

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from posttrain import registry
 from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ratio
+from posttrain.balances.findings import Imbalance
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.inert import ROOM, narrow_bounds
@@ -17,7 +19,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.types import Batch, Outputs
 
-MAX_KL = 0.05  # from sampler to trainer, nats per token; rounding of half precision is a tenth of it
+HOPELESS_KL = 0.05  # from sampler to trainer, nats per token: no run learns from such answers; limits are far below
 CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
 
 
@@ -58,40 +60,43 @@ def derive_sample_size(means: dict[str, float]) -> dict[str, float]:
 
 def check_mismatch(
     options: RolloutSection | None,
-    updates_per_batch: int,
     policy: Forward,
     batch: Batch,
+    found: Sequence[Imbalance],
     metrics: Mapping[str, float],
-    step: int,
-) -> None:
-    """Refuse an update whose rows another model sampled.
-
-    Only where both computed the same: before the first update of a rollout batch, in a run without staleness,
-    at one temperature, without dropout.
+) -> list[Imbalance]:
+    """Say in the finding about a sampler that is not the trainer's model which of the two differs from it.
 
     Raises:
-        EngineMismatch: the KL from the sampler to the trainer is above 0.05 nats per token; says which side differs
-            from the model's own forward pass.
+        EngineMismatch: the KL from the sampler to the trainer is above 0.05 nats per token, which no rounding explains
+            and from which nothing can be learned; the weights are as before.
     """
-    kl = metrics.get("kl_sampler", 0.0)
-    is_first = (step - 1) % updates_per_batch == 0
-    if options is None or options.staleness or not is_first or kl <= MAX_KL:
-        return
-    engine = "native"
-    if options.engine is not None:
-        engine = options.engine.name
-    traits = registry.traits_of("engine", engine)
-    if traits is not None and not traits.get("samples", True):
-        return
-    if policy.temperature != (options.temperature or 1.0) or has_dropout(policy.model):
-        return
+    explained: list[Imbalance] = []
+    for one in found:
+        if one.check != "sampler":
+            explained.append(one)
+            continue
+        engine = "native"
+        if options is not None:
+            engine = options.engine.name
+        which = _explain(policy, batch, engine)
+        if not float(one.found) <= HOPELESS_KL:
+            _refuse(one, explained, which, metrics)
+        explained.append(replace(one, decided_by=f"{one.decided_by}. {which}".removesuffix(". ")))
+    return explained
+
+
+def _refuse(one: Imbalance, earlier: Sequence[Imbalance], which: str, metrics: Mapping[str, float]) -> NoReturn:
     shown = ""
-    size = metrics.get("effective_sample_size")
-    if size is not None:
-        shown = f" (effective sample size {size:.2f})"
+    if "effective_sample_size" in metrics:
+        shown = f" (effective sample size {metrics['effective_sample_size']:.2f})"
+    first = ""
+    if earlier:
+        first = f"This may be why: {earlier[0].message}. "
     raise EngineMismatch(
-        f"update {step}: the sampler is not the model that is trained. The KL from sampler to trainer is {kl:.2g} nats "
-        f"per token{shown}, at most {MAX_KL} is allowed. {_explain(policy, batch, engine)}The weights were not changed"
+        f"update {one.step}: the sampler is not the model that is trained. The KL from sampler to trainer is "
+        f"{float(one.found):.2g} nats per token{shown}, and {one.expected} was expected. {which}{first}The weights "
+        "were not changed"
     )
 
 

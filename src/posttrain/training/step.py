@@ -17,10 +17,11 @@ from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import MicroBatching
-from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, own_part, whole
+from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
+from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
 from posttrain.types import Batch, Loss, Outputs, with_float64
 
 Objective = Callable[[Outputs, Batch], Loss]
@@ -109,6 +110,7 @@ def accumulate(
     learns: bool = True,
     process_group: ProcessGroup = SINGLE_PROCESS,
     idle_rows: IdleRows = "train",
+    capture: Capture = NO_CAPTURE,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
@@ -117,32 +119,31 @@ def accumulate(
     is split into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
     objectives. Without ``learns`` it only measures: no gradients, no dropout. ``idle_rows``: what is done with rows
     that cannot change the gradient (``idle_rows.py``). If they are skipped, the metrics are of the rows that are
-    computed.
+    computed. ``capture`` is given the results of each micro-batch.
     """
-    forward = method.forward
-    level = method.level
+    forward, level = method.forward, method.level
     entropy = method.entropy
     if not learns:
-        entropy = "none"
-        idle_rows = "train"
+        entropy, idle_rows = "none", "train"
     batch.weights = _weigh(method.aggregate, batch, level)
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
-    slots = 0.0
-    used = 0.0
+    slots = used = 0.0
     num_computed = 0
     is_checked = idle_rows != "measure"
     micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
-    for chosen, is_trained in _divide(method, batch, idle_rows):
+    for chosen, places, is_trained in _divide(method, batch, idle_rows):
         num_computed += chosen.num_rows
         has_gradients = learns and is_trained
         for micro in micro_batches.over(chosen, forward):
             part = micro.part.to(device)
             with _learning(forward, options) if has_gradients else torch.no_grad():
                 outputs = forward(micro.part, entropy, "teacher_ids" in batch.fields)
+                capture.watch(outputs)
                 result = _apply(method.objective, outputs, part, level)
-                loss = _weighted_sum(result.values, part, level, micro.counts)
+                values = kept_values(result, part, level)
+                loss = (values * _own_weights(part, values, micro.counts)).sum()
                 if has_gradients:
                     with forward.backward_context():
                         loss.backward()
@@ -151,38 +152,53 @@ def accumulate(
                 is_checked = True
             if not micro.counts:
                 continue
+            capture.add([places[row] for row in micro.rows], outputs, values)
             total += with_float64(loss.detach()).to(torch.float64)
             _measure(means, result, outputs, part, level, float(micro.part.mask.sum()))
             slots += forward.last_slots
             used += forward.last_tokens
-    mine = (float(total), float(slots), float(used))
-    loss, slots, used = (sum(parts) for parts in zip(*process_group.gather([mine], "losses"), strict=True))
+    whole_loss, slots, used = _add_up((float(total), float(slots), float(used)), process_group)
     metrics = means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
     if idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
         metrics["computed_rows"] = float(num_computed)
-    return loss, metrics
+    return whole_loss, metrics
 
 
-def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, bool]]:
-    """Yield the rows of an optimizer batch that gradients are computed of, then those that are only measured.
+def _own_weights(part: Batch, values: Tensor, counts: bool) -> Tensor:
+    """The weights of a micro-batch in the type of its values; 0 of one that does not count."""
+    assert part.weights is not None
+    if not counts:
+        return torch.zeros_like(values)
+    return part.weights.to(values.dtype)
+
+
+def _add_up(mine: tuple[float, float, float], process_group: ProcessGroup) -> tuple[float, float, float]:
+    """The sums over all processes."""
+    first, second, third = zip(*process_group.gather([mine], "losses"), strict=True)
+    return sum(first), sum(second), sum(third)
+
+
+def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, list[int], bool]]:
+    """Yield the rows of an optimizer batch that gradients are computed of, with their places, then those only measured.
 
     Rows whose log-probabilities were not computed are not measured either.
     """
+    everywhere = list(range(batch.num_rows))
     if method.vanishes is None or idle_rows == "train":
-        yield batch, True
+        yield batch, everywhere, True
         return
     trained, idle = split_idle_rows(batch, method.vanishes)
-    if not idle:
-        yield batch, True
-        return
-    yield batch.select(trained), True
+    if idle:
+        yield batch.select(trained), trained, True
+    else:
+        yield batch, everywhere, True
     if idle_rows == "skip":
         return
     if UNSCORED in batch.fields:
         unscored = batch.fields[UNSCORED].tolist()
         idle = [row for row in idle if not unscored[row]]
     if idle:
-        yield batch.select(idle), False
+        yield batch.select(idle), idle, False
 
 
 def add_gradients(parameters: Sequence[Tensor], process_group: ProcessGroup) -> None:
@@ -219,12 +235,6 @@ def same_digest(digest: list[int], process_group: ProcessGroup, when: str) -> No
             )
 
 
-def sample_weights(parameters: Sequence[Tensor], num_each: int = 256) -> Tensor:
-    """Return evenly spaced values of every parameter, on the CPU in float64; of sharded ones those held here."""
-    flat = (own_part(p.detach()).reshape(-1) for p in parameters)
-    return torch.cat([one[:: max(1, one.numel() // num_each)].cpu().double() for one in flat])
-
-
 def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
     """Sums of the weights' bits as whole numbers, in which no order of summation shows."""
     sums = []
@@ -249,25 +259,6 @@ def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) ->
             f"{tuple(mask.shape)}; it must give one weight per {level}"
         )
     return weights
-
-
-def _weighted_sum(values: Tensor, part: Batch, level: Level, counts: bool) -> Tensor:
-    """Return the loss of a micro-batch; it is 0 times the values if the micro-batch does not count."""
-    assert part.weights is not None
-    weights = part.weights.to(values.dtype)
-    if not counts:
-        weights = torch.zeros_like(values)
-    return (_kept(values, part, level) * weights).sum()
-
-
-def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
-    """The values of trained tokens, with the mismatch correction where there is one."""
-    if level != "token":
-        return values
-    values = torch.where(part.mask, values, torch.zeros_like(values))
-    if "correction" in part.fields:
-        values = values * part.fields["correction"].to(values.dtype)
-    return values
 
 
 def _measure(

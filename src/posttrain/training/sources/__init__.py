@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from posttrain.balances.record import GivenRow
 from posttrain.data.base import TaskPart
 from posttrain.errors import UsageError
 from posttrain.randomness import permutation
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 class TrainBatch:
     """The batch of one step, None where nothing is to be trained on, with rollouts to record, metrics and timing.
 
-    ``fresh``: the batch was made for this step, not kept from an earlier one.
+    ``fresh``: the batch was made for this step, not kept from an earlier one. ``whole``: all rows of the rollout batch
+    that it is a part of. ``given``: what the data say of each row. ``is_changed``: by an intervention.
     """
 
     batch: Batch | None
@@ -32,6 +34,9 @@ class TrainBatch:
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
+    whole: Batch | None = None
+    given: list[GivenRow] = field(default_factory=list)
+    is_changed: bool = False
 
 
 class Source:
@@ -41,6 +46,9 @@ class Source:
     """
 
     intervention: Intervention | None = None
+
+    def _is_changed(self, step: int) -> bool:
+        return self.intervention is not None and self.intervention.step == step
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """Return the tensors that updates after ``step`` still need, to be saved."""

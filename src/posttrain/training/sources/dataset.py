@@ -17,6 +17,7 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.activity import phase
+from posttrain.balances.record import GivenRow
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import Template
 from posttrain.data.render.rows import Shape, TokenRow, rows_of
@@ -168,10 +169,25 @@ class SupervisedSource(Source):
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based)."""
-        units = self.order.round_of(step - 1).places
+        turn = self.order.round_of(step - 1)
+        numbers = list(range(len(turn.places)))
         if self.intervention is not None:
-            units = self.intervention.keep_units(step, units)
-        return TrainBatch(self.batch_of(units))
+            numbers = self.intervention.keep_units(step, numbers)
+        given: list[GivenRow] = []
+        for number in numbers:
+            unit, epoch = turn.places[number], turn.epochs[number]
+            given += [GivenRow(unit, epoch, self._trained_places(row), row.score) for row in self.units[unit]]
+        batch = self.batch_of([turn.places[number] for number in numbers])
+        return TrainBatch(batch, given=given, is_changed=self._is_changed(step))
+
+    def _trained_places(self, row: TokenRow) -> list[int]:
+        """The positions of a row that are to be trained, as the row says it."""
+        if self.shape == "steps":
+            return sorted(row.step_labels)
+        first = row.prompt_length
+        if self.train_all:
+            first = 1
+        return [t for t in range(first, len(row.ids)) if t not in row.heard]
 
     def length_of(self, epochs: float) -> tuple[int, str]:
         """Return the number of steps of ``epochs``, rounded up, and a line about it."""
@@ -188,6 +204,7 @@ class SupervisedSource(Source):
             self._fill_missing(name, chosen, of_row)  # of a step that the recipe does not have
             trained = torch.cat([of_row[row] for row in rows])
             batch.fields[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
+        batch.answers = torch.tensor(rows)
         if self.batch_fields is None:
             return batch
         return self.batch_fields.before_step(self.batch_fields(batch))

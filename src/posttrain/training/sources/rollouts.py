@@ -135,6 +135,7 @@ class RolloutSource(Source):
             self._batch = draw.batch
         else:
             draw = TrainBatch(self._batch, fresh=False)
+        draw.whole = self._batch
         if self.minibatches > 1 and draw.batch is not None:
             draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
         if draw.batch is not None:
@@ -226,6 +227,7 @@ class RolloutSource(Source):
         batch: Batch | None = None
         if rows:
             batch = self.batch_of(chosen, rows)
+            batch.answers = _places(sampled, chosen, rows)
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
@@ -249,7 +251,7 @@ class RolloutSource(Source):
         timing = {"sync_seconds": 0.0} | drawn.timing
         timing |= {"score_seconds": grading, "fill_seconds": time.perf_counter() - scored}
         timing["generated_tokens"] = float(sum(r.completion.num_own for r in everything))
-        return TrainBatch(batch, True, everything, metrics, timing)
+        return TrainBatch(batch, True, everything, metrics, timing, is_changed=self._is_changed(step))
 
     def _rows_of(self, batch: Batch, units: Units, kept: Collection[tuple[Place, ...]]) -> Batch | None:
         """Return the rows of the kept units, of a batch of these units."""
@@ -453,6 +455,12 @@ class RolloutSource(Source):
         updates = range(step, step + self.updates)
         modes = {choose_idle_rows(options, update, last_step) for update in updates}
         return self.advantage_estimator.needs_batch or modes != {"skip"}
+
+
+def _places(sampled: Groups, chosen: Groups, units: Units) -> Tensor:
+    """``int64 [B]``: the place of the answer of each row among all that were sampled."""
+    numbers = {id(rollout): number for number, rollout in enumerate(r for group in sampled for r in group)}
+    return torch.tensor([numbers[id(chosen[n][g])] for unit in units for n, g in unit])
 
 
 def _why_empty(chosen: Groups, units: Units) -> str:

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
+from safetensors.torch import save as serialize
 from torch import Tensor
 
+from posttrain.errors import StorageError
 from posttrain.recipes.sections import RolloutSection
 from posttrain.sampling.rollout import Grader
+from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.training.sources.prompts import Prompts
 from posttrain.types import Batch, Completion, Message, Rollout
@@ -22,6 +26,7 @@ from posttrain.types import Batch, Completion, Message, Rollout
 Groups = list[list[Rollout]]
 START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
+_ANSWERS = "answers"  # not in checkpoints before 0.3
 _FIELD = "stream."
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
@@ -159,6 +164,8 @@ def _groups_type() -> TypeAdapter[Any]:
 def write_batch(batch: Batch) -> dict[str, Tensor]:
     """A batch as tensors to save."""
     tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _OF_A_BATCH}
+    if batch.answers is not None:
+        tensors[_ANSWERS] = batch.answers
     for name, numbers in batch.fields.items():
         tensors[f"{_FIELD}{name}"] = numbers
     return tensors
@@ -189,13 +196,16 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
         raise ValueError("other lengths")
     if (prefix < 0).any() or (prefix > lengths).any():
         raise ValueError("other lengths")
+    answers = tensors.get(_ANSWERS)
+    if answers is not None and (answers.dtype != torch.long or answers.shape != (rows,)):
+        raise ValueError("other answers")
     places = torch.arange(width)
     cannot_be_trained = (places >= lengths[:, None]) | (places == 0)
     if (mask & cannot_be_trained).any():
         raise ValueError("other lengths")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ValueError("other tokens")
-    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit)
+    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit, answers=answers)
 
 
 def _write_rollout(rollout: Rollout) -> dict[str, object]:
@@ -209,3 +219,17 @@ def _write_rollout(rollout: Rollout) -> dict[str, object]:
             "failures": rollout.failures,
         }
     return plain
+
+
+def save_batch(folder: Path, batch: Batch, step: int, *, is_main: bool) -> str:
+    """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
+    path = folder / f"nonfinite-step-{step:06d}.safetensors"
+    if not is_main:
+        return "Rank 0 saves the batch"
+    tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
+    tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
+    try:
+        replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
+    except StorageError as failure:
+        return f"The batch could not be kept: {failure}"
+    return f"The batch is saved in {path}"

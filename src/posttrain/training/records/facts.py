@@ -1,0 +1,165 @@
+"""The facts that the balances of a run read of its recipe and of what was built from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from posttrain.balances.advantages import formulas_of_advantages
+from posttrain.balances.limits import kl_limit
+from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
+from posttrain.balances.record import Formula, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
+from posttrain.balances.weights import formulas_of_weights
+from posttrain.data.render import stop_ids
+from posttrain.models.config import context_length
+from posttrain.models.forward.forward import Forward
+from posttrain.models.load import LoadedModel
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import MIXTURE, Component, RolloutSection
+from posttrain.sampling.rollout import Grader
+from posttrain.training.batch_fields import comes_from_rollouts
+from posttrain.training.checks import Components
+from posttrain.training.mismatch import has_dropout
+
+TURN_REWARD = "turn_rewards"
+UNKNOWN_LAYERS = 32
+
+
+def describe_run(
+    components: Components, loaded: LoadedModel, policy: Forward, grader: Grader, num_rows: int
+) -> UpdateFacts:
+    """Return what an update of a resolved recipe is meant to do.
+
+    Args:
+        loaded: the model that is trained, and its tokenizer; ``policy`` is its forward pass.
+        num_rows: prompts or units that the data have.
+    """
+    recipe = components.recipe
+    num_examples: int | None = num_rows
+    if recipe.task.name == MIXTURE:
+        num_examples = None  # its parts have passes of their own
+    trainer, sampler = _kinds(components, policy.device.type)
+    sampling: SamplingFacts | None = None
+    updates = 1
+    if recipe.rollout is not None:
+        updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        sampling = replace(
+            _describe_sampling(components, recipe.rollout),
+            rewards={name: weight for name, weight, _ in grader.rewards},
+            stop_ids=tuple(sorted(stop_ids(loaded.tokenizer, grader.template))),
+            context=recipe.within(context_length(loaded.model.config)),
+            num_examples=num_examples,
+        )
+    regularizers: dict[str, Any] = {}
+    if recipe.regularize is not None:
+        regularizers = recipe.regularize.model_dump()
+    assert recipe.aggregate is not None, "resolved"
+    num_layers = getattr(policy.model.config.get_text_config(), "num_hidden_layers", UNKNOWN_LAYERS)
+    return UpdateFacts(
+        Formula(recipe.objective.name, recipe.objective.options),
+        Formula(recipe.aggregate.name, recipe.aggregate.options),
+        advantage=_formula(recipe.advantage),
+        correction=_formula(recipe.correction),
+        **regularizers,
+        level=components.level,
+        sampling=sampling,
+        optimizer=_describe_optimizer(recipe),
+        sampler_limit=kl_limit(num_layers, *trainer, *sampler),
+        trainer_limit=kl_limit(num_layers, *trainer),
+        updates=updates,
+        num_minibatches=recipe.train.num_minibatches,
+        has_dropout=has_dropout(policy.model),
+        num_given=None if recipe.data is None else num_examples,
+    )
+
+
+def _formula(component: Component | None) -> Formula | None:
+    if component is None:
+        return None
+    return Formula(component.name, component.options)
+
+
+def _kinds(components: Components, device: str) -> tuple[list[str], list[str]]:
+    """The kinds of numbers that trainer and sampler compute with (``limits.UNITS``)."""
+    recipe = components.recipe
+    both: list[str] = [recipe.model.dtype]
+    if recipe.model.load_bits == 8:
+        both.append("int8")  # activations are rounded together with those of other rows
+    trainer = list(both)
+    if recipe.train.precision != "fp32":
+        trainer.append(recipe.train.precision)
+    sampler = list(both)
+    if components.engine.name != "native":
+        sampler.append(str(components.engine_options.get("dtype", recipe.model.dtype)))
+    if recipe.train.precision != "fp32" and device == "cuda":
+        sampler.append("tf32")  # products of this process take it, those of the sampler too
+    return trainer, sampler
+
+
+def _describe_sampling(components: Components, rollout: RolloutSection) -> SamplingFacts:
+    recipe = components.recipe
+    penalty: PenaltyFacts | None = None
+    if recipe.kl_in_reward is not None:
+        of_reward = recipe.kl_in_reward
+        penalty = PenaltyFacts(of_reward.estimator, of_reward.weight, of_reward.target, of_reward.horizon)
+    takes_all = components.selection is not None and bool(components.selection.traits.get("takes_all"))
+    reads_samples = any(comes_from_rollouts(name) for name in components.needs)
+    is_cut = rollout.top_k is not None or rollout.top_p < 1.0
+    samples = components.engine.traits.get("samples", True)
+    return SamplingFacts(
+        num_prompts=rollout.num_prompts,
+        group_size=rollout.group_size,
+        max_tokens=rollout.max_tokens,
+        takes_all=takes_all,
+        masks_truncated=rollout.mask_truncated,
+        redraws=rollout.drop_uniform_groups,
+        is_cut=is_cut,
+        has_turns=recipe.environment is not None or bool(recipe.tools),
+        turn_weight=sum(reward.weight for reward in recipe.rewards if reward.name == TURN_REWARD),
+        staleness=rollout.staleness,
+        old_from_trainer=rollout.old_logprobs == "trainer",
+        temperature=rollout.temperature,
+        at_scored_temperature=rollout.temperature == 1.0 or reads_samples,
+        draws=bool(samples),
+        penalty=penalty,
+    )
+
+
+def _describe_optimizer(recipe: Recipe) -> OptimizerFacts:
+    train = recipe.train
+    return OptimizerFacts(
+        recipe.optimizer.name,
+        train.lr,
+        train.steps,
+        train.warmup_steps,
+        train.schedule,
+        train.min_lr_ratio,
+        train.max_grad_norm,
+        recipe.optimizer.options,
+    )
+
+
+def of_steps(facts: UpdateFacts, steps: int) -> UpdateFacts:
+    """Return the facts of a run of so many steps."""
+    assert facts.optimizer is not None
+    return replace(facts, optimizer=replace(facts.optimizer, steps=steps))
+
+
+def without_formula(components: Components) -> list[str]:
+    """Return a line about components from outside, which no balance can compute again; none if there are none."""
+    recipe = components.recipe
+    chosen = {
+        "objective": recipe.objective,
+        "aggregate": recipe.aggregate,
+        "advantage": recipe.advantage,
+        "correction": recipe.correction,
+    }
+    aggregations, corrections = formulas_of_weights()
+    known = formulas_of_losses() | OF_DISTRIBUTIONS | aggregations | corrections | formulas_of_advantages()
+    names = []
+    for key, component in chosen.items():
+        if component is not None and component.name not in known:
+            names.append(f"{key} {component.name}")
+    if not names:
+        return []
+    return [f"balances: {', '.join(names)} is from outside and has none; its recorded numbers are taken as they are"]

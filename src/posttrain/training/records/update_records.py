@@ -1,0 +1,399 @@
+"""Keeps the record of every update, checks its balances, and stores it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from posttrain.balances.advantages import expected_advantages, following_kl_weight, own_logprobs
+from posttrain.balances.checks import check_balances
+from posttrain.balances.findings import Imbalance
+from posttrain.balances.of_answers import surprise_of
+from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
+from posttrain.errors import Unbalanced
+from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.process_group import ProcessGroup
+from posttrain.store.rollouts import RolloutStore
+from posttrain.store.updates import RecordedUpdate
+from posttrain.training.build import TrainerState
+from posttrain.training.files import NoRecords
+from posttrain.training.records.capture import Captured
+from posttrain.training.records.stored_records import is_left_out, recorded_answer
+from posttrain.training.records.weights import WatchedWeights
+from posttrain.training.sources import TrainBatch
+from posttrain.types import Batch, Rollout
+
+LARGEST_RATIO = 20.0
+NUM_SCORED_AGAIN = 2  # rows, where trainer and sampler have other temperatures
+# Fields of all rows of a batch, of which advantages and the sampler's mismatch are functions.
+OF_WHOLE_BATCHES = ("ref_logprobs", "old_values", "final_values", "old_logprobs", "sampler_logprobs")
+# Metrics of an update and of its batch that a record has.
+KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward")
+
+
+def open_records(
+    parts: TrainerState, store: RolloutStore | NoRecords, process_group: ProcessGroup, *, ends_run: bool
+) -> UpdateRecords:
+    """Return the records of a run; ``ends_run``: a violated balance ends it."""
+    own, _ = parts.split_parameters()
+    optimizer = parts.facts.optimizer
+    assert optimizer is not None, "a run has one"
+    weights = WatchedWeights(own, parts.optimizer, optimizer.max_grad_norm)
+    if optimizer.name == "adamw":
+        weights.decay = optimizer.options["weight_decay"]
+        weights.betas = tuple(optimizer.options["betas"])
+        weights.eps = optimizer.options["eps"]
+    return UpdateRecords(parts.facts, weights, store, process_group, ends_run)
+
+
+def sampled_answer(rollout: Rollout) -> SampledAnswer:
+    """Return an answer as it was sampled and graded."""
+    completion = rollout.completion
+    return SampledAnswer(
+        rollout.prompt_index,
+        rollout.epoch,
+        rollout.rollout_index,
+        rollout.prompt_ids,
+        completion.ids,
+        completion.own,
+        completion.logprobs,
+        rollout.parts,
+        rollout.reward,
+        rollout.advantage,
+        completion.finish,
+        completion.version,
+        rollout.outcome,
+        tuple(turn.reward for turn in rollout.turns),
+        takes_part=not is_left_out(rollout.failures),
+    )
+
+
+@dataclass(slots=True)
+class UpdateRecords:
+    """The records of one run, each made in ``open_record`` before the weights change and closed by ``close_record``.
+
+    Each process of the ``process_group`` calls it alike; the main one checks and stores. ends_run: a violated balance
+    ends the run (``train.strict``).
+    """
+
+    facts: UpdateFacts
+    weights: WatchedWeights
+    store: RolloutStore | NoRecords
+    process_group: ProcessGroup
+    ends_run: bool = False
+    before: Before = field(default_factory=Before)
+    _answers: Sequence[SampledAnswer] = ()
+    _advantages: Sequence[list[float] | None] | None = None
+    _kl_weight: dict[str, float] = field(default_factory=dict)
+    _record: StepRecord | None = None
+    _leftover: int = 0
+    _is_changed: bool = False
+
+    def forget(self) -> None:
+        """Know nothing of earlier updates: weights, optimizer and batch are others now."""
+        self.weights.forget()
+        self.before = Before()
+        self._answers = ()
+        self._advantages = None
+
+    def resume(self, step: int) -> None:
+        """Go on after ``step`` updates: take back what records of earlier updates say."""
+        self.forget()
+        if isinstance(self.store, NoRecords):
+            return
+        sampling = self.facts.sampling
+        last = self.store.last_update()
+        if last is not None:
+            self.before = replace(self.before, moved=last.measured.get("moved_so_far", 0.0))
+        if sampling is None:
+            return
+        if not sampling.redraws:
+            self.before.seen.update(self.store.epochs_of_prompts())
+        if step % self.facts.updates:
+            first = step - step % self.facts.updates + 1
+            self._answers = [recorded_answer(row) for row in self.store.training(first)]
+            done = step % self.facts.updates % self.facts.num_minibatches
+            taken = set[int]()
+            for update in self.store.updates(since=step - done + 1):
+                taken.update(int(place) for place in update.rows.get("answers", ()))
+            self.before = replace(self.before, taken=frozenset(taken))
+
+    def begin(self) -> None:
+        """Look for gradients that the last update left; before any is computed."""
+        self._leftover = self.weights.num_leftover()
+
+    def open_record(
+        self,
+        draw: TrainBatch,
+        step: int,
+        loss: float,
+        metrics: Mapping[str, float],
+        captured: Captured,
+        forward: Forward | ActorCritic,
+    ) -> list[Imbalance]:
+        """Record what an update is about to apply; return what does not balance, in the main process."""
+        self._record = None
+        found: list[Imbalance] = []
+        again = self._score_again(draw, step, forward)
+        knows_answers = self.facts.sampling is None or bool(draw.rollouts or self._answers)
+        if self.process_group.is_main and draw.batch is not None and draw.batch.answers is not None and knows_answers:
+            self._record = self._build(draw, draw.batch, step, captured)
+            measured = {"loss": loss, "leftover": float(self._leftover), **again, **self._kl_weight}
+            measured |= {name: metrics[name] for name in KEPT_METRICS if name in metrics}
+            measured |= self._surprise(self._record)
+            if self._record.facts != self.facts:
+                measured["changed"] = 1.0
+            self._record = replace(self._record, measured=measured)
+            self._record = self._with_advantages(self._record)
+            found = check_balances(self._record)
+        return found
+
+    def end_if_strict(self, found: Sequence[Imbalance]) -> None:
+        """End a run that says so, in all processes, where something does not balance.
+
+        Raises:
+            Unbalanced: with all that does not.
+        """
+        if not self.ends_run or not self.process_group.agree(bool(found), "balances"):
+            return
+        messages = " ".join(f"{one.message}." for one in found)
+        raise Unbalanced(f"{messages or 'Rank 0 says what does not balance.'} train.strict ends the run here")
+
+    def close_record(self, lr: float, norm: float) -> tuple[float, list[Imbalance]]:
+        """Add how the weights moved; return that as a share of them, and what does not balance in the step itself.
+
+        Raises:
+            Unbalanced: something does not, and that ends the run.
+        """
+        moved = self.weights.after_update(lr, norm)
+        record = self._record
+        if record is None:
+            return moved["moved"], []
+        measured = {**record.measured, "lr": lr, "grad_norm": norm, **moved}
+        of_step = replace(record, rows=None, answers=(), given=(), measured=measured)
+        found = check_balances(of_step)
+        self.before = replace(record, measured=measured).following()
+        measured["moved_so_far"] = self.before.moved
+        self._record = replace(record, measured=measured)
+        self.end_if_strict(found)
+        return moved["moved"], found
+
+    def keep(self, found: Sequence[Imbalance]) -> None:
+        """Store the record of the last update, with the names of the balances that it violates."""
+        record = self._record
+        if record is None or isinstance(self.store, NoRecords):
+            return
+        rows: dict[str, list[int] | list[float]] = {}
+        if record.rows is not None:
+            rows = stored_rows(record.rows, is_first_pass=record.update < self.facts.num_minibatches)
+        violated = tuple(dict.fromkeys(one.check for one in found))
+        finite = {name: x for name, x in record.measured.items() if math.isfinite(x)}
+        self.store.record_update(RecordedUpdate(record.step, record.update, finite, violated, rows))
+
+    def _build(self, draw: TrainBatch, batch: Batch, step: int, captured: Captured) -> StepRecord:
+        update = 0
+        if self.facts.sampling is not None:
+            update = (step - 1) % self.facts.updates
+        if draw.rollouts:
+            self._answers = [sampled_answer(rollout) for rollout in draw.rollouts]
+            self._advantages = None
+            self._is_changed = draw.is_changed
+            self._kl_weight = {name: x for name, x in draw.metrics.items() if name in ("kl_weight", "kl_in_reward")}
+        fields = {name: x.cpu() for name, x in batch.fields.items()}
+        whole: dict[str, Tensor] = {}
+        whole_answers: Tensor | None = None
+        if draw.whole is not None and draw.whole.answers is not None:
+            whole = {name: draw.whole.fields[name] for name in OF_WHOLE_BATCHES if name in draw.whole.fields}
+            whole_answers = draw.whole.answers
+        assert batch.weights is not None
+        assert batch.answers is not None
+        tokens = TokenRecord(
+            mask=batch.mask,
+            answers=batch.answers,
+            weights=batch.weights,
+            values=captured.values,
+            logprobs=captured.outputs["logprobs"],
+            fields=fields,
+            slopes=captured.slopes,
+            entropy=captured.outputs.get("entropy"),
+            scores=captured.outputs.get("scores"),
+            whole=whole,
+            whole_answers=whole_answers,
+        )
+        rows = self._sum_rows(tokens, captured.computed, batch.rows_per_unit)
+        facts = self.facts
+        if self._is_changed and facts.sampling is not None:  # rewards were set, or prompts left out, on purpose
+            facts = replace(facts, sampling=replace(facts.sampling, rewards=None, takes_all=False))
+        elif draw.is_changed:
+            facts = replace(facts, num_given=None)
+        return StepRecord(
+            step,
+            update,
+            facts,
+            {},
+            rows,
+            self._answers,
+            draw.given,
+            tokens,
+            self.before,
+            self._advantages,
+        )
+
+    def _with_advantages(self, record: StepRecord) -> StepRecord:
+        """Compute the advantages of a batch once, and the weight of the penalty of the next."""
+        if not record.answers:
+            return record
+        if self._advantages is None:
+            self._advantages = expected_advantages(record)
+        measured = dict(record.measured)
+        assert record.facts.sampling is not None
+        penalty = record.facts.sampling.penalty
+        if penalty is not None and record.is_first and "kl_weight" in measured:
+            measured["next_kl_weight"] = measured["kl_weight"]
+            if penalty.target is not None and "kl_in_reward" in measured:
+                played = sum(answer.advantage is not None for answer in record.answers)
+                measured["next_kl_weight"] = following_kl_weight(
+                    measured["kl_weight"], measured["kl_in_reward"], penalty.target, played, penalty.horizon
+                )
+        return replace(record, measured=measured, advantages=self._advantages)
+
+    def _sum_rows(self, tokens: TokenRecord, computed: Tensor, rows_per_unit: int) -> RowSums:
+        """Sums over the trained tokens of each row."""
+        mask = tokens.mask
+        columns = torch.arange(mask.shape[1])
+        counts = mask.sum(dim=1)
+        old = tokens.fields.get("old_logprobs")
+        if self.facts.sampling is not None and not self.facts.sampling.old_from_trainer:
+            old = tokens.fields.get("sampler_logprobs")
+        weights, values = tokens.weights, tokens.values
+        if weights.ndim == 1:
+            values = _at_first_rows(values * weights, rows_per_unit)
+            weights = _at_first_rows(weights, rows_per_unit)
+        else:
+            values = _total(values * weights, mask)
+            weights = _total(weights, mask)
+        advantage, uneven = _mean_and_spread(tokens.fields.get("advantages"), mask, counts)
+        return RowSums(
+            answers=tokens.answers,
+            tokens=counts,
+            places=(mask * columns).sum(dim=1),
+            weight=weights,
+            value=values,
+            logprob=_total(tokens.logprobs, mask),
+            advantage=advantage,
+            uneven=uneven,
+            old=_total_or_nan(old, mask),
+            reference=_total_or_nan(tokens.fields.get("ref_logprobs"), mask),
+            kl_sampler=_divergence(self._recorded_sampler(tokens), tokens.logprobs, mask),
+            kl_reference=_divergence(tokens.logprobs, tokens.fields.get("ref_logprobs"), mask),
+            computed=computed,
+        )
+
+    def _recorded_sampler(self, tokens: TokenRecord) -> Tensor | None:
+        """The sampler's log-probabilities at the trained tokens, from the records of the answers."""
+        sampler = tokens.fields.get("sampler_logprobs")
+        if sampler is None or not self._answers:
+            return None
+        flat: list[float] = []
+        counts = tokens.mask.sum(dim=1).tolist()
+        for place, count in zip(tokens.answers.tolist(), counts, strict=True):
+            if not 0 <= place < len(self._answers) or self._answers[place].logprobs is None:
+                return sampler.double()
+            own = own_logprobs(self._answers[place])
+            if len(own) != count:
+                own = [*own, *[0.0] * count][:count]
+            flat += own
+        result = torch.zeros(tokens.mask.shape, dtype=torch.float64)
+        return result.masked_scatter(tokens.mask, torch.tensor(flat, dtype=torch.float64))
+
+    def _surprise(self, record: StepRecord) -> dict[str, float]:
+        """The sums of ``−log p − H``, where every row of freshly drawn answers was computed."""
+        tokens, rows, sampling = record.tokens, record.rows, record.facts.sampling
+        if tokens is None or rows is None or sampling is None or tokens.entropy is None:
+            return {}
+        is_whole = bool(rows.computed.all()) and sampling.takes_all and not sampling.masks_truncated
+        if not is_whole or sampling.redraws or not record.is_first or self.facts.has_dropout:
+            return {}
+        return surprise_of(tokens, rows.computed)
+
+    def _score_again(self, draw: TrainBatch, step: int, forward: Forward | ActorCritic) -> dict[str, float]:
+        """Score two answers at the temperature of sampling, where the trainer scores at another one."""
+        sampling = self.facts.sampling
+        if sampling is None or sampling.at_scored_temperature or draw.batch is None:
+            return {}
+        if (step - 1) % self.facts.updates:
+            return {}
+        batch = draw.batch
+        policy = forward
+        if isinstance(policy, ActorCritic):
+            policy = policy.policy
+        rows = list(range(min(batch.num_rows, NUM_SCORED_AGAIN * batch.rows_per_unit)))
+        part = batch.select(rows)
+        scored = policy.temperature
+        policy.temperature = sampling.temperature
+        try:
+            with torch.no_grad():
+                logprobs = policy(part, "none").logprobs.cpu().double()
+        finally:
+            policy.temperature = scored
+        sums = _divergence(part.field("sampler_logprobs").double(), logprobs, part.mask)
+        return {"kl_resampled": float(sums.sum() / part.mask.sum())}
+
+
+def stored_rows(rows: RowSums, *, is_first_pass: bool) -> dict[str, list[int] | list[float]]:
+    """Return the columns of a record that a file keeps; of later passes those that are not as in the first."""
+    names = ["weight", "value", "logprob"]
+    columns: dict[str, list[int] | list[float]] = {"answers": rows.answers.tolist()}
+    if is_first_pass:
+        columns["tokens"] = rows.tokens.tolist()
+        columns["places"] = rows.places.tolist()
+        names += ["advantage", "uneven", "old", "reference", "kl_sampler", "kl_reference"]
+    for name in names:
+        values: Tensor = getattr(rows, name)
+        is_needed = not bool(values.isnan().all())
+        if name == "uneven":
+            is_needed = bool(values.any())
+        if is_needed:
+            columns[name] = values.tolist()
+    if not bool(rows.computed.all()):
+        columns["computed"] = rows.computed.long().tolist()
+    return columns
+
+
+def _total(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values.double(), 0.0).sum(dim=1)
+
+
+def _total_or_nan(values: Tensor | None, mask: Tensor) -> Tensor:
+    if values is None:
+        return torch.full((len(mask),), math.nan, dtype=torch.float64)
+    return _total(values, mask)
+
+
+def _at_first_rows(values: Tensor, rows_per_unit: int) -> Tensor:
+    """``[U]`` as ``[B]``: at the first row of each unit, 0 at the others."""
+    result = torch.zeros(len(values) * rows_per_unit, dtype=torch.float64)
+    result[::rows_per_unit] = values.double()
+    return result
+
+
+def _mean_and_spread(values: Tensor | None, mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each row, and the largest distance from it."""
+    if values is None:
+        nothing = torch.full((len(mask),), math.nan, dtype=torch.float64)
+        return nothing, torch.zeros_like(nothing)
+    means = _total(values, mask) / counts.clamp(min=1)
+    distances = torch.where(mask, (values.double() - means[:, None]).abs(), 0.0).amax(dim=1)
+    return means, torch.where(distances > 1e-6 * means.abs().clamp(min=1.0), distances, 0.0)
+
+
+def _divergence(one: Tensor | None, other: Tensor | None, mask: Tensor) -> Tensor:
+    """Sums of k3 (Schulman 2020) of log-probabilities of tokens of the first distribution; NaN without them."""
+    if one is None or other is None:
+        return torch.full((len(mask),), math.nan, dtype=torch.float64)
+    r = (one.double() - other.double()).clamp(-LARGEST_RATIO, LARGEST_RATIO)
+    return _total(torch.expm1(-r) + r, mask)
